@@ -1,0 +1,1 @@
+"""File formats that calibration writes and backends read: safetensors and json, versioned, never pickles."""

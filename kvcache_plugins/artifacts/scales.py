@@ -1,0 +1,131 @@
+"""Static scales of 8-bit caches: one file of tensors, one of facts.
+
+A directory (or hub repository) with
+
+    scales.safetensors   "layers.{i}.key_absmax", "layers.{i}.value_absmax": fp32 of shape (num_key_value_heads,),
+                         the largest magnitude seen per kv head
+    scales.json          {"format_version": 1, "kind": "kv_scales", "model": {...}, "num_layers": ..., ...}
+
+Magnitudes rather than scales are stored, so that one artifact serves every format (448 for e4m3, 57344 for e5m2, 127 for
+int8) and both the per-head and the per-tensor scheme (their maximum).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import ArtifactError
+from ..quantizers.affine import SMALLEST_SCALE
+from ..quantizers.float8 import FLOAT8_MAX
+
+__all__ = ["FORMAT_VERSION", "Scales", "load_scales", "save_scales"]
+
+FORMAT_VERSION = 1
+_TENSORS, _FACTS = "scales.safetensors", "scales.json"
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Largest magnitudes per layer and kv head.
+
+    Args:
+        key_absmax (`dict[int, torch.Tensor]`), value_absmax (`dict[int, torch.Tensor]`): fp32 `(H,)` by layer index.
+        facts (`dict`): What the artifact was made from.
+    """
+
+    key_absmax: dict[int, Tensor]
+    value_absmax: dict[int, Tensor]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def for_layer(self, layer_idx: int, side: str, scheme: str, format: str) -> Tensor:
+        """Return fp32 scales of shape `(1, H, 1, 1)` (`scheme="head"`) or `(1, 1, 1, 1)` (`"tensor"`).
+
+        Args:
+            layer_idx (`int`): Layer of the model.
+            side (`str`): `"key"` or `"value"`.
+            scheme (`str`): `"head"` or `"tensor"`.
+            format (`str`): `"e4m3"`, `"e5m2"` or `"int8"`.
+
+        Raises:
+            ArtifactError: If the artifact has no such layer.
+        """
+        by_layer = self.key_absmax if side == "key" else self.value_absmax
+        if layer_idx not in by_layer:
+            raise ArtifactError(f"The scales artifact has layers {sorted(by_layer)}, but layer {layer_idx} needs one.")
+        largest = 127.0 if format == "int8" else FLOAT8_MAX[format]
+        absmax = by_layer[layer_idx]
+        absmax = absmax if scheme == "head" else absmax.max()[None]
+        return (absmax / largest).clamp_min(SMALLEST_SCALE).view(1, -1, 1, 1)
+
+
+def save_scales(directory: str | os.PathLike[str], scales: Scales) -> None:
+    """Write an artifact; each file appears whole or not at all."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"layers.{i}.key_absmax": t.float().contiguous() for i, t in scales.key_absmax.items()}
+    tensors |= {f"layers.{i}.value_absmax": t.float().contiguous() for i, t in scales.value_absmax.items()}
+    facts = {"format_version": FORMAT_VERSION, "kind": "kv_scales", **scales.facts}
+    for name, write in (
+        (_TENSORS, lambda path: save_file(tensors, path)),
+        (_FACTS, lambda path: path.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")),
+    ):
+        unfinished = folder / f"{name}.unfinished"
+        write(unfinished)
+        unfinished.replace(folder / name)
+
+
+def load_scales(name_or_path: str) -> Scales:
+    """Read an artifact from a directory or a hub repository.
+
+    Raises:
+        ArtifactError: If it is missing, damaged or of another kind; the message names the file.
+    """
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        folder = _download(name_or_path)
+    stamps = tuple((folder / name).stat().st_mtime_ns if (folder / name).is_file() else 0 for name in (_TENSORS, _FACTS))
+    return _read(folder, stamps)
+
+
+@lru_cache(maxsize=8)
+def _read(folder: Path, stamps: tuple[int, ...]) -> Scales:
+    """Read the files; cached until they change, because every layer of a cache asks."""
+    del stamps
+    try:
+        facts = json.loads((folder / _FACTS).read_text())
+        tensors = load_file(folder / _TENSORS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ArtifactError(f"{folder} is not a readable scales artifact: {error}") from error
+    if facts.get("kind") != "kv_scales" or facts.get("format_version") != FORMAT_VERSION:
+        raise ArtifactError(
+            f"{folder / _FACTS}: expected kind 'kv_scales' and format_version {FORMAT_VERSION}, got "
+            f"{facts.get('kind')!r} and {facts.get('format_version')!r}."
+        )
+    sides: dict[str, dict[int, Tensor]] = {"key": {}, "value": {}}
+    for name, tensor in tensors.items():
+        _, layer_idx, kind = name.split(".")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ArtifactError(f"{folder / _TENSORS}: {name} holds numbers that are not finite.")
+        sides[kind.removesuffix("_absmax")][int(layer_idx)] = tensor.float()
+    return Scales(sides["key"], sides["value"], facts)
+
+
+def _download(repo_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=[_TENSORS, _FACTS]))
+    except Exception as error:  # the hub client raises many kinds; all mean the artifact cannot be had
+        raise ArtifactError(
+            f"calibration={repo_id!r} is neither a directory nor a hub repository that can be read: {error}"
+        ) from error

@@ -1,0 +1,154 @@
+"""How models reach attention over packed data.
+
+Three doors, all leading to [`attend`]:
+
+* `torch.nn.functional.scaled_dot_product_attention` called with handles by any modelling code;
+* transformers' attention functions (`sdpa`, the flash and flex names), wrapped by `integration.install`: a handle goes
+  to us before anything repeats or slices it, everything else passes straight through;
+* our own attention function, `model.set_attn_implementation("kvcache_plugins")`, which adds softcap, sink logits, ALiBi
+  and position biases for the models that otherwise must run `eager`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..layers.handle import KVHandle, intercept
+from .reference import AttentionOptions, DenseView, TokenView, attend
+
+__all__ = ["attention_forward", "forward_over_handles", "wrap_attention_function"]
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@intercept(F.scaled_dot_product_attention)
+def _scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's signature; reached when at least one argument is a handle."""
+    if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or dropout_p > 0.0:
+        query, key, value = (x.dense() if isinstance(x, KVHandle) else x for x in (query, key, value))
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(
+            f"scaled_dot_product_attention got {query.shape[1]} query heads for {key.shape[1]} key heads without enable_gqa."
+        )
+    mask = attn_mask
+    if is_causal:  # torch aligns its causal mask to the upper left
+        shape = (query.shape[2], key.shape[2])
+        mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+    with torch.no_grad():
+        return attend(query, key.view, value.view, AttentionOptions(scaling=scale, mask=mask))
+
+
+def forward_over_handles(
+    module: nn.Module,
+    query: Tensor,
+    key: KVHandle,
+    value: KVHandle,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """An attention function in transformers' sense, over handles.
+
+    Args:
+        module (`torch.nn.Module`): The attention module.
+        query (`torch.Tensor` of shape `(B, Hq, q, D)`): Queries of the newest tokens.
+        key, value (`KVHandle` of shape `(B, Hkv, T, D)`): What to attend to.
+        attention_mask (`torch.Tensor`, *optional*): `(B, 1 or Hq, q, T)`, or `(B, T)` as the flash functions get.
+        scaling (`float`, *optional*): Factor of the logits.
+        kwargs: `softcap`, `s_aux`, `sliding_window`, `position_bias`, `alibi_slopes`, `is_causal` are honoured.
+
+    Returns:
+        `tuple[torch.Tensor, None]`: `(B, q, Hq, Dv)`, and no attention weights.
+    """
+    options = _options(module, query, attention_mask, scaling, kwargs)
+    with torch.no_grad():
+        output = attend(query, key.view, value.view, options)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered as `"kvcache_plugins"`: handles or dense tensors, any of the options above."""
+    if isinstance(key, KVHandle) and isinstance(value, KVHandle):
+        return forward_over_handles(module, query, key, value, attention_mask, scaling, **kwargs)
+    key, value = (x.dense() if isinstance(x, KVHandle) else x for x in (key, value))
+    options = _options(module, query, attention_mask, scaling, kwargs)
+    is_plain = (options.softcap, options.sink_logits, options.alibi_slopes) == (None, None, None)
+    if is_plain or (dropout > 0.0 and module.training):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        if not is_plain:
+            raise ValueError("The `kvcache_plugins` attention function serves inference; dropout must be 0, "
+                             f"got {dropout} in training mode.")
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return output, None
+    keys: TokenView = DenseView(key)
+    output = attend(query, keys, DenseView(value), options)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
+    """Return `original` with handles taken out of its way; anything but handles passes through unchanged."""
+
+    @wraps(original)
+    def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(key, KVHandle) and isinstance(value, KVHandle) and not _needs_dropout(module, kwargs):
+            return forward_over_handles(module, query, key, value, *args, **kwargs)
+        return original(module, query, key, value, *args, **kwargs)
+
+    return forward
+
+
+def _needs_dropout(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    return bool(module.training and kwargs.get("dropout"))
+
+
+def _options(
+    module: nn.Module, query: Tensor, attention_mask: Tensor | None, scaling: float | None, kwargs: dict[str, Any]
+) -> AttentionOptions:
+    if attention_mask is not None and attention_mask.dim() == 2:  # (B, T), of the flash functions: which keys are real
+        attention_mask = attention_mask.bool()[:, None, None, :]
+        is_causal = True
+    else:
+        is_causal = attention_mask is None
+    requested = kwargs.get("is_causal")
+    if requested is None:
+        requested = getattr(module, "is_causal", True)
+    return AttentionOptions(
+        scaling=scaling,
+        mask=attention_mask,
+        is_causal=bool(is_causal and requested and query.shape[2] > 1),
+        sliding_window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sink_logits=kwargs.get("s_aux"),
+        alibi_slopes=kwargs.get("alibi_slopes"),
+        position_bias=kwargs.get("position_bias"),
+    )

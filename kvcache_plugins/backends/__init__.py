@@ -1,0 +1,1 @@
+"""Backends, one file each: its options, its layer, its cache. They never import one another."""

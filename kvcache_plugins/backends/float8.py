@@ -1,0 +1,85 @@
+"""8-bit floating point codes with dynamic or calibrated scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..artifacts.scales import load_scales
+from ..cache import KVCache
+from ..config import BackendConfig, check_choice
+from ..layers.base import PackedLayer
+from ..layers.codec import Float8Codec
+from ..layers.stream import StreamSpec
+from ..quantizers.float8 import FLOAT8_DTYPES
+from ..quantizers.granularity import per_token_head
+from ..registry import register_backend
+
+__all__ = ["Float8Cache", "Float8Config", "Float8Layer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Config(BackendConfig):
+    """Options of [`Float8Cache`].
+
+    Args:
+        format (`str`): `"e4m3"` or `"e5m2"`.
+        scale (`str`): `"token_head"` (dynamic, one per token and head), or static from `calibration`: `"head"` (one per
+            kv head), `"tensor"` (one per layer, for keys and values each).
+        calibration (`str`, *optional*): Directory or hub id of a scales artifact; needed for the static scales.
+        residual_length (`int`): Newest tokens kept exact.
+    """
+
+    format: str = "e4m3"
+    scale: str = "token_head"
+    calibration: str | None = None
+
+    sqnr_floor_db: ClassVar[float] = 28.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "format", self.format, tuple(FLOAT8_DTYPES))
+        check_choice(self, "scale", self.scale, ("token_head", "head", "tensor"))
+        if (self.scale == "token_head") != (self.calibration is None):
+            raise ValueError(
+                "Float8Config.calibration is needed for scale='head' and scale='tensor', and only for these; "
+                f"got scale={self.scale!r}, calibration={self.calibration!r}."
+            )
+
+
+class Float8Layer(PackedLayer):
+    """Keys and values `(1, R)`."""
+
+    config: Float8Config
+
+    def key_stream(self, head_dim: int) -> StreamSpec:
+        return self._stream("key")
+
+    def value_stream(self, head_dim: int) -> StreamSpec:
+        return self._stream("value")
+
+    def _stream(self, side: str) -> StreamSpec:
+        codec = Float8Codec(self.config.format, per_token_head(), self._static_scale(side))
+        return StreamSpec(codec, keep_recent=self.config.residual_length)
+
+    def _static_scale(self, side: str) -> Tensor | None:
+        if self.config.calibration is None:
+            return None
+        scales = load_scales(self.config.calibration)
+        return scales.for_layer(self.layer_idx, side, self.config.scale, self.config.format)
+
+
+@register_backend("float8")
+class Float8Cache(KVCache):
+    """8-bit floating point, e4m3 or e5m2, with dynamic scales per token and head, or static ones from an artifact.
+
+    Paper: the 8-bit floating point caches of vLLM and TensorRT-LLM (OCP formats).
+    Deviates: scales are dynamic by default, so no later token is clipped; they are rounded up to fp16.
+    Cost: `8 + 16 / head_dim` bits per value; 8 with static scales.
+    Limits: e5m2 has two bits of mantissa; int8 is more accurate for keys and values without outliers inside a head.
+    """
+
+    config_class = Float8Config
+    layer_class = Float8Layer

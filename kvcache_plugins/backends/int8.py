@@ -1,0 +1,82 @@
+"""Symmetric int8: the safe default, for any model and length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..cache import KVCache
+from ..config import BackendConfig, check_choice, check_integer
+from ..layers.base import PackedLayer
+from ..layers.codec import SymmetricCodec
+from ..layers.stream import StreamSpec
+from ..quantizers.granularity import Granularity, per_block, per_token, per_token_group, per_token_head
+from ..quantizers.packing import BLOCK_TOKENS
+from ..registry import register_backend
+
+__all__ = ["Int8Cache", "Int8Config", "Int8Layer"]
+
+_GRANULARITIES = ("head", "group", "token", "tensor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Config(BackendConfig):
+    """Options of [`Int8Cache`].
+
+    Args:
+        granularity (`str`): What shares a scale: `"head"` (a token's vector in one kv head), `"group"` (`q_group_size`
+            channels of it), `"token"` (a token's vectors in all heads), `"tensor"` (64 tokens in all heads).
+        q_group_size (`int`): Channels per scale with `granularity="group"`.
+        residual_length (`int`): Newest tokens kept exact.
+    """
+
+    granularity: str = "head"
+    q_group_size: int = 32
+
+    sqnr_floor_db: ClassVar[float] = 38.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "granularity", self.granularity, _GRANULARITIES)
+        check_integer(self, "q_group_size", self.q_group_size, minimum=1)
+
+
+class Int8Layer(PackedLayer):
+    """Keys and values alike, `(1, R)`; `(64, R)` for `granularity="tensor"`."""
+
+    config: Int8Config
+
+    def key_stream(self, head_dim: int) -> StreamSpec:
+        granularity = self._granularity(head_dim)
+        return StreamSpec(SymmetricCodec(granularity), granularity.tokens, self.config.residual_length)
+
+    value_stream = key_stream
+
+    def _granularity(self, head_dim: int) -> Granularity:
+        group = self.config.q_group_size
+        if self.config.granularity == "group" and head_dim % group:
+            raise ValueError(
+                f"Int8Config.q_group_size must divide the head dimension {head_dim} of layer {self.layer_idx}, got {group}."
+            )
+        return {
+            "head": per_token_head(),
+            "group": per_token_group(group),
+            "token": per_token(),
+            "tensor": per_block(BLOCK_TOKENS),
+        }[self.config.granularity]
+
+
+@register_backend("int8")
+class Int8Cache(KVCache):
+    """Symmetric int8 with one scale per token and head; no calibration, no exact window needed.
+
+    Paper: the common 8-bit cache of inference engines (per-head dynamic scales).
+    Deviates: scales are rounded up to fp16, so no code saturates. `granularity="tensor"` rescales every 64 tokens: one
+        scale frozen at first sight, as is usual, clips every later token that is larger.
+    Cost: `8 + 16 / head_dim` bits per value; `8 + 16 / q_group_size` with groups. The scales of `"token"` and
+        `"tensor"` are stored in the records of every head, so they save less than their definition suggests.
+    Limits: none known.
+    """
+
+    config_class = Int8Config
+    layer_class = Int8Layer

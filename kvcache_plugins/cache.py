@@ -1,0 +1,206 @@
+"""The cache: one layer per model layer, packed where the backend can, transformers' own elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from .attention import dispatch as _dispatch  # registers how handles are attended to
+from .config import BackendConfig
+from .kernels.selection import select_kernel
+from .layers.base import PackedLayer
+from .models.facts import LayerFacts, decoder_config, describe_layers, split_model_or_config
+from .models.layer_plan import key_value_heads, plan_layers
+from .registry import get_backend
+from .report import CacheReport
+
+__all__ = ["KVCache", "build_cache"]
+
+_ = _dispatch
+
+
+class KVCache(Cache):
+    """A `transformers.Cache` whose full-attention layers are packed. Base class of every backend's cache.
+
+    Built by `generate(cache_implementation="quantized", cache_config={"backend": ...})`, by [`build_cache`], or directly
+    from a subclass:
+
+    ```python
+    cache = KIVICache(model, nbits=2)
+    model.generate(**inputs, past_key_values=cache)
+    ```
+
+    Args:
+        model_or_config (`PreTrainedModel | PreTrainedConfig`): What the cache is for. With a model, rotary parameters
+            and key biases are read from it; with a configuration, from its family's modelling file.
+        max_cache_length (`int`, *optional*): Tokens the cache will hold in the end, if known.
+        options: The backend's options, see its `config_class`.
+
+    Raises:
+        ValueError: On a wrong option or an encoder-decoder model.
+        KernelUnavailableError: If `kernel="native"` cannot be met.
+    """
+
+    backend: ClassVar[str]
+    config_class: ClassVar[type[BackendConfig]]
+    layer_class: ClassVar[type[PackedLayer]]
+
+    def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
+        model, config = split_model_or_config(model_or_config)
+        config = decoder_config(config)
+        self.config = self.config_class.from_dict(options)
+        kernel = select_kernel(self.config.kernel, self.backend)
+        self._model_config = config
+        self._plans = plan_layers(config)
+        skipped = self.config.skipped_layers(len(self._plans))
+        self._plans = plan_layers(config, skipped)
+        layer_configs = [self.config.for_layer(index, len(self._plans)) for index in range(len(self._plans))]
+        facts = self._describe(model)
+        layers: list[Any] = []
+        for layer_idx, plan in enumerate(self._plans):
+            if plan.dense_reason is None:
+                layer = self.layer_class(layer_configs[layer_idx], layer_idx, facts[layer_idx])
+                layer.kernel = kernel
+                layer.final_length = max_cache_length
+                layers.append(layer)
+            else:
+                layers.append(plan.build_dense())
+        if not any(isinstance(layer, PackedLayer) for layer in layers):
+            warnings.warn(
+                f"The backend {self.backend!r} packs none of the {len(layers)} layers of this model: "
+                f"{sorted({str(plan.dense_reason) for plan in self._plans})}.",
+                stacklevel=2,
+            )
+        super().__init__(layers=layers)
+
+    @property
+    def packed_layers(self) -> list[PackedLayer]:
+        """The layers this package stores."""
+        return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+
+    def bind(
+        self, model: nn.Module, attention_mask: Tensor | None = None, max_cache_length: int | None = None
+    ) -> KVCache:
+        """Tell the cache what `update` is never told. `generate()` does this by itself; own loops may.
+
+        Args:
+            model (`PreTrainedModel`): Whose rotary parameters and key biases to use.
+            attention_mask (`torch.Tensor` of shape `(B, T)`, *optional*): Its leading zeros are left padding. Other
+                shapes say nothing of padding and are ignored. Without effect once tokens are held.
+            max_cache_length (`int`, *optional*): Tokens the cache will hold in the end.
+
+        Returns:
+            `KVCache`: itself.
+        """
+        facts = self._describe(model)
+        padding = _left_padding(attention_mask)
+        for layer_idx, layer in enumerate(self.layers):
+            if isinstance(layer, PackedLayer):
+                layer.bind(facts[layer_idx], padding, max_cache_length)
+        return self
+
+    def kv_bytes(self) -> int:
+        """Bytes of every live tensor the cache owns: capacity, not what is in use."""
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._tensors()}
+        return sum(storages.values())
+
+    def report(self) -> CacheReport:
+        """Return the state of the cache as a [`CacheReport`]; `print` it for a table."""
+        values, dense_bytes = 0, 0
+        for layer in self.layers:
+            layer_values, item_bytes = _dense_size(layer)
+            values += layer_values
+            dense_bytes += layer_values * item_bytes
+        packed = self.packed_layers
+        seen = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
+        return CacheReport(
+            backend=self.backend,
+            tokens_seen=seen,
+            tokens_held=max((layer.key_stream_.length for layer in packed if layer.is_initialized), default=0),
+            kv_bytes=self.kv_bytes(),
+            dense_bytes=dense_bytes,
+            kernel=[layer.kernel if isinstance(layer, PackedLayer) else "dense" for layer in self.layers],
+            dense_layers={i: str(p.dense_reason) for i, p in enumerate(self._plans) if p.dense_reason is not None},
+            fallback_reads=sum(layer.fallback_reads for layer in packed),
+            values=values,
+        )
+
+    def _describe(self, model: nn.Module | None) -> list[LayerFacts]:
+        layer_types = [plan.layer_type for plan in self._plans]
+        head_dim = key_value_heads(self._model_config, 0)[1]
+        return describe_layers(model, self._model_config, layer_types, head_dim)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for layer in self.layers:
+            if isinstance(layer, PackedLayer):
+                yield from layer.tensors().values()
+            else:
+                yield from _tensors_in(vars(layer))
+
+
+def build_cache(
+    model_or_config: Any, cache_config: Mapping[str, Any], *, max_cache_length: int | None = None
+) -> KVCache:
+    """Build the cache that `generate(cache_implementation="quantized", cache_config=cache_config)` would.
+
+    Args:
+        model_or_config (`PreTrainedModel | PreTrainedConfig`): What the cache is for.
+        cache_config (`dict`): `"backend"` and its options, plain values only.
+        max_cache_length (`int`, *optional*): Tokens the cache will hold in the end, if known.
+
+    Returns:
+        `KVCache`: For `past_key_values=`, or an own loop.
+
+    Raises:
+        ValueError: On an unknown backend or a wrong option; the message names the option, the value and the allowed.
+    """
+    if not isinstance(cache_config, Mapping):
+        raise ValueError(
+            f"`cache_config` must be a dict such as {{'backend': 'kivi', 'nbits': 4}}, got {cache_config!r} "
+            f"({type(cache_config).__name__})."
+        )
+    options = dict(cache_config)
+    if "backend" not in options:
+        raise ValueError(f"`cache_config` needs a 'backend', got only {sorted(options)}.")
+    cache_class = get_backend(options.pop("backend"))
+    return cache_class(model_or_config, max_cache_length=max_cache_length, **options)
+
+
+def _left_padding(attention_mask: Tensor | None) -> Tensor | None:
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        return None
+    # cumsum is zero exactly over the leading zeros
+    return (attention_mask.long().cumsum(-1) == 0).sum(-1)
+
+
+def _dense_size(layer: Any) -> tuple[int, int]:
+    """Number of key and value entries a dense layer would hold, and bytes of each."""
+    if isinstance(layer, PackedLayer):
+        if not layer.is_initialized:
+            return 0, 0
+        batch_size, num_heads = layer.records.data.shape[:2]
+        width = sum(stream.head_dim for stream in layer.streams)
+        return batch_size * num_heads * layer.key_stream_.length * width, layer.dtype.itemsize
+    tensors = list(_tensors_in(vars(layer)))
+    if not tensors:
+        return 0, 0
+    return sum(t.numel() for t in tensors), max(t.dtype.itemsize for t in tensors)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in the attributes of one of transformers' layers, whose states may sit in lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+
+

@@ -1,0 +1,50 @@
+"""Command line `kvcache-plugins`: one file per sub-command, each with `add_parser` and `run`.
+
+The parsers are built from modules that import nothing heavy; torch and transformers come in when a
+sub-command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from ..errors import IncompatibleTransformersError, KernelUnavailableError, UnsupportedOperationError
+
+__all__ = ["main"]
+
+_COMMANDS = ("list", "estimate")
+
+# What a user can cause and repair. Anything else is a bug of ours and keeps its traceback.
+_USER_ERRORS = (
+    ValueError,
+    OSError,
+    IncompatibleTransformersError,
+    KernelUnavailableError,
+    UnsupportedOperationError,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command.
+
+    Args:
+        argv (`Sequence[str]`, *optional*): Arguments without the program name; `sys.argv[1:]` by default.
+
+    Returns:
+        `int`: Exit status: 0, or 2 for an error of the user, told in one line on the standard error stream.
+    """
+    parser = argparse.ArgumentParser(
+        prog="kvcache-plugins", description="Packed key-value caches for Hugging Face Transformers."
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in _COMMANDS:
+        importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except _USER_ERRORS as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2

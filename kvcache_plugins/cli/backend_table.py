@@ -1,0 +1,126 @@
+"""The registry as rows of a table: for `kvcache-plugins list` and for the README."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..registry import get_backend, list_backends
+
+__all__ = ["SECTIONS", "BackendRow", "backend_rows", "docstring_sections", "markdown_table"]
+
+SECTIONS = ("Paper", "Deviates", "Cost", "Limits")
+"""Sections every backend's docstring has, besides its first line."""
+
+# Options of every backend; they are listed once, and in a row only where its default differs.
+_COMMON_DEFAULTS: dict[str, Any] = {
+    "kernel": "auto",
+    "sink_length": 0,
+    "skip_layers": (),
+    "layer_overrides": {},
+}
+_HEADER = re.compile(r"^(?P<name>[A-Z][A-Za-z ]*):(?P<rest>\s.*)?$")
+
+
+@dataclass(frozen=True)
+class BackendRow:
+    """What the table says about one backend.
+
+    Args:
+        name (`str`): Registry name.
+        summary (`str`): First line of its docstring, or why it could not be loaded.
+        sections (`dict[str, str]`): The docstring's `SECTIONS`, each joined into one line.
+        options (`dict[str, str]`): Options of its own and their defaults, as JSON-like text.
+        native_kernels (`tuple[str, ...]`): Devices on which a native kernel reads its packed codes; empty if
+            attention runs in plain torch.
+    """
+
+    name: str
+    summary: str
+    sections: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
+    native_kernels: tuple[str, ...] = ()
+
+    @property
+    def paper(self) -> str:
+        """Where the method was published, in one line."""
+        return self.sections.get("Paper", "")
+
+    @property
+    def defaults(self) -> str:
+        """The options in one line."""
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+
+    @property
+    def native(self) -> str:
+        """The native kernels in one word."""
+        return ", ".join(self.native_kernels) or "no"
+
+
+def backend_rows() -> list[BackendRow]:
+    """Return one row per registered backend, by name; one that cannot be imported says so in its row."""
+    return [_row(name) for name in list_backends()]
+
+
+def docstring_sections(docstring: str) -> tuple[str, dict[str, str]]:
+    """Split a Google-style docstring.
+
+    Args:
+        docstring (`str`): Text with the indentation removed, as `inspect.getdoc` returns it.
+
+    Returns:
+        `tuple[str, dict[str, str]]`: The first line, and the text of each section as one line.
+    """
+    summary, _, body = docstring.strip().partition("\n")
+    sections: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in body.splitlines():
+        header = _HEADER.match(line)
+        if header is not None:
+            current = sections.setdefault(header["name"], [])
+            line = header["rest"] or ""
+        current.append(line.strip())
+    return summary.strip(), {name: " ".join(filter(None, lines)) for name, lines in sections.items()}
+
+
+def markdown_table(rows: list[BackendRow]) -> str:
+    """Render the rows for the README, in GitHub's Markdown."""
+    cells = [["backend", "what it does", "paper", "options and defaults", "native kernel"], ["---"] * 5]
+    for row in rows:
+        cells.append([f"`{row.name}`", row.summary, row.paper, f"`{row.defaults}`", row.native])
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in cells)
+
+
+def _row(name: str) -> BackendRow:
+    try:
+        cls = get_backend(name)
+    except Exception as error:  # a third party's module may fail in any way and must not hide the others
+        return BackendRow(name, f"cannot be loaded: {' '.join(str(error).split()) or type(error).__name__}")
+    summary, sections = docstring_sections(inspect.getdoc(cls) or "")
+    return BackendRow(
+        name=name,
+        summary=summary,
+        sections={key: sections[key] for key in SECTIONS if key in sections},
+        options=_own_options(cls.config_class),
+        native_kernels=tuple(getattr(cls, "native_kernels", ())),
+    )
+
+
+def _own_options(config_class: type[Any]) -> dict[str, str]:
+    options = {}
+    for option in dataclasses.fields(config_class):
+        if option.default is not dataclasses.MISSING:
+            default = option.default
+        elif option.default_factory is not dataclasses.MISSING:
+            default = option.default_factory()
+        else:
+            options[option.name] = "(required)"
+            continue
+        if option.name not in _COMMON_DEFAULTS or _COMMON_DEFAULTS[option.name] != default:
+            # as one would write it in JSON, because that is how options are given on the command line
+            options[option.name] = json.dumps(default, default=str).strip('"')
+    return options

@@ -1,0 +1,175 @@
+"""`kvcache-plugins estimate`: predicted memory of caches, without loading a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from .options import add_cache_config_option, cache_label, parse_cache_configs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+__all__ = ["PRESETS", "add_parser", "run"]
+
+# Shapes of well-known models, so that a table needs neither weights nor a download: model type, then the
+# fields of its configuration that decide the size of a cache.
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2-7b": (
+        "llama",
+        {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32},
+    ),
+    "llama3-8b": (
+        "llama",
+        {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+    ),
+    "mistral-7b": (
+        "mistral",
+        {
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "sliding_window": None,
+        },
+    ),
+    "qwen2.5-7b": (
+        "qwen2",
+        {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+    ),
+    "tiny": (
+        "llama",
+        {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2},
+    ),
+}
+
+_DEFAULT_CONFIGS: tuple[dict[str, Any], ...] = (
+    {"backend": "int8"},
+    {"backend": "float8"},
+    {"backend": "int4"},
+    {"backend": "kivi", "nbits": 4},
+    {"backend": "kivi", "nbits": 2},
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser(
+        "estimate",
+        help="predict the memory of caches",
+        description="Predict the memory of caches for a model, all metadata and exact tokens included.",
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", metavar="PATH_OR_ID", help="only its configuration is read")
+    source.add_argument("--preset", choices=sorted(PRESETS), help="a known model (default: llama3-8b)")
+    add_cache_config_option(parser, "int8, float8, int4, kivi at 4 and 2 bits")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=[4096, 32768], metavar="N", help="default: 4096 32768"
+    )
+    parser.add_argument("--batch_size", type=int, default=1, metavar="B", help="default: 1")
+    parser.add_argument("--dtype", help="dtype of the model (default: the configuration's)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one row per number of tokens and cache, the dense cache first."""
+    import kvcache_plugins as kvp
+
+    for name, value in (("--tokens", min(args.tokens)), ("--batch_size", args.batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value}.")
+    chosen = list(_DEFAULT_CONFIGS) if args.cache_config is None else parse_cache_configs(args.cache_config)
+    cache_configs = [{"backend": "dense"}, *(c for c in chosen if c != {"backend": "dense"})]
+    config = _model_config(args)
+    bits = _bits_per_element(config)
+
+    rows: list[dict[str, Any]] = []
+    for tokens in args.tokens:
+        dense_bytes = 0
+        for cache_config in cache_configs:
+            kv_bytes = kvp.estimate(config, dict(cache_config), tokens, batch_size=args.batch_size)
+            dense_bytes = dense_bytes or kv_bytes  # the dense cache comes first
+            fraction = kv_bytes / dense_bytes
+            rows.append(
+                {
+                    "cache_config": cache_config,
+                    "tokens": tokens,
+                    "batch_size": args.batch_size,
+                    "kv_bytes": kv_bytes,
+                    "memory_fraction": fraction,
+                    "bits_per_value": bits * fraction,
+                }
+            )
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        _print_table(args, config, rows)
+    return 0
+
+
+def _model_config(args: argparse.Namespace) -> PreTrainedConfig:
+    import torch
+    from transformers import AutoConfig
+
+    if args.model is not None:
+        config = AutoConfig.from_pretrained(args.model)
+    else:
+        model_type, fields = PRESETS[args.preset or "llama3-8b"]
+        config = AutoConfig.for_model(model_type, **fields, dtype="bfloat16")
+    if args.dtype is not None:
+        dtype = getattr(torch, args.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(
+                f"--dtype must be a floating-point dtype such as 'bfloat16', got {args.dtype!r}."
+            )
+        config.get_text_config(decoder=True).dtype = config.dtype = dtype
+    return config
+
+
+def _bits_per_element(config: PreTrainedConfig) -> int:
+    import torch
+
+    dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.get_default_dtype()
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    return 8 * int(dtype.itemsize)
+
+
+def _print_table(args: argparse.Namespace, config: PreTrainedConfig, rows: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    name = args.model or args.preset or "llama3-8b"
+    dtype = str(config.dtype or "the default dtype").removeprefix("torch.")
+    title = f"{name}, {dtype}, batch of {args.batch_size}"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("tokens", justify="right")
+    table.add_column("cache", overflow="fold")
+    for column in ("memory", "of dense", "bits per value"):
+        table.add_column(column, justify="right", no_wrap=True)
+    previous = None
+    for row in rows:
+        if previous not in (None, row["tokens"]):
+            table.add_section()
+        table.add_row(
+            f"{row['tokens']}" if row["tokens"] != previous else "",
+            Text(cache_label(row["cache_config"])),
+            _human_bytes(row["kv_bytes"]),
+            f"{row['memory_fraction']:.3f}",
+            f"{row['bits_per_value']:.2f}",
+        )
+        previous = row["tokens"]
+    Console().print(table)
+
+
+def _human_bytes(count: int) -> str:
+    amount = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
+        amount /= 1024
+    return f"{amount:.2f} TiB"

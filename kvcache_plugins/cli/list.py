@@ -1,0 +1,64 @@
+"""`kvcache-plugins list`: the registered backends."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .backend_table import BackendRow
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser("list", help="list the backends", description="List the cache backends.")
+    parser.add_argument("--verbose", action="store_true", help="with their costs, limits and deviations")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table, or the full description of each backend."""
+    from .backend_table import backend_rows
+
+    rows = backend_rows()
+    if args.verbose:
+        _print_verbose(rows)
+    else:
+        _print_table(rows)
+    return 0
+
+
+def _print_table(rows: list[BackendRow]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("backend", no_wrap=True)
+    for column in ("what it does", "paper", "options and defaults"):
+        table.add_column(column, overflow="fold")
+    table.add_column("native kernel", no_wrap=True)
+    for row in rows:
+        # Text, not str: a default such as [] is no markup
+        table.add_row(*map(Text, (row.name, row.summary, row.paper, row.defaults, row.native)))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a file has no width of its own, and 80 columns would break every cell
+    console.print(table)
+
+
+def _print_verbose(rows: list[BackendRow]) -> None:
+    import textwrap
+
+    from .backend_table import SECTIONS
+
+    for row in rows:
+        print(f"{row.name}: {row.summary}")
+        entries = [(name, row.sections[name]) for name in SECTIONS if name in row.sections]
+        entries += [("Options", row.defaults), ("Native kernel", row.native)]
+        for title, text in entries:
+            print(textwrap.fill(f"{title}: {text}", 110, initial_indent=" " * 4, subsequent_indent=" " * 8))
+        print()

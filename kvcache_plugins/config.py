@@ -1,0 +1,142 @@
+"""Options of a backend: frozen dataclasses filled from a plain `cache_config` dictionary.
+
+Every check happens here, when the cache is built, so that a wrong option stops before any token is processed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+from .registry import suggest
+
+__all__ = ["KERNELS", "BackendConfig", "check_choice", "check_integer", "check_number"]
+
+KERNELS = ("auto", "torch", "native")
+_PER_CACHE = ("skip_layers", "layer_overrides", "kernel")
+_Self = TypeVar("_Self", bound="BackendConfig")
+
+
+def check_choice(owner: object, name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise `ValueError` unless `value` is one of `allowed` (booleans never count as integers)."""
+    options = tuple(allowed)
+    if isinstance(value, bool) or value not in options:
+        raise ValueError(f"{type(owner).__name__}.{name} must be one of {options}, got {value!r}.")
+
+
+def check_integer(owner: object, name: str, value: object, *, minimum: int = 0, multiple_of: int = 1) -> None:
+    """Raise `ValueError` unless `value` is an integer, at least `minimum` and a multiple of `multiple_of`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum or value % multiple_of:
+        rule = f"an integer >= {minimum}" + (f" and a multiple of {multiple_of}" if multiple_of > 1 else "")
+        raise ValueError(f"{type(owner).__name__}.{name} must be {rule}, got {value!r}.")
+
+
+def check_number(owner: object, name: str, value: object, *, minimum: float, maximum: float) -> None:
+    """Raise `ValueError` unless `value` is a real number in `[minimum, maximum]`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
+        raise ValueError(f"{type(owner).__name__}.{name} must be a number in [{minimum}, {maximum}], got {value!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendConfig:
+    """Options every backend takes. Backends derive from it and add their own fields.
+
+    Args:
+        kernel (`str`): `"auto"` (a native kernel where one exists, else torch), `"torch"` (the reference) or
+            `"native"` (raise where no native kernel can serve).
+        residual_length (`int`): Newest tokens kept exact.
+        sink_length (`int`): First real (unpadded) tokens kept exact.
+        skip_layers (`list[int]`): Layer indices, negative ones counted from the end, left in the model's dtype.
+        layer_overrides (`dict[str, dict]`): `{"0": {"nbits": 8}}`: other options for single layers.
+    """
+
+    kernel: str = "auto"
+    residual_length: int = 0
+    sink_length: int = 0
+    skip_layers: tuple[int, ...] = ()
+    layer_overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    sqnr_floor_db: ClassVar[float] = 0.0
+    """Signal-to-quantization-noise ratio (dB) the conformance suite demands on Gaussian keys and values."""
+
+    def __post_init__(self) -> None:
+        check_choice(self, "kernel", self.kernel, KERNELS)
+        check_integer(self, "residual_length", self.residual_length)
+        check_integer(self, "sink_length", self.sink_length)
+        if isinstance(self.skip_layers, (str, bytes)) or not isinstance(self.skip_layers, Iterable):
+            raise ValueError(f"{type(self).__name__}.skip_layers must be a list of integers, got {self.skip_layers!r}.")
+        object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
+        for index in self.skip_layers:
+            if isinstance(index, bool) or not isinstance(index, int):
+                raise ValueError(f"{type(self).__name__}.skip_layers must be a list of integers, got {index!r} in it.")
+        if not isinstance(self.layer_overrides, Mapping):
+            raise ValueError(
+                f"{type(self).__name__}.layer_overrides must be a dict of dicts such as "
+                f'{{"0": {{"nbits": 8}}}}, got {self.layer_overrides!r}.'
+            )
+
+    @classmethod
+    def tiny(cls: type[_Self]) -> _Self:
+        """Settings small enough for tests that must cross every boundary within a few dozen tokens."""
+        return cls()
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """Names accepted as keys of `cache_config`, besides `backend`."""
+        return tuple(f.name for f in fields(cls))
+
+    @classmethod
+    def from_dict(cls: type[_Self], options: Mapping[str, Any]) -> _Self:
+        """Build the config from plain values.
+
+        Raises:
+            ValueError: On an unknown key or a value out of range; the message names the option, what was given
+                and what is allowed.
+        """
+        for key in options:
+            if key not in cls.option_names():
+                raise ValueError(
+                    f"{key!r} is not an option of {cls.__name__}.{suggest(str(key), cls.option_names())} "
+                    f"Its options are {sorted(cls.option_names())}, got {key}={options[key]!r}."
+                )
+        return cls(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values from which `from_dict` rebuilds this config."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["skip_layers"] = list(self.skip_layers)
+        values["layer_overrides"] = {key: dict(value) for key, value in self.layer_overrides.items()}
+        return values
+
+    def skipped_layers(self, num_layers: int) -> frozenset[int]:
+        """Return `skip_layers` as non-negative indices of a model with `num_layers` layers."""
+        return frozenset(self._layer_index("skip_layers", index, num_layers) for index in self.skip_layers)
+
+    def for_layer(self: _Self, layer_idx: int, num_layers: int) -> _Self:
+        """Return the options of one layer, `layer_overrides` applied."""
+        merged: dict[str, Any] = {}
+        for key, override in self.layer_overrides.items():
+            if not isinstance(override, Mapping):
+                raise ValueError(f"{type(self).__name__}.layer_overrides[{key!r}] must be a dict, got {override!r}.")
+            if self._layer_index("layer_overrides", key, num_layers) == layer_idx:
+                merged.update(override)
+        for key in merged:
+            allowed = sorted(set(self.option_names()) - set(_PER_CACHE))
+            if key not in allowed:
+                raise ValueError(
+                    f"{type(self).__name__}.layer_overrides: {key!r} cannot be set for a single layer."
+                    f"{suggest(key, allowed)} Allowed are {allowed}, got {key}={merged[key]!r}."
+                )
+        return replace(self, **merged, layer_overrides={}, skip_layers=()) if merged else self
+
+    def _layer_index(self, name: str, index: object, num_layers: int) -> int:
+        try:
+            number = int(index)  # type: ignore[call-overload]  # JSON turns the keys of a dict into strings
+        except (TypeError, ValueError):
+            number = num_layers
+        if not -num_layers <= number < num_layers:
+            raise ValueError(
+                f"{type(self).__name__}.{name} must name layers from {-num_layers} to {num_layers - 1}, got {index!r}."
+            )
+        return number % num_layers

@@ -1,0 +1,253 @@
+"""The seams through which transformers reaches us, installed once and reversible.
+
+* `QuantizedCache.__new__`: a backend name of ours gives our cache, any other goes on to the original. Its `__init__` is
+  wrapped only to accept what the published examples write (`"HQQ"`, `"device"`), which today fails.
+* `GenerationMixin._prepare_cache_for_generation`: after it, the cache is told what it never sees by itself: padding,
+  final length, rotary parameters.
+* The attention functions: a handle goes to us, anything else straight through; and our own function is registered.
+
+Nothing of transformers is imported here: a seam whose module is not loaded yet is installed when it is, so that importing
+this package costs next to nothing. Each seam checks that what it wraps still looks as expected, and names the installed
+version if not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from .errors import IncompatibleTransformersError
+from .registry import TRANSFORMERS_BACKENDS, get_backend
+
+__all__ = ["install", "uninstall"]
+
+_LEGACY_KEYS = ("compute_dtype", "device")
+_OWN_ATTENTION = "kvcache_plugins"
+
+_Undo = Callable[[], None]
+_undo: list[_Undo] = []
+
+
+def install() -> None:
+    """Install the dispatch. Importing the package does this; calling it again changes nothing.
+
+    Raises:
+        IncompatibleTransformersError: If the installed transformers lacks a seam.
+    """
+    if _watcher in sys.meta_path or _undo:
+        return
+    pending = {}
+    for name, seam in _SEAMS.items():
+        if name in sys.modules:
+            seam(sys.modules[name])
+        else:
+            pending[name] = seam
+    _watcher.pending = pending
+    if pending:
+        sys.meta_path.insert(0, _watcher)
+
+
+def uninstall() -> None:
+    """Put everything back as transformers had it."""
+    if _watcher in sys.meta_path:
+        sys.meta_path.remove(_watcher)
+    _watcher.pending = {}
+    while _undo:
+        _undo.pop()()
+
+
+def _quantized_cache_seam(module: ModuleType) -> None:
+    """`transformers.cache_utils`"""
+    cls = _expect(module, "QuantizedCache")
+    _expect_parameters(cls.__init__, ("self", "backend", "config"))
+    original_init = cls.__init__
+
+    def new(klass: type, backend: Any = None, config: Any = None, *args: Any, **options: Any) -> Any:
+        name = str(backend).lower()
+        if klass is cls and name not in TRANSFORMERS_BACKENDS:
+            if args:
+                raise ValueError(f"Options of the backend {backend!r} must be given by name, got {args!r} by position.")
+            cache_class = get_backend(backend)  # an unknown name fails here, naming the closest
+            return cache_class(config, **_without_legacy_keys(options))
+        return object.__new__(klass)
+
+    @wraps(original_init)
+    def init(self: Any, backend: Any, config: Any, *args: Any, **options: Any) -> None:
+        original_init(self, str(backend).lower(), config, *args, **_without_legacy_keys(options))
+
+    cls.__new__ = new
+    cls.__init__ = init
+
+    def undo() -> None:
+        # A class whose `__new__` was once replaced refuses arguments through `object.__new__`; ignoring them is what
+        # `object.__new__` did before.
+        cls.__new__ = lambda klass, *args, **kwargs: object.__new__(klass)
+        cls.__init__ = original_init
+
+    _undo.append(undo)
+
+
+def _generation_seam(module: ModuleType) -> None:
+    """`transformers.generation.utils`"""
+    cls = _expect(module, "GenerationMixin")
+    original = _expect(cls, "_prepare_cache_for_generation")
+    _expect_parameters(original, ("self", "generation_config", "model_kwargs", "max_cache_length"))
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs).arguments
+        _check_request(self, bound["generation_config"])
+        result = original(self, *args, **kwargs)
+        _bind(self, bound["model_kwargs"], bound["max_cache_length"])
+        return result
+
+    cls._prepare_cache_for_generation = prepare
+    _undo.append(lambda: setattr(cls, "_prepare_cache_for_generation", original))
+
+
+def _attention_seam(module: ModuleType) -> None:
+    """`transformers.modeling_utils`"""
+    mapping = _expect(_expect(module, "AttentionInterface"), "_global_mapping")
+    replaced = {name: fn for name, fn in mapping.items() if name in ("sdpa", "flex_attention") or _is_flash(name)}
+    for name, original in replaced.items():
+        mapping[name] = _lazy_wrapper(original)
+    mapping[_OWN_ATTENTION] = _lazy_attention
+
+    def undo() -> None:
+        mapping.update(replaced)
+        mapping.pop(_OWN_ATTENTION, None)
+
+    _undo.append(undo)
+
+
+def _mask_seam(module: ModuleType) -> None:
+    """`transformers.masking_utils`: our attention function wants the masks of `sdpa`."""
+    mapping = _expect(_expect(module, "AttentionMaskInterface"), "_global_mapping")
+    if "sdpa" not in mapping:
+        raise _incompatible("masking_utils.AttentionMaskInterface['sdpa']")
+    mapping[_OWN_ATTENTION] = mapping["sdpa"]
+    _undo.append(lambda: mapping.pop(_OWN_ATTENTION, None))
+
+
+_SEAMS: dict[str, Callable[[ModuleType], None]] = {
+    "transformers.cache_utils": _quantized_cache_seam,
+    "transformers.generation.utils": _generation_seam,
+    "transformers.masking_utils": _mask_seam,
+    "transformers.modeling_utils": _attention_seam,
+}
+
+
+class _ImportWatcher(MetaPathFinder):
+    """Installs a seam right after its module was executed for the first time."""
+
+    def __init__(self) -> None:
+        self.pending: dict[str, Callable[[ModuleType], None]] = {}
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self.pending:
+            return None
+        seam = self.pending.pop(name)
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                loader = spec.loader
+                execute = loader.exec_module
+
+                def exec_module(module: ModuleType) -> None:
+                    execute(module)
+                    seam(module)
+
+                loader.exec_module = exec_module  # type: ignore[method-assign]  # this loader serves this module only
+                return spec
+        return None
+
+
+_watcher = _ImportWatcher()
+
+
+def _check_request(model: Any, generation_config: Any) -> None:
+    """Refuse what would fail later and less clearly, before anything is built."""
+    if getattr(generation_config, "cache_implementation", None) != "quantized":
+        return
+    cache_config = getattr(generation_config, "cache_config", None)
+    if cache_config is None:
+        return
+    if not isinstance(cache_config, Mapping):
+        raise ValueError(
+            "`cache_config` must be a plain dict such as {'backend': 'kivi', 'nbits': 4}, got "
+            f"{cache_config!r} ({type(cache_config).__name__})."
+        )
+    backend = cache_config.get("backend", "quanto")
+    if str(backend).lower() in TRANSFORMERS_BACKENDS:
+        return
+    get_backend(backend)
+    if getattr(model.config, "is_encoder_decoder", False):
+        from .models.facts import decoder_config
+
+        decoder_config(model.config)
+
+
+def _bind(model: Any, model_kwargs: dict[str, Any], max_cache_length: int | None) -> None:
+    cache = model_kwargs.get("past_key_values")
+    # Asked by name, so that a run without our caches never imports them.
+    if cache is not None and any(base.__module__.startswith(__package__ + ".") for base in type(cache).__mro__):
+        cache.bind(model, attention_mask=model_kwargs.get("attention_mask"), max_cache_length=max_cache_length)
+
+
+def _without_legacy_keys(options: dict[str, Any]) -> dict[str, Any]:
+    dropped = [key for key in _LEGACY_KEYS if key in options]
+    if dropped:
+        warnings.warn(
+            f"cache_config: {dropped} have no meaning for a cache any more and are ignored.", stacklevel=4
+        )
+    return {key: value for key, value in options.items() if key not in _LEGACY_KEYS}
+
+
+def _is_flash(name: str) -> bool:
+    return name.startswith("flash_attention")
+
+
+def _lazy_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`attention.dispatch.wrap_attention_function`, imported when a model first attends through our caches."""
+
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        dispatch = sys.modules.get(f"{__package__}.attention.dispatch")
+        if dispatch is None:  # no cache of ours has been built, so nothing can be a handle
+            return original(*args, **kwargs)
+        return dispatch.wrap_attention_function(original)(*args, **kwargs)
+
+    return forward
+
+
+def _lazy_attention(*args: Any, **kwargs: Any) -> Any:
+    return importlib.import_module(f"{__package__}.attention.dispatch").attention_forward(*args, **kwargs)
+
+
+def _expect(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        raise _incompatible(f"{owner.__name__}.{name}")
+    return getattr(owner, name)
+
+
+def _expect_parameters(function: Callable[..., Any], names: tuple[str, ...]) -> None:
+    found = inspect.signature(function).parameters
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise _incompatible(f"the parameters {missing} of {function.__qualname__}")
+
+
+def _incompatible(what: str) -> IncompatibleTransformersError:
+    version = getattr(sys.modules.get("transformers"), "__version__", "unknown")
+    return IncompatibleTransformersError(
+        f"kvcache_plugins needs {what}, which transformers {version} does not have."
+    )

@@ -1,0 +1,1 @@
+"""Cache layers: codecs, streams of tokens, packed records, and the handle attention reads them through."""

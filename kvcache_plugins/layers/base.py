@@ -1,0 +1,251 @@
+"""The packed cache layer: the whole contract transformers expects of a layer, on packed data.
+
+Backends derive from [`PackedLayer`] and write `key_stream` and `value_stream`; everything else is final.
+
+Invariants, tested by the conformance suite:
+
+* a token is encoded exactly once, from its exact value; old blocks never change;
+* a layer fed the same tensors ends in the same bytes, however they were split into calls (the first call aside, which
+  may set what is learnt from a prompt);
+* an operation that cannot be done exactly raises, naming backend and operation.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..config import BackendConfig
+from ..models.facts import LayerFacts
+from .handle import KVHandle
+from .padding import Padding
+from .records import RecordLayout, Records
+from .stream import Stream, StreamSpec, StreamView
+
+__all__ = ["PackedLayer"]
+
+
+class PackedLayer(CacheLayerMixin):
+    """One attention layer's keys and values, `[sink | packed blocks | residual tail]`.
+
+    Args:
+        config (`BackendConfig`): Options of this layer.
+        layer_idx (`int`): Index of the layer in the model.
+        facts (`LayerFacts`): What is known of the attention layer.
+    """
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, config: BackendConfig, layer_idx: int, facts: LayerFacts) -> None:
+        # `keys` and `values` are views here, not the attributes the mixin's own `__init__` would set.
+        self.config, self.layer_idx, self.facts = config, layer_idx, facts
+        self.padding = Padding(config.sink_length)
+        self.final_length: int | None = None
+        self.fallback_reads = 0
+        self.kernel = "torch"
+        self.record_past = False
+        self._forget()
+
+    @abstractmethod
+    def key_stream(self, head_dim: int) -> StreamSpec:
+        """How keys of `head_dim` channels are stored."""
+
+    @abstractmethod
+    def value_stream(self, head_dim: int) -> StreamSpec:
+        """How values of `head_dim` channels are stored."""
+
+    def bind(self, facts: LayerFacts, padding: Tensor | None, final_length: int | None) -> None:
+        """Learn what a cache layer is not told by `update`.
+
+        Args:
+            facts (`LayerFacts`): Facts read from the model; ignored once tokens are held.
+            padding (`torch.Tensor` of shape `(B,)`, *optional*): Left pads of every row; ignored once tokens are held.
+            final_length (`int`, *optional*): Tokens the cache will hold at the end of the run.
+        """
+        self.final_length = final_length
+        if self.cumulative_length == 0:
+            self._forget()
+            self.facts = facts
+            self.padding.set(padding)
+        elif self.is_initialized:
+            self.key_stream_.final_length = self.value_stream_.final_length = final_length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for the shape, dtype and device of the first states, `(B, H, T, D)` each."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch_size, num_heads = key_states.shape[:2]
+        if value_states.shape[:3] != key_states.shape[:3]:
+            raise ValueError(
+                f"Keys and values of a layer must agree in all but head_dim, got {tuple(key_states.shape)} and "
+                f"{tuple(value_states.shape)}."
+            )
+        key_dim, value_dim = key_states.shape[-1], value_states.shape[-1]
+        keys, values = self.key_stream(key_dim), self.value_stream(value_dim)
+        layout = RecordLayout({"key": (keys.codec, key_dim), "value": (values.codec, value_dim)})
+        self.records = Records(layout, batch_size, num_heads, self.device)
+        interleaved = self.facts.rotary is not None and self.facts.rotary.interleaved
+        self.key_stream_ = Stream(
+            "key", keys, self.records, self.padding, key_dim, self.dtype, self.device, interleaved
+        )
+        self.value_stream_ = Stream(
+            "value", values, self.records, self.padding, value_dim, value_states.dtype, self.device
+        )
+        self.key_stream_.final_length = self.value_stream_.final_length = self.final_length
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new keys and values, each `(B, H, q, D)`, and return what attention reads.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: The exact tensors while nothing is packed (always so for the first
+            call, i.e. the prompt), else two [`KVHandle`]s of shape `(B, H, T + q, D)`.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check(key_states)
+        self.prefetch()
+        is_first = self.cumulative_length == 0
+        with torch.no_grad():
+            keys = self.key_stream_.append(key_states, defer=self.record_past)
+            values = self.value_stream_.append(value_states, defer=self.record_past)
+        self.cumulative_length += key_states.shape[-2]
+        if is_first:
+            return key_states, value_states
+        if keys.packed_length == values.packed_length == 0:
+            return _joined(keys), _joined(values)
+        return KVHandle(self, keys), KVHandle(self, values)
+
+    @property
+    def streams(self) -> tuple[Stream, Stream]:
+        """The key and the value stream."""
+        return self.key_stream_, self.value_stream_
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """The exact, newest keys: the residual tail, not the whole history."""
+        return self.key_stream_.tail.view() if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """The exact, newest values: the residual tail, not the whole history."""
+        return self.value_stream_.tail.view() if self.is_initialized else None
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of what the next `update` of `query_length` tokens returns."""
+        return self.cumulative_length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget all tokens, the padding and everything learnt from them."""
+        self._forget()
+        self.padding.set(None)
+
+    def activate_past_recording(self) -> None:
+        """Pack nothing until the next `crop`, so that rejected tokens never were part of a block."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens, as transformers' layers do.
+
+        Exact tokens go first. If the cut falls inside a group of packed tokens that share metadata, the survivors of
+        that group return to the residual window as their decoded values.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"`crop` takes the number of tokens to remove as a negative integer, got {tokens_to_remove}.")
+        if not self.is_initialized:
+            return
+        self.prefetch()
+        length = max(0, self.cumulative_length + tokens_to_remove)
+        with torch.no_grad():
+            for stream in self.streams:
+                stream.truncate(length)
+                stream.settle()
+        self.cumulative_length = length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace row `i` by row `beam_idx[i]` (beam search)."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        rows = self.records.data.shape[0] if self.is_initialized else len(self.padding)
+        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (integers, or a boolean mask over the rows)."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(1)
+        self.padding.index(indices)
+        if self.is_initialized:
+            indices = indices.to(self.records.data.device)
+            self.records.data = self.records.data.index_select(0, indices)
+            for stream in self.streams:
+                stream.index_batch(indices)
+
+    def offload(self) -> None:
+        """Move everything to the CPU; the next `update` or `prefetch` brings it back."""
+        self._move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Bring everything back to the layer's device."""
+        if self.is_initialized and self.records.data.device != self.device:
+            self._move(self.device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor this layer owns, by name."""
+        owned: dict[str, Tensor] = {}
+        if self.is_initialized:
+            owned["records"] = self.records.data
+            for stream in self.streams:
+                owned |= {f"{stream.side}_{name}": tensor for name, tensor in stream.tensors().items()}
+        return owned if self.padding.lengths is None else owned | {"padding": self.padding.lengths}
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of every tensor this layer owns: capacity, not what is in use."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors().values())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(layer_idx={self.layer_idx}, tokens={self.cumulative_length})"
+
+    def _forget(self) -> None:
+        self.is_initialized = False
+        self.cumulative_length = 0
+        for name in ("records", "key_stream_", "value_stream_"):
+            self.__dict__.pop(name, None)
+
+    def _move(self, device: torch.device) -> None:
+        if self.is_initialized:
+            self.records.data = self.records.data.to(device)
+            for stream in self.streams:
+                stream.to(device)
+
+    def _check(self, key_states: Tensor) -> None:
+        expected = self.records.data.shape[:2]
+        if key_states.shape[:2] != expected:
+            raise ValueError(
+                f"Layer {self.layer_idx} holds (batch, heads) = {tuple(expected)}, got states of "
+                f"{tuple(key_states.shape[:2])}. Use batch_repeat_interleave or batch_select_indices to change the batch."
+            )
+        if self.padding.lengths is not None and len(self.padding.lengths) != expected[0]:
+            raise ValueError(
+                f"The cache was bound to an attention mask of {len(self.padding.lengths)} rows, got a batch of "
+                f"{expected[0]}."
+            )
+
+
+def _joined(view: StreamView) -> Tensor:
+    return view.segments[0] if len(view.segments) == 1 else torch.cat(view.segments, dim=2)

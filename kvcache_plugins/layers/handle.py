@@ -1,0 +1,107 @@
+"""What `update` returns instead of a dense tensor: a tensor without data that knows the layer it stands for.
+
+A handle has the shape, dtype and device of the keys (or values) attention would have received, and goes through
+unmodified modelling code. An attention function that knows handles reads the packed tokens directly; for any other
+operation the handle decodes itself, and the layer counts the read: slow, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from .stream import StreamView
+
+if TYPE_CHECKING:
+    from .base import PackedLayer
+
+__all__ = ["KVHandle", "intercept"]
+
+_Interceptor = Callable[..., Any]
+_interceptors: dict[Callable[..., Any], _Interceptor] = {}
+
+_METADATA_READS = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_meta.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_contiguous,
+}
+
+
+def intercept(function: Callable[..., Any]) -> Callable[[_Interceptor], _Interceptor]:
+    """Decorator: let handles reach `function` through the decorated one, called with the same arguments."""
+
+    def decorate(replacement: _Interceptor) -> _Interceptor:
+        _interceptors[function] = replacement
+        return replacement
+
+    return decorate
+
+
+class KVHandle(Tensor):
+    """The keys or values of one layer in one call, of shape `(B, H, T, D)`.
+
+    Attributes:
+        layer (`PackedLayer`): The layer it stands for.
+        view (`StreamView`): What to read.
+    """
+
+    layer: PackedLayer
+    view: StreamView
+    _dense: Tensor | None
+
+    @staticmethod
+    def __new__(cls, layer: PackedLayer, view: StreamView) -> KVHandle:
+        newest = view.segments[-1]
+        shape = (newest.shape[0], newest.shape[1], view.length, newest.shape[3])
+        handle: KVHandle = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=newest.dtype, device=newest.device
+        )
+        handle.layer, handle.view, handle._dense = layer, view, None
+        return handle
+
+    def dense(self) -> Tensor:
+        """Decode everything into one tensor; the layer counts the read."""
+        if self._dense is None:
+            self.layer.fallback_reads += 1
+            with torch.no_grad():
+                self._dense = self.view.dense(self.view.segments[-1].dtype)
+        return self._dense
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"KVHandle(shape={tuple(self.shape)}, packed_length={self.view.packed_length}, layer={self.layer!r})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if func in _METADATA_READS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _interceptors:
+            return _interceptors[func](*args, **kwargs)
+        if func is torch.Tensor.contiguous and len(args) == 1 and not kwargs:
+            return args[0]
+        return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        # Reached only by operations that bypass `__torch_function__`, such as calls from C++.
+        return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs or {}))
+
+
+def _decoded(value: Any) -> Any:
+    return value.dense() if isinstance(value, KVHandle) else value

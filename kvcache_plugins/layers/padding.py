@@ -1,0 +1,89 @@
+"""Left padding of a batch, and the sink tokens that follow it in every row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["Padding"]
+
+
+class Padding:
+    """Where the real tokens of every row begin.
+
+    Pads carry arbitrary states, so they are left out of every statistic. Sinks are the first `sink_length` real tokens
+    of a row; they are kept exact beside the packed blocks, and left out of the statistics too.
+
+    Args:
+        sink_length (`int`): Sink tokens per row.
+        lengths (`torch.Tensor` of shape `(B,)`, *optional*): Pads on the left of every row; none if not given.
+    """
+
+    def __init__(self, sink_length: int = 0, lengths: Tensor | None = None) -> None:
+        self.sink_length = sink_length
+        self.lengths: Tensor | None = None
+        self.longest = 0
+        self.set(lengths)
+
+    def __len__(self) -> int:
+        """Rows whose padding is known; 0 if none has any."""
+        return 0 if self.lengths is None else len(self.lengths)
+
+    def set(self, lengths: Tensor | None) -> None:
+        """Replace the padding of the batch."""
+        self.longest = int(lengths.max()) if lengths is not None and lengths.numel() else 0
+        self.lengths = lengths if self.longest else None
+
+    def index(self, indices: Tensor) -> None:
+        """Follow the batch."""
+        if self.lengths is not None:
+            self.set(self.lengths[indices.to(self.lengths.device)])
+
+    @property
+    def first_plain_slot(self) -> int:
+        """First slot that is neither pad nor sink in any row."""
+        return self.longest + self.sink_length
+
+    def _starts(self, states: Tensor) -> Tensor:
+        """Slot of the first real token of every row: `(B,)`, on the device of `states`."""
+        if self.lengths is None:
+            return torch.zeros(states.shape[0], dtype=torch.long, device=states.device)
+        if self.lengths.device != states.device:
+            self.lengths = self.lengths.to(states.device)
+        return self.lengths
+
+    def plain_mask(self, start: int, states: Tensor) -> Tensor | None:
+        """Which tokens of `states` `(B, H, n, D)`, from slot `start` on, are neither pad nor sink.
+
+        Returns:
+            `torch.Tensor | None`: bool `(B, n)`; `None` if all are.
+        """
+        if start >= self.first_plain_slot:
+            return None
+        slots = torch.arange(start, start + states.shape[2], device=states.device)
+        return slots >= self._starts(states)[:, None] + self.sink_length
+
+    def first_tokens(self, count: int, states: Tensor) -> Tensor:
+        """Which tokens of `states` `(B, H, n, D)`, from slot 0 on, are the first `count` real ones: bool `(B, n)`."""
+        slots = torch.arange(states.shape[2], device=states.device)
+        begin = self._starts(states)[:, None]
+        return (slots >= begin) & (slots < begin + count)
+
+    def read_sinks(self, states: Tensor, start: int, sinks: Tensor) -> None:
+        """Copy the sinks found in `states` `(B, H, n, D)`, whose first slot is `start`, into `sinks`."""
+        if states.is_meta:
+            return
+        rows, columns, offsets = self._sink_places(states, start)
+        sinks[rows, :, columns] = states[rows, :, offsets].to(sinks.dtype)
+
+    def write_sinks(self, states: Tensor, start: int, sinks: Tensor) -> None:
+        """Copy `sinks` over their places in `states`, in place."""
+        if start < self.first_plain_slot:
+            rows, columns, offsets = self._sink_places(states, start)
+            states[rows, :, offsets] = sinks[rows, :, columns].to(states.dtype)
+
+    def _sink_places(self, states: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, sink numbers and offsets into `states` of the sinks it contains."""
+        offsets = self._starts(states)[:, None] + torch.arange(self.sink_length, device=states.device) - start
+        rows, columns = ((offsets >= 0) & (offsets < states.shape[2])).nonzero(as_tuple=True)
+        return rows, columns, offsets[rows, columns]

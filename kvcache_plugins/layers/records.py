@@ -1,0 +1,110 @@
+"""One growable byte buffer per layer: `(B, H, N, record_bytes)`, a record being one 64-token block of one (row, head).
+
+A record holds key codes, key metadata, value codes and value metadata, in this order, and is padded to 64 bytes, so that
+a kernel walks one forward stream per (row, head), and so that every batch operation is an index on dimension 0 and every
+move is one copy. Records are zero where nothing has been written: that is what lets a partial block be completed with a
+bitwise or.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..quantizers.packing import BLOCK_TOKENS, packed_bytes
+from .codec import Codec
+
+__all__ = ["RecordLayout", "Records", "size_class"]
+
+_ALIGNMENT = 64
+_METADATA_DTYPES = {2: torch.float16, 4: torch.float32}
+
+
+def size_class(count: int) -> int:
+    """Smallest allocation size >= `count`, of sizes spaced by at most 1/32.
+
+    A pure function of what is needed, so capacity does not depend on how the tokens arrived. Copying a layer once per
+    1/32 of its length costs nothing beside attention, which reads all of it at every token.
+    """
+    step = max(1, (1 << max(count.bit_length() - 1, 0)) // 32)
+    return -(-count // step) * step
+
+
+class RecordLayout:
+    """Byte offsets of the fields of a record.
+
+    Args:
+        codecs (`dict[str, tuple[Codec, int]]`): `{"key": (codec, head_dim), "value": (codec, head_dim)}`.
+        metadata_bytes (`int`): 2 for fp16 metadata, 4 for fp32.
+    """
+
+    def __init__(self, codecs: dict[str, tuple[Codec, int]], metadata_bytes: int = 2) -> None:
+        self.codecs, self.metadata_bytes = codecs, metadata_bytes
+        self.fields: dict[str, tuple[int, int]] = {}
+        offset = 0
+        for side, (codec, head_dim) in codecs.items():
+            sizes = {"codes": packed_bytes(head_dim, codec.nbits)}
+            row_bytes = codec.granularity.width(head_dim) * metadata_bytes
+            sizes |= {name: codec.rows_per_block * row_bytes for name in codec.metadata_names}
+            for name, size in sizes.items():
+                # fp32 metadata needs its offset aligned to 4 bytes; codes always are a multiple of 128 bytes.
+                offset = -(-offset // 4) * 4
+                self.fields[f"{side}_{name}"] = (offset, size)
+                offset += size
+        self.record_bytes = -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+class Records:
+    """The buffer and its views.
+
+    Args:
+        layout (`RecordLayout`): Where the fields lie.
+        batch_size (`int`), num_heads (`int`): Leading dimensions.
+        device (`torch.device`): Where the bytes live.
+    """
+
+    def __init__(self, layout: RecordLayout, batch_size: int, num_heads: int, device: torch.device) -> None:
+        self.layout = layout
+        self.data = torch.zeros(batch_size, num_heads, 0, layout.record_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks there is room for."""
+        return self.data.shape[2]
+
+    def ensure(self, num_tokens: int, final_tokens: int | None = None) -> None:
+        """Make room for `num_tokens`, at most once more if the `final_tokens` of a run are known and near.
+
+        A final length beyond twice the present need is not reserved: a run may end early, and growing is cheap.
+        """
+        blocks = -(-num_tokens // BLOCK_TOKENS)
+        if blocks <= self.num_blocks:
+            return
+        final = -(-final_tokens // BLOCK_TOKENS) if final_tokens else 0
+        capacity = final if blocks <= final <= 2 * blocks else size_class(blocks)
+        grown = self.data.new_zeros(*self.data.shape[:2], capacity, self.data.shape[3])
+        grown[:, :, : self.num_blocks] = self.data
+        self.data = grown
+
+    def codes(self, side: str, start: int, stop: int) -> Tensor:
+        """View of the packed codes of blocks `[start, stop)`: uint8 `(B, H, blocks, nbytes)`."""
+        offset, size = self.layout.fields[f"{side}_codes"]
+        return self.data[:, :, start:stop, offset : offset + size]
+
+    def metadata(self, side: str, name: str, start: int, stop: int) -> Tensor:
+        """View of a metadata field of blocks `[start, stop)`: `(B, H, blocks, rows_per_block, width)`."""
+        offset, size = self.layout.fields[f"{side}_{name}"]
+        codec, _ = self.layout.codecs[side]
+        raw = self.data[:, :, start:stop, offset : offset + size]
+        return raw.view(_METADATA_DTYPES[self.layout.metadata_bytes]).unflatten(-1, (codec.rows_per_block, -1))
+
+    def widen_metadata(self) -> None:
+        """Turn fp16 metadata into fp32 in place of the old buffer; codes and values stay what they are."""
+        old, wide = Records.__new__(Records), RecordLayout(self.layout.codecs, metadata_bytes=4)
+        old.layout, old.data = self.layout, self.data
+        self.layout = wide
+        self.data = old.data.new_zeros(*old.data.shape[:3], wide.record_bytes)
+        for side, (codec, _) in wide.codecs.items():
+            self.codes(side, 0, self.num_blocks).copy_(old.codes(side, 0, self.num_blocks))
+            for name in codec.metadata_names:
+                self.metadata(side, name, 0, self.num_blocks).copy_(old.metadata(side, name, 0, self.num_blocks))

@@ -1,0 +1,353 @@
+"""One tensor stream of a layer (its keys, or its values): `[packed blocks | residual tail]` with exact sinks.
+
+The closed form. After T tokens, the first `packed_length(T)` are packed and the others exact:
+
+    packed_length(T) = block_length * floor(max(0, T - keep_recent) / block_length)
+
+KIVI's keys are `(block_length, keep_recent) = (R, 0)`, its values `(1, R)`, int8 and float8 `(1, 0)`. The split is a
+function of T alone, every token is encoded once, from its exact value, and groups never straddle calls, so any way of
+feeding the same tokens ends in the same bytes. A call is scored against what was packed before it, plus everything else
+exact; then the tokens that are due are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..quantizers.packing import BLOCK_TOKENS, pack_keys, pack_values, padded_head_dim, unpack_keys, unpack_values
+from .codec import Codec, Encoded
+from .padding import Padding
+from .records import Records
+from .tail import Tail
+
+__all__ = ["Stream", "StreamSpec", "StreamView"]
+
+_SLAB_VALUES = 1 << 20
+"""Values encoded at once: 4 MB in fp32, so that the temporaries of a long prompt stay a few tens of MB."""
+_HALF_MAX = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """How a stream is stored.
+
+    Args:
+        codec (`Codec`): Turns tokens into codes.
+        block_length (`int`): Tokens packed together; a multiple of the codec's `group_tokens`.
+        keep_recent (`int`): Newest tokens never packed.
+    """
+
+    codec: Codec
+    block_length: int = 1
+    keep_recent: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_length < 1 or self.block_length % self.codec.group_tokens or self.keep_recent < 0:
+            raise ValueError(
+                f"A stream needs keep_recent >= 0 and a block_length that is a multiple of the codec's "
+                f"{self.codec.group_tokens} tokens per group, got {self.keep_recent} and {self.block_length}."
+            )
+
+    def packed_length(self, length: int) -> int:
+        """Tokens packed once `length` have been seen (the closed form)."""
+        return self.block_length * (max(0, length - self.keep_recent) // self.block_length)
+
+
+@dataclass(frozen=True)
+class StreamView:
+    """What attention reads of a stream in one call: the tokens packed before it, then exact segments.
+
+    Args:
+        stream (`Stream`): Where packed tokens are decoded from.
+        packed_length (`int`): Tokens read from codes.
+        segments (`tuple[torch.Tensor, ...]`): Exact tokens `(B, H, n, D)` that follow, in order.
+    """
+
+    stream: Stream
+    packed_length: int
+    segments: tuple[Tensor, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens in all."""
+        return self.packed_length + sum(segment.shape[2] for segment in self.segments)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Slots at which one source of tokens ends and the next begins."""
+        ends = [self.packed_length]
+        for segment in self.segments:
+            ends.append(ends[-1] + segment.shape[2])
+        return tuple(ends)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return tokens `[start, stop)`: fp32 where they come from codes, else the exact tensor's own values."""
+        parts = [self.stream.decode(start, min(stop, self.packed_length))] if start < self.packed_length else []
+        begin = self.packed_length
+        for segment in self.segments:
+            low, high = max(start, begin), min(stop, begin + segment.shape[2])
+            if low < high:
+                parts.append(segment[:, :, low - begin : high - begin])
+            begin += segment.shape[2]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.float() if part.dtype != torch.float64 else part for part in parts], dim=2)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Materialise everything as one tensor `(B, H, length, D)`, block by block."""
+        first = self.segments[0]
+        out = first.new_empty(first.shape[0], first.shape[1], self.length, first.shape[3], dtype=dtype)
+        step = self.stream.slab_tokens
+        for start in range(0, self.packed_length, step):
+            stop = min(start + step, self.packed_length)
+            out[:, :, start:stop] = self.stream.decode(start, stop)
+        for segment, stop in zip(self.segments, self.boundaries[1:], strict=True):
+            out[:, :, stop - segment.shape[2] : stop] = segment
+        return out
+
+
+class Stream:
+    """The keys or the values of one layer.
+
+    Args:
+        side (`str`): `"key"` or `"value"`; decides the order of the codes.
+        spec (`StreamSpec`): How tokens are stored.
+        records (`Records`): The layer's buffer, shared with the other stream.
+        padding (`Padding`): Left padding and sinks of every row.
+        head_dim (`int`): Channels.
+        dtype (`torch.dtype`), device (`torch.device`): As the model's states.
+        interleaved (`bool`): Whether rotary pairs are neighbours, for the order of key codes.
+    """
+
+    def __init__(
+        self,
+        side: str,
+        spec: StreamSpec,
+        records: Records,
+        padding: Padding,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        interleaved: bool = False,
+    ) -> None:
+        self.side, self.spec, self.codec, self.records, self.padding = side, spec, spec.codec, records, padding
+        self.head_dim, self.interleaved = head_dim, interleaved
+        self.packed_length = 0
+        self.final_length: int | None = None
+        batch_size, num_heads = records.data.shape[:2]
+        self.tail = Tail(batch_size, num_heads, head_dim, spec.keep_recent + spec.block_length, dtype, device)
+        self.sinks: Tensor | None = None
+        self.is_calibrated = spec.codec.warmup_tokens == 0
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.packed_length + self.tail.length
+
+    @property
+    def slab_tokens(self) -> int:
+        """Tokens encoded or decoded at once: whole blocks and whole groups."""
+        batch_size, num_heads = self.records.data.shape[:2]
+        unit = max(BLOCK_TOKENS, self.codec.group_tokens)
+        return max(unit, _SLAB_VALUES // (batch_size * num_heads * self.head_dim) // unit * unit)
+
+    def append(self, states: Tensor, *, defer: bool = False) -> StreamView:
+        """Take new tokens, pack what is due, and return what attention reads in this call.
+
+        Args:
+            states (`torch.Tensor` of shape `(B, H, n, D)`): The new tokens.
+            defer (`bool`): Pack nothing yet, because a `crop` will follow (assisted decoding).
+        """
+        seen = self.length + states.shape[2]
+        fits = self.tail.length + states.shape[2] <= max(self.tail.room(seen), self.tail.capacity)
+        if fits or defer:
+            self.tail.append(states, seen)
+            view = StreamView(self, self.packed_length, (self.tail.view(),))
+            if not defer:
+                self.settle()
+            return view
+        # A long run goes from the incoming tensor to the records; only its end passes through the tail, whose present
+        # content attention still needs in this call.
+        held = (self.tail.view().clone(),) if self.tail.length else ()
+        view = StreamView(self, self.packed_length, (*held, states))
+        due = self._due(seen)
+        self._pack(view, self.packed_length, due)
+        self.tail.replace(view.read(due, seen) if due < seen else states[:, :, :0], seen)
+        return view
+
+    def settle(self) -> None:
+        """Bring the split between packed and exact tokens to the closed form."""
+        seen = self.length
+        due = self._due(seen)
+        if due > self.packed_length:
+            view = StreamView(self, self.packed_length, (self.tail.view(),))
+            self.tail.drop(due - self.packed_length)
+            self._pack(view, self.packed_length, due)
+        if self.tail.capacity > self.tail.room(seen) and self.tail.length <= self.tail.limit:
+            self.tail.shrink(seen)
+
+    def decode(self, start: int, stop: int) -> Tensor:
+        """Decode packed tokens `[start, stop)`: fp32 `(B, H, stop - start, D)`, sinks exact."""
+        first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
+        unpack = self._unpack(self.records.codes(self.side, first, last))
+        metadata = {
+            name: self.records.metadata(self.side, name, first, last).float().flatten(2, 3)
+            for name in self.codec.metadata_names
+        }
+        states = self.codec.decode(Encoded(unpack.flatten(2, 3), metadata), first * BLOCK_TOKENS)
+        states = states[:, :, start - first * BLOCK_TOKENS : stop - first * BLOCK_TOKENS]
+        if self.sinks is not None:
+            self.padding.write_sinks(states, start, self.sinks)
+        return states
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens.
+
+        Tokens of a group that is cut return to the exact tail as their decoded values: they cannot be re-encoded
+        together with other neighbours and still be what they were.
+        """
+        if length >= self.packed_length:
+            self.tail.truncate(self.length - length)
+            return
+        kept = length // self.codec.group_tokens * self.codec.group_tokens
+        survivors = self.decode(kept, length).to(self.tail.buffer.dtype) if kept < length else None
+        self._clear(kept)
+        self.packed_length = kept
+        empty = self.tail.buffer[:, :, :0]
+        self.tail.replace(empty if survivors is None else survivors, length)
+
+    def index_batch(self, indices: Tensor) -> None:
+        """Replace the rows of the batch by rows `indices` (the records are the layer's to index)."""
+        self.tail.buffer = self.tail.buffer.index_select(0, indices)
+        if self.sinks is not None:
+            self.sinks = self.sinks.index_select(0, indices)
+        state = self.codec.batch_state()
+        self.codec.load_batch_state({name: tensor.index_select(0, indices) for name, tensor in state.items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor this stream owns beside the records, by name."""
+        owned = {"tail": self.tail.buffer, **self.codec.batch_state()}
+        return owned if self.sinks is None else owned | {"sinks": self.sinks}
+
+    def to(self, device: torch.device) -> None:
+        """Move the tensors to `device`."""
+        self.tail.buffer = self.tail.buffer.to(device)
+        self.sinks = None if self.sinks is None else self.sinks.to(device)
+        self.codec.load_batch_state({name: tensor.to(device) for name, tensor in self.codec.batch_state().items()})
+
+    def _due(self, seen: int) -> int:
+        """Tokens that should be packed after `seen`, never fewer than already are."""
+        if not self.is_calibrated and seen < self.padding.longest + self.codec.warmup_tokens:
+            return self.packed_length
+        return max(self.packed_length, self.spec.packed_length(seen))
+
+    def _pack(self, source: StreamView, start: int, stop: int) -> None:
+        """Encode tokens `[start, stop)` of `source` in slabs and write them into the records."""
+        if start >= stop:
+            return
+        final = self.spec.packed_length(self.final_length) if self.final_length else None
+        self.records.ensure(stop, final)
+        if not self.is_calibrated:
+            self._calibrate(source)
+        if self.padding.sink_length and start < self.padding.first_plain_slot:
+            self._keep_sinks(source, start, stop)
+        step = self.slab_tokens
+        for begin in range(start - start % step, stop, step):
+            low, high = max(begin, start), min(begin + step, stop)
+            states = source.read(low, high).float()
+            self._write(low, self.codec.encode(states, low, self.padding.plain_mask(low, states)))
+        self.packed_length = stop
+
+    def _calibrate(self, source: StreamView) -> None:
+        window = self.padding.longest + self.codec.warmup_tokens
+        states = source.read(0, window).float()
+        self.codec.calibrate(states, self.padding.first_tokens(self.codec.warmup_tokens, states))
+        self.is_calibrated = True
+
+    def _keep_sinks(self, source: StreamView, start: int, stop: int) -> None:
+        if self.sinks is None:
+            batch_size, num_heads = self.records.data.shape[:2]
+            shape = (batch_size, num_heads, self.padding.sink_length, self.head_dim)
+            self.sinks = torch.zeros(shape, dtype=self.tail.buffer.dtype, device=self.records.data.device)
+        self.padding.read_sinks(source.read(start, min(stop, self.padding.first_plain_slot)), start, self.sinks)
+
+    def _write(self, start: int, encoded: Encoded) -> None:
+        """Write a run of encoded tokens, completing partial blocks with a bitwise or."""
+        stop = start + encoded.codes.shape[2]
+        self._fit_metadata(encoded.metadata.values())
+        for low, high in _block_runs(start, stop):
+            first, last = low // BLOCK_TOKENS, -(-high // BLOCK_TOKENS)
+            codes = encoded.codes[:, :, low - start : high - start]
+            target = self.records.codes(self.side, first, last)
+            if (high - low) % BLOCK_TOKENS:
+                before, after = low - first * BLOCK_TOKENS, last * BLOCK_TOKENS - high
+                codes = torch.nn.functional.pad(codes, (0, 0, before, after))
+                target |= self._pack_codes(codes)
+            else:
+                target.copy_(self._pack_codes(codes))
+        for name, rows in encoded.metadata.items():
+            self._write_metadata(name, start, rows)
+
+    def _write_metadata(self, name: str, start: int, rows: Tensor) -> None:
+        tokens = self.codec.stored_granularity.tokens
+        per_block = self.codec.rows_per_block
+        begin = start // tokens
+        end = begin + rows.shape[2]
+        for low, high in _block_runs(begin, end, per_block):
+            first, last = low // per_block, -(-high // per_block)
+            target = self.records.metadata(self.side, name, first, last)
+            part = rows[:, :, low - begin : high - begin]
+            if (high - low) % per_block:
+                target[:, :, 0, low - first * per_block : high - first * per_block] = part
+            else:
+                target.copy_(part.expand(-1, target.shape[1], -1, -1).unflatten(2, (last - first, per_block)))
+
+    def _fit_metadata(self, metadata: Sequence[Tensor] | object) -> None:
+        """Widen the records to fp32 metadata at the first value fp16 cannot hold."""
+        if self.records.layout.metadata_bytes == 4 or self.records.data.is_meta:
+            return
+        if any(bool(values.abs().max() > _HALF_MAX) for values in metadata):  # type: ignore[attr-defined]
+            self.records.widen_metadata()
+
+    def _pack_codes(self, codes: Tensor) -> Tensor:
+        """uint8 `(B, H, 64 n, D)` -> `(B, H, n, nbytes)`."""
+        missing = padded_head_dim(self.head_dim) - self.head_dim
+        if missing:
+            codes = torch.nn.functional.pad(codes, (0, missing))
+        blocks = codes.unflatten(2, (-1, BLOCK_TOKENS))
+        if self.side == "key":
+            return pack_keys(blocks, self.codec.nbits, self.interleaved)
+        return pack_values(blocks, self.codec.nbits)
+
+    def _unpack(self, data: Tensor) -> Tensor:
+        """uint8 `(B, H, n, nbytes)` -> codes `(B, H, n, 64, D)`."""
+        width = padded_head_dim(self.head_dim)
+        if self.side == "key":
+            codes = unpack_keys(data, self.codec.nbits, width, self.interleaved)
+        else:
+            codes = unpack_values(data, self.codec.nbits, width)
+        return codes[..., : self.head_dim]
+
+    def _clear(self, length: int) -> None:
+        """Zero the codes of tokens from `length` on, as a later bitwise or expects."""
+        first = length // BLOCK_TOKENS
+        used = -(-self.packed_length // BLOCK_TOKENS)
+        partial = length % BLOCK_TOKENS
+        if partial:
+            codes = self._unpack(self.records.codes(self.side, first, first + 1)).clone()
+            codes[..., partial:, :] = 0
+            self.records.codes(self.side, first, first + 1).copy_(self._pack_codes(codes.flatten(2, 3)))
+        self.records.codes(self.side, first + bool(partial), used).zero_()
+
+
+def _block_runs(start: int, stop: int, block: int = BLOCK_TOKENS) -> list[tuple[int, int]]:
+    """Split `[start, stop)` into a partial first block, whole blocks, and a partial last block."""
+    inner_start, inner_stop = -(-start // block) * block, stop // block * block
+    if inner_start > inner_stop:  # inside one block
+        return [(start, stop)]
+    runs = [(start, inner_start), (inner_start, inner_stop), (inner_stop, stop)]
+    return [(low, high) for low, high in runs if low < high]

@@ -1,0 +1,85 @@
+"""The residual window of a stream: the newest tokens, exact, in one preallocated buffer without a `cat` per token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .records import size_class
+
+__all__ = ["Tail"]
+
+_SLACK = 16
+"""Room beyond what must be held: tokens leave at the front for free, and move up once per `_SLACK` tokens."""
+
+
+class Tail:
+    """A queue of tokens of shape `(B, H, length, D)` inside a buffer `(B, H, capacity, D)`.
+
+    Args:
+        batch_size (`int`), num_heads (`int`), head_dim (`int`): Shape.
+        limit (`int`): Most tokens held between calls.
+        dtype (`torch.dtype`), device (`torch.device`): As the model's states.
+    """
+
+    def __init__(
+        self, batch_size: int, num_heads: int, head_dim: int, limit: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.limit = limit
+        self.buffer = torch.empty(batch_size, num_heads, 0, head_dim, dtype=dtype, device=device)
+        self.start = 0
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the buffer has room for."""
+        return self.buffer.shape[2]
+
+    def room(self, seen: int) -> int:
+        """Capacity after `seen` tokens: a function of their number alone, however they arrived."""
+        return min(size_class(seen), self.limit) + _SLACK
+
+    def view(self) -> Tensor:
+        """The tokens held, as a view."""
+        return self.buffer[:, :, self.start : self.start + self.length]
+
+    def append(self, states: Tensor, seen: int) -> None:
+        """Add tokens at the end. What `view` returned before stays intact until the next call of `append`."""
+        count = states.shape[2]
+        needed = self.length + count
+        if self.start + needed > self.capacity or self.capacity < self.room(seen):
+            self._move(max(needed, self.room(seen)))
+        self.buffer[:, :, self.start + self.length : self.start + needed] = states
+        self.length = needed
+
+    def drop(self, count: int) -> None:
+        """Forget the `count` oldest tokens."""
+        self.start += count
+        self.length -= count
+
+    def truncate(self, count: int) -> None:
+        """Forget the `count` newest tokens."""
+        self.length -= count
+
+    def replace(self, states: Tensor, seen: int) -> None:
+        """Hold exactly `states`."""
+        self.start, self.length = 0, 0
+        self._move(max(states.shape[2], self.room(seen)))
+        self.append(states, seen)
+
+    def shrink(self, seen: int) -> None:
+        """Give back room beyond `room(seen)`, as after a call that appended more than the window holds."""
+        room = self.room(seen)
+        if self.capacity > room >= self.length:
+            self._move(room)
+
+    def _move(self, capacity: int) -> None:
+        """Bring the tokens to the front of a buffer of `capacity` tokens, the present one if it has that size."""
+        held = self.view()
+        if capacity != self.capacity:
+            shape = (*self.buffer.shape[:2], capacity, self.buffer.shape[3])
+            self.buffer = self.buffer.new_empty(shape)
+        elif self.start < self.length:  # the two ranges overlap
+            held = held.clone()
+        self.buffer[:, :, : self.length] = held
+        self.start = 0

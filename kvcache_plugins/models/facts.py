@@ -1,0 +1,127 @@
+"""What a cache layer wants to know about the attention layer it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .rotary import Rotary, find_rotary
+
+__all__ = ["LayerFacts", "decoder_config", "describe_layers", "split_model_or_config"]
+
+_BIASED_FAMILIES = frozenset(
+    {"gpt_oss", "phi", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "starcoder2"}
+)
+"""Families whose key projection has a bias by construction, or by a default the flags below do not show."""
+_BIAS_FLAGS = ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias")
+_KEY_PROJECTIONS = ("k_proj", "key", "k")
+_FUSED_PROJECTIONS = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """Facts about one attention layer.
+
+    Args:
+        rotary (`Rotary`, *optional*): How its keys are rotated.
+        has_key_bias (`bool`): Whether the key projection adds a bias.
+        key_bias_max (`float`, *optional*): Largest absolute bias of the key projection, where it can be read.
+    """
+
+    rotary: Rotary | None = None
+    has_key_bias: bool = False
+    key_bias_max: float | None = None
+
+
+def split_model_or_config(model_or_config: Any) -> tuple[nn.Module | None, Any]:
+    """Return `(model or None, config)` for something that is a model or a configuration.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if isinstance(model_or_config, nn.Module):
+        config = getattr(model_or_config, "config", None)
+        if config is not None:
+            return model_or_config, config
+    elif hasattr(model_or_config, "get_text_config"):
+        return None, model_or_config
+    raise ValueError(
+        f"Expected a transformers model or its configuration, got {type(model_or_config).__name__}: {model_or_config!r}."
+    )
+
+
+def decoder_config(config: Any) -> Any:
+    """Return the configuration of the text decoder.
+
+    Raises:
+        ValueError: For encoder-decoder models, whose two caches no backend here covers.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"`cache_config` with this backend serves decoder-only models; {type(config).__name__} "
+            f"(model_type={getattr(config, 'model_type', None)!r}) is an encoder-decoder model. "
+            "Allowed are decoder-only configurations (is_encoder_decoder=False)."
+        )
+    return config.get_text_config(decoder=True)
+
+
+def describe_layers(model: nn.Module | None, config: Any, layer_types: list[str], head_dim: int) -> list[LayerFacts]:
+    """Describe every layer of a decoder from the model if given, else from its configuration.
+
+    Args:
+        model (`torch.nn.Module`, *optional*): The model.
+        config (`PreTrainedConfig`): The decoder's configuration.
+        layer_types (`list[str]`): The kind of every layer.
+        head_dim (`int`): Channels of a key.
+    """
+    rotaries = {kind: find_rotary(model, config, kind, head_dim) for kind in set(layer_types)}
+    attentions = _attention_modules(model) if model is not None else {}
+    facts = []
+    for layer_idx, kind in enumerate(layer_types):
+        rotary = rotaries[kind] if _uses_rotary(attentions.get(layer_idx), config, layer_idx, kind) else None
+        if layer_idx in attentions:
+            has_bias, largest = _key_bias(attentions[layer_idx])
+        else:
+            has_bias, largest = _config_has_key_bias(config), None
+        facts.append(LayerFacts(rotary, has_bias, largest))
+    return facts
+
+
+def _attention_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """Self-attention modules by layer index: those that know their index and project keys."""
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():
+        layer_idx = getattr(module, "layer_idx", None)
+        if isinstance(layer_idx, int) and any(hasattr(module, n) for n in (*_KEY_PROJECTIONS, *_FUSED_PROJECTIONS)):
+            found.setdefault(layer_idx, module)
+    return found
+
+
+def _key_bias(attention: nn.Module) -> tuple[bool, float | None]:
+    for name in _KEY_PROJECTIONS:
+        bias = getattr(getattr(attention, name, None), "bias", None)
+        if isinstance(bias, torch.Tensor):
+            return True, None if bias.is_meta or bias.numel() == 0 else bias.detach().abs().max().item()
+    for name in _FUSED_PROJECTIONS:
+        if isinstance(getattr(getattr(attention, name, None), "bias", None), torch.Tensor):
+            return True, None  # the key's share of a fused bias lies differently in every family
+    return False, None
+
+
+def _config_has_key_bias(config: Any) -> bool:
+    return config.model_type in _BIASED_FAMILIES or any(bool(getattr(config, flag, False)) for flag in _BIAS_FLAGS)
+
+
+def _uses_rotary(attention: nn.Module | None, config: Any, layer_idx: int, layer_type: str) -> bool:
+    """Whether this layer rotates its keys at all; some families leave the rotation out of some layers."""
+    if attention is not None and hasattr(attention, "use_rope"):
+        return bool(attention.use_rope)
+    rope_layers = getattr(config, "no_rope_layers", None)  # despite its name, 1 means the layer does rotate
+    if rope_layers:
+        return bool(rope_layers[layer_idx])
+    if config.model_type in ("cohere2", "exaone4") and getattr(config, "sliding_window", None) is not None:
+        return layer_type != "full_attention"
+    return True

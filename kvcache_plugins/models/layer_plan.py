@@ -1,0 +1,76 @@
+"""Which layers of a model are packed, and which keep transformers' own cache layer, with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["LayerPlan", "key_value_heads", "plan_layers"]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What to build for one layer.
+
+    Args:
+        layer_type (`str`): transformers' name for the kind of layer.
+        dense_kwargs (`dict`): Arguments of transformers' own cache layer.
+        dense_reason (`str`, *optional*): Why the layer is not packed; `None` if it is.
+    """
+
+    layer_type: str
+    dense_kwargs: dict[str, Any]
+    dense_reason: str | None = None
+
+    def build_dense(self) -> Any:
+        """Build transformers' own cache layer for this kind of layer."""
+        from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
+
+        return DYNAMIC_LAYER_TYPE_MAPPING[self.layer_type](**self.dense_kwargs)
+
+
+def plan_layers(config: Any, skipped: frozenset[int] = frozenset()) -> list[LayerPlan]:
+    """Plan the layers of a decoder.
+
+    Full attention is packed. A sliding or chunked layer whose window is at least the model's context never drops a
+    token, so it is packed as well (Phi-3, Mistral configurations). Every other kind stays with transformers' class.
+
+    Args:
+        config (`PreTrainedConfig`): The decoder's configuration.
+        skipped (`frozenset[int]`): Layers the user wants dense.
+    """
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    layer_types, kwargs = get_layer_types_and_kwargs(config)
+    if isinstance(kwargs, dict):  # transformers < 5.18 shares one set of arguments between the layers
+        kwargs = [kwargs] * len(layer_types)
+    context = getattr(config, "max_position_embeddings", None)
+    plans = []
+    for layer_idx, (kind, dense_kwargs) in enumerate(zip(layer_types, kwargs, strict=True)):
+        window = dense_kwargs.get("sliding_window")
+        windowed = kind in ("sliding_attention", "chunked_attention")
+        if windowed and window is not None and context is not None and window >= context:
+            plan = LayerPlan(kind, dense_kwargs)
+        elif windowed:
+            plan = LayerPlan(kind, dense_kwargs, f"{kind}: holds at most {window} tokens already")
+        elif kind != "full_attention":
+            plan = LayerPlan(kind, dense_kwargs, f"{kind}: not a growing key/value cache of full attention")
+        else:
+            plan = LayerPlan(kind, dense_kwargs)
+        if plan.dense_reason is None and layer_idx in skipped:
+            plan = LayerPlan(plan.layer_type, plan.dense_kwargs, "skip_layers")
+        plans.append(plan)
+    return plans
+
+
+def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
+    """Return `(num_key_value_heads, key_head_dim, value_head_dim)` of what a layer hands to its cache."""
+    layer = config.per_layer_config[layer_idx] if getattr(config, "is_heterogeneous", False) else config
+    if getattr(layer, "kv_lora_rank", None) is not None:  # latent attention caches one head of latents and one of keys
+        return 1, layer.kv_lora_rank, layer.qk_rope_head_dim
+    heads = getattr(layer, "num_attention_heads", None) or layer.n_head
+    kv_heads = getattr(layer, "num_key_value_heads", None)
+    if kv_heads is None and getattr(layer, "multi_query", False):
+        kv_heads = 1
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return kv_heads or heads, head_dim, head_dim

@@ -1,0 +1,151 @@
+"""Rotary position embedding as a cache needs it: rotate keys by an angle per token, exactly invertibly.
+
+Keys reach a cache already rotated, without `cos` and `sin`. Here the rotation is rebuilt from the model's inverse
+frequencies as an exactly orthogonal map (angles in fp64, no attention factor), so that rotating and rotating back is the
+identity to fp32 rounding. A cache that undoes and redoes with the *same* map stays correct even where the frequencies
+differ from the model's own (bf16 tables, yarn, dynamic scaling); only the benefit of the un-rotated form shrinks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Rotary", "find_rotary", "modeling_module"]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The rotation of one layer's keys.
+
+    Args:
+        inv_freq (`tuple[float, ...]`): Radians per position for each channel pair; `2 * len(inv_freq)` leading
+            channels rotate, the others pass through.
+        interleaved (`bool`): Whether pairs are `(2i, 2i + 1)` instead of `(i, i + n / 2)`.
+    """
+
+    inv_freq: tuple[float, ...]
+    interleaved: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels that rotate."""
+        return 2 * len(self.inv_freq)
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, fp32, of shape `(len(positions), rotary_dim / 2)`."""
+        frequencies = torch.tensor(self.inv_freq, dtype=torch.float64, device=positions.device)
+        angles = positions.to(torch.float64)[:, None] * frequencies
+        return angles.cos().float(), angles.sin().float()
+
+    def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Rotate `states` of shape `(B, H, T, D)` by `positions` of shape `(T,)` (negative undoes positive)."""
+        cos, sin = self.tables(positions)
+        rotated = states.clone()
+        first, second = self.pairs(states)
+        out_first, out_second = self.pairs(rotated)
+        out_first.copy_(first * cos - second * sin)
+        out_second.copy_(second * cos + first * sin)
+        return rotated
+
+    def pairs(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the first and the second channel of every pair, each `(..., rotary_dim / 2)`."""
+        turning = states[..., : self.rotary_dim]
+        if self.interleaved:
+            return turning[..., 0::2], turning[..., 1::2]
+        half = self.rotary_dim // 2
+        return turning[..., :half], turning[..., half:]
+
+
+def modeling_module(config: Any) -> ModuleType | None:
+    """Import the modelling file that belongs to a configuration class, or return `None`."""
+    name = type(config).__module__
+    if ".configuration_" not in name:
+        return None
+    try:
+        return importlib.import_module(name.replace(".configuration_", ".modeling_"))
+    except ImportError:
+        return None
+
+
+def find_rotary(model: nn.Module | None, config: Any, layer_type: str | None, head_dim: int) -> Rotary | None:
+    """Find how a layer's keys are rotated.
+
+    Args:
+        model (`torch.nn.Module`, *optional*): The model; without it the family's rotary module is built from `config`.
+        config (`PreTrainedConfig`): The decoder's configuration.
+        layer_type (`str`, *optional*): Such as `"full_attention"`, where frequencies depend on it (Gemma 3).
+        head_dim (`int`): Channels of a key.
+
+    Returns:
+        `Rotary | None`: `None` if the model has no rotary embedding, or one whose layout is not known.
+    """
+    if getattr(config, "kv_lora_rank", None) is not None:  # latent attention: what is cached as key is not rotated
+        return None
+    holder = _rotary_module(model) if model is not None else _build_rotary_module(config)
+    if holder is None:
+        return None
+    interleaved = _layout_is_interleaved(_attention_module_name(model, config))
+    inv_freq = _inverse_frequencies(holder, layer_type)
+    if interleaved is None or inv_freq is None or 2 * inv_freq.numel() > head_dim:
+        return None
+    return Rotary(tuple(inv_freq.double().cpu().tolist()), interleaved)
+
+
+def _inverse_frequencies(holder: nn.Module, layer_type: str | None) -> Tensor | None:
+    for name in ("inv_freq", *([f"{layer_type}_inv_freq"] if layer_type else [])):
+        found = getattr(holder, name, None)
+        if isinstance(found, Tensor) and found.dim() == 1 and not found.is_meta:
+            return found
+    return None
+
+
+def _rotary_module(model: nn.Module) -> nn.Module | None:
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__ and "Vision" not in type(module).__name__:
+            return module
+    return None
+
+
+def _build_rotary_module(config: Any) -> nn.Module | None:
+    source = modeling_module(config)
+    for name in dir(source) if source is not None else ():
+        if name.endswith("RotaryEmbedding") and "Vision" not in name:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    return getattr(source, name)(config)  # type: ignore[no-any-return]
+                except Exception:  # a family whose module wants other arguments: unknown layout, not an error
+                    return None
+    return None
+
+
+def _attention_module_name(model: nn.Module | None, config: Any) -> str | None:
+    if model is not None:
+        for module in model.modules():
+            if hasattr(module, "layer_idx") and "Attention" in type(module).__name__:
+                return type(module).__module__
+    source = modeling_module(config)
+    return source.__name__ if source is not None else None
+
+
+@lru_cache(maxsize=None)
+def _layout_is_interleaved(module_name: str | None) -> bool | None:
+    """Tell the pairing by applying the family's own `rotate_half` to a ramp; `None` if it is neither known one."""
+    module = importlib.import_module(module_name) if module_name else None
+    if hasattr(module, "rotate_half"):
+        ramp = torch.arange(1.0, 9.0).view(1, 1, 1, 8)
+        turned = module.rotate_half(ramp).flatten().tolist()  # type: ignore[union-attr]
+        return {(-5.0, -6.0, -7.0, -8.0, 1.0, 2.0, 3.0, 4.0): False, (-2.0, 1.0, -4.0, 3.0, -6.0, 5.0, -8.0, 7.0): True}.get(
+            tuple(turned)
+        )
+    if module_name and module_name.rsplit(".", 1)[-1] == "modeling_gpt_oss":  # splits in halves, without the helper
+        return False
+    return None

@@ -1,0 +1,33 @@
+"""8-bit floating point codes with a scale: `code = cast(x / scale)`, `x' = code * scale`.
+
+Formats are the OCP ones: e4m3 (`torch.float8_e4m3fn`, largest 448) and e5m2 (largest 57344). Values are clamped before
+the cast, because what a cast does beyond the largest number differs between torch releases.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .granularity import Granularity
+
+__all__ = ["FLOAT8_DTYPES", "FLOAT8_MAX", "dequantize_float8", "quantize_float8"]
+
+FLOAT8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FLOAT8_MAX = {name: torch.finfo(dtype).max for name, dtype in FLOAT8_DTYPES.items()}
+
+
+def quantize_float8(
+    states: Tensor, scale: Tensor, granularity: Granularity, format: str, valid: Tensor | None = None
+) -> Tensor:
+    """Return the bit patterns as uint8 codes of shape `(B, H, T, D)`; NaN and invalid tokens become zero."""
+    largest = FLOAT8_MAX[format]
+    scaled = (granularity.split(states) / granularity.spread(scale)).nan_to_num_(nan=0.0).clamp_(-largest, largest)
+    codes = scaled.reshape(states.shape).to(FLOAT8_DTYPES[format]).view(torch.uint8)
+    return codes if valid is None else codes * valid[:, None, :, None]
+
+
+def dequantize_float8(codes: Tensor, scale: Tensor, granularity: Granularity, format: str) -> Tensor:
+    """Return fp32 values of shape `(B, H, T, D)` from uint8 bit patterns."""
+    values = granularity.split(codes.view(FLOAT8_DTYPES[format]).to(torch.float32))
+    return values.mul_(granularity.spread(scale)).reshape(codes.shape)

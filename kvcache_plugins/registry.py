@@ -1,0 +1,101 @@
+"""Backend registry: name -> cache class, discovered lazily.
+
+The modules of `kvcache_plugins.backends` are known by file name without being imported, third parties announce theirs
+through the entry-point group `kvcache_plugins.backends`, and a script may use the decorator directly. Nothing here
+imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import pkgutil
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+__all__ = ["ENTRY_POINT_GROUP", "TRANSFORMERS_BACKENDS", "get_backend", "list_backends", "register_backend", "suggest"]
+
+ENTRY_POINT_GROUP = "kvcache_plugins.backends"
+
+TRANSFORMERS_BACKENDS = ("fp8", "hqq", "quanto")
+"""Names that transformers serves itself and that we pass on to it."""
+
+_T = TypeVar("_T", bound="type[KVCache]")
+_registered: dict[str, type[KVCache]] = {}
+
+
+def suggest(name: str, allowed: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the closest of `allowed`, or an empty string."""
+    close = difflib.get_close_matches(str(name).lower(), sorted(allowed), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+@lru_cache(maxsize=1)
+def _builtin_names() -> frozenset[str]:
+    folder = Path(__file__).parent / "backends"
+    return frozenset(info.name for info in pkgutil.iter_modules([str(folder)]) if not info.name.startswith("_"))
+
+
+@lru_cache(maxsize=1)
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    return {point.name.lower(): point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def list_backends() -> list[str]:
+    """Return the sorted names accepted as `cache_config["backend"]` and served by this package."""
+    return sorted({*_builtin_names(), *_entry_points(), *_registered})
+
+
+def register_backend(name: str) -> Callable[[_T], _T]:
+    """Class decorator that makes a [`KVCache`] subclass available as `cache_config={"backend": name}`.
+
+    Args:
+        name (`str`): Lower-case name. It may not be one transformers serves itself, nor one already taken by
+            another class.
+
+    Raises:
+        ValueError: If the name is reserved, malformed, or registered by another class.
+    """
+    if name != name.lower() or not name.isidentifier():
+        raise ValueError(f"A backend name must be a lower-case identifier, got {name!r}.")
+    if name in TRANSFORMERS_BACKENDS or name == "dense":
+        raise ValueError(f"The backend name {name!r} is reserved; reserved are {(*TRANSFORMERS_BACKENDS, 'dense')}.")
+
+    def decorate(cls: _T) -> _T:
+        known = _registered.get(name)
+        # The same class may come again when its module is reloaded.
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"The backend name {name!r} is already registered by {known.__module__}.{known.__name__}.")
+        _registered[name] = cls
+        cls.backend = name
+        return cls
+
+    return decorate
+
+
+def get_backend(name: str) -> type[KVCache]:
+    """Return the cache class registered as `name` (case-insensitive), importing its module if need be.
+
+    Raises:
+        ValueError: If no backend has this name; the message names the closest ones.
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"`backend` must be a string, one of {list_backends()}, got {name!r}.")
+    key = name.lower()
+    if key not in _registered:
+        if key in _builtin_names():
+            importlib.import_module(f"{__package__}.backends.{key}")
+        elif key in _entry_points():
+            _entry_points()[key].load()
+        else:
+            allowed = [*list_backends(), *TRANSFORMERS_BACKENDS]
+            raise ValueError(f"Unknown cache backend {name!r}.{suggest(key, allowed)} Available: {sorted(allowed)}.")
+    if key not in _registered:
+        raise ValueError(f"The module announced for the backend {key!r} does not register that name.")
+    return _registered[key]
