@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -55,7 +56,7 @@ class KVCache(Cache):
         config = decoder_config(config)
         self.config = self.config_class.from_dict(options)
         kernel = select_kernel(self.config.kernel, self.backend)
-        self._model_config = config
+        self.model_config = config
         self._plans = plan_layers(config)
         skipped = self.config.skipped_layers(len(self._plans))
         self._plans = plan_layers(config, skipped)
@@ -130,10 +131,23 @@ class KVCache(Cache):
             values=values,
         )
 
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Save the cache, packed, into `directory` (see `persistence.save_cache`)."""
+        from .persistence import save_cache
+
+        save_cache(self, directory)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str], model_or_config: Any) -> KVCache:
+        """Load a cache saved by `save_pretrained`, of whatever backend (see `persistence.load_cache`)."""
+        from .persistence import load_cache
+
+        return load_cache(directory, model_or_config)
+
     def _describe(self, model: nn.Module | None) -> list[LayerFacts]:
         layer_types = [plan.layer_type for plan in self._plans]
-        head_dim = key_value_heads(self._model_config, 0)[1]
-        return describe_layers(model, self._model_config, layer_types, head_dim)
+        head_dim = key_value_heads(self.model_config, 0)[1]
+        return describe_layers(model, self.model_config, layer_types, head_dim)
 
     def _tensors(self) -> Iterator[Tensor]:
         for layer in self.layers:

@@ -5,13 +5,14 @@ Every check happens here, when the cache is built, so that a wrong option stops 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from .registry import suggest
 
-__all__ = ["KERNELS", "BackendConfig", "check_choice", "check_integer", "check_number"]
+__all__ = ["KERNELS", "BackendConfig", "check_choice", "check_integer", "check_number", "uniform_sqnr_db"]
 
 KERNELS = ("auto", "torch", "native")
 _PER_CACHE = ("skip_layers", "layer_overrides", "kernel")
@@ -38,6 +39,14 @@ def check_number(owner: object, name: str, value: object, *, minimum: float, max
         raise ValueError(f"{type(owner).__name__}.{name} must be a number in [{minimum}, {maximum}], got {value!r}.")
 
 
+def uniform_sqnr_db(nbits: int) -> float:
+    """Least SQNR (dB) of uniform codes over groups of up to 128 Gaussian numbers, whose range is about 5.5 deviations.
+
+    A step is `range / (2^nbits - 1)` and its error `step^2 / 12`.
+    """
+    return 20.0 * math.log10(2**nbits - 1) - 4.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackendConfig:
     """Options every backend takes. Backends derive from it and add their own fields.
@@ -56,9 +65,6 @@ class BackendConfig:
     sink_length: int = 0
     skip_layers: tuple[int, ...] = ()
     layer_overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    sqnr_floor_db: ClassVar[float] = 0.0
-    """Signal-to-quantization-noise ratio (dB) the conformance suite demands on Gaussian keys and values."""
 
     def __post_init__(self) -> None:
         check_choice(self, "kernel", self.kernel, KERNELS)
@@ -80,6 +86,11 @@ class BackendConfig:
     def tiny(cls: type[_Self]) -> _Self:
         """Settings small enough for tests that must cross every boundary within a few dozen tokens."""
         return cls()
+
+    @property
+    def sqnr_floor_db(self) -> float:
+        """Signal-to-quantization-noise ratio (dB) these options promise on Gaussian states of up to 128 channels."""
+        return 0.0
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
@@ -116,18 +127,19 @@ class BackendConfig:
     def for_layer(self: _Self, layer_idx: int, num_layers: int) -> _Self:
         """Return the options of one layer, `layer_overrides` applied."""
         merged: dict[str, Any] = {}
+        allowed = sorted(set(self.option_names()) - set(_PER_CACHE))
         for key, override in self.layer_overrides.items():
+            name = f"{type(self).__name__}.layer_overrides[{key!r}]"
             if not isinstance(override, Mapping):
-                raise ValueError(f"{type(self).__name__}.layer_overrides[{key!r}] must be a dict, got {override!r}.")
+                raise ValueError(f"{name} must be a dict of options, got {override!r}.")
+            for option, value in override.items():
+                if option not in allowed:
+                    raise ValueError(
+                        f"{name}: {option!r} cannot be set for a single layer.{suggest(str(option), allowed)} "
+                        f"Allowed are {allowed}, got {option}={value!r}."
+                    )
             if self._layer_index("layer_overrides", key, num_layers) == layer_idx:
                 merged.update(override)
-        for key in merged:
-            allowed = sorted(set(self.option_names()) - set(_PER_CACHE))
-            if key not in allowed:
-                raise ValueError(
-                    f"{type(self).__name__}.layer_overrides: {key!r} cannot be set for a single layer."
-                    f"{suggest(key, allowed)} Allowed are {allowed}, got {key}={merged[key]!r}."
-                )
         return replace(self, **merged, layer_overrides={}, skip_layers=()) if merged else self
 
     def _layer_index(self, name: str, index: object, num_layers: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -36,7 +35,6 @@ class Float8Config(BackendConfig):
     scale: str = "token_head"
     calibration: str | None = None
 
-    sqnr_floor_db: ClassVar[float] = 28.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,6 +45,10 @@ class Float8Config(BackendConfig):
                 "Float8Config.calibration is needed for scale='head' and scale='tensor', and only for these; "
                 f"got scale={self.scale!r}, calibration={self.calibration!r}."
             )
+
+    @property
+    def sqnr_floor_db(self) -> float:
+        return 31.0 if self.format == "e4m3" else 25.0
 
 
 class Float8Layer(PackedLayer):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..cache import KVCache
-from ..config import BackendConfig, check_choice, check_number
+from ..config import BackendConfig, check_choice, check_number, uniform_sqnr_db
 from ..layers.base import PackedLayer
 from ..layers.codec import AffineCodec, Codec, ScaledCodec
 from ..layers.stream import StreamSpec
@@ -43,7 +42,6 @@ class Int4Config(BackendConfig):
     residual_length: int = 64
     smooth: float = 0.0
 
-    sqnr_floor_db: ClassVar[float] = 16.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,6 +50,10 @@ class Int4Config(BackendConfig):
             if getattr(self, name) is not None:
                 check_choice(self, name, getattr(self, name), _BITS)
         check_number(self, "smooth", self.smooth, minimum=0.0, maximum=1.0)
+
+    @property
+    def sqnr_floor_db(self) -> float:
+        return min(uniform_sqnr_db(bits) for bits in (self.key_bits or self.nbits, self.value_bits or self.nbits))
 
     @classmethod
     def tiny(cls) -> Int4Config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..cache import KVCache
 from ..config import BackendConfig, check_choice, check_integer
@@ -33,12 +32,15 @@ class Int8Config(BackendConfig):
     granularity: str = "head"
     q_group_size: int = 32
 
-    sqnr_floor_db: ClassVar[float] = 38.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self, "granularity", self.granularity, _GRANULARITIES)
         check_integer(self, "q_group_size", self.q_group_size, minimum=1)
+
+    @property
+    def sqnr_floor_db(self) -> float:
+        return 39.5
 
 
 class Int8Layer(PackedLayer):

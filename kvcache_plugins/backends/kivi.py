@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..cache import KVCache
-from ..config import BackendConfig, check_choice, check_integer
+from ..config import BackendConfig, check_choice, check_integer, uniform_sqnr_db
 from ..layers.base import PackedLayer
 from ..layers.codec import AffineCodec, Codec, RotatedCodec
 from ..layers.stream import StreamSpec
@@ -43,7 +42,6 @@ class KIVIConfig(BackendConfig):
     residual_length: int = 128
     rope_mode: str = "auto"
 
-    sqnr_floor_db: ClassVar[float] = 18.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,6 +52,10 @@ class KIVIConfig(BackendConfig):
         check_choice(self, "q_group_size", self.q_group_size, _GROUPS)
         check_integer(self, "residual_length", self.residual_length, multiple_of=self.q_group_size)
         check_choice(self, "rope_mode", self.rope_mode, ("auto", "post", "block"))
+
+    @property
+    def sqnr_floor_db(self) -> float:
+        return min(uniform_sqnr_db(bits) for bits in (self.key_bits or self.nbits, self.value_bits or self.nbits))
 
     @classmethod
     def tiny(cls) -> KIVIConfig:

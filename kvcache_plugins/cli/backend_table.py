@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..kernels.selection import native_kernels
 from ..registry import get_backend, list_backends
 
 __all__ = ["SECTIONS", "BackendRow", "backend_rows", "docstring_sections", "markdown_table"]
@@ -106,7 +107,7 @@ def _row(name: str) -> BackendRow:
         summary=summary,
         sections={key: sections[key] for key in SECTIONS if key in sections},
         options=_own_options(cls.config_class),
-        native_kernels=tuple(getattr(cls, "native_kernels", ())),
+        native_kernels=native_kernels(name),
     )
 
 

@@ -6,9 +6,11 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from ..registry import TRANSFORMERS_BACKENDS
 from .options import add_cache_config_option, cache_label, parse_cache_configs
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
 
 __all__ = ["PRESETS", "add_parser", "run"]
@@ -44,6 +46,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_DEFAULT_PRESET = "llama3-8b"
 _DEFAULT_CONFIGS: tuple[dict[str, Any], ...] = (
     {"backend": "int8"},
     {"backend": "float8"},
@@ -62,7 +65,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="PATH_OR_ID", help="only its configuration is read")
-    source.add_argument("--preset", choices=sorted(PRESETS), help="a known model (default: llama3-8b)")
+    source.add_argument(
+        "--preset", choices=sorted(PRESETS), help=f"a known model (default: {_DEFAULT_PRESET})"
+    )
     add_cache_config_option(parser, "int8, float8, int4, kivi at 4 and 2 bits")
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=[4096, 32768], metavar="N", help="default: 4096 32768"
@@ -82,14 +87,20 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{name} must be a positive integer, got {value}.")
     chosen = list(_DEFAULT_CONFIGS) if args.cache_config is None else parse_cache_configs(args.cache_config)
     cache_configs = [{"backend": "dense"}, *(c for c in chosen if c != {"backend": "dense"})]
+    for cache_config in cache_configs:
+        if cache_config["backend"] in TRANSFORMERS_BACKENDS:
+            raise ValueError(
+                f"{cache_config['backend']!r} is transformers' own cache, whose size can be measured "
+                "(examples/quickstart.py) but not predicted."
+            )
     config = _model_config(args)
-    bits = _bits_per_element(config)
+    dtype = _dtype(args.dtype, config)
 
     rows: list[dict[str, Any]] = []
     for tokens in args.tokens:
         dense_bytes = 0
         for cache_config in cache_configs:
-            kv_bytes = kvp.estimate(config, dict(cache_config), tokens, batch_size=args.batch_size)
+            kv_bytes = kvp.estimate(config, dict(cache_config), tokens, args.batch_size, dtype=dtype)
             dense_bytes = dense_bytes or kv_bytes  # the dense cache comes first
             fraction = kv_bytes / dense_bytes
             rows.append(
@@ -99,53 +110,45 @@ def run(args: argparse.Namespace) -> int:
                     "batch_size": args.batch_size,
                     "kv_bytes": kv_bytes,
                     "memory_fraction": fraction,
-                    "bits_per_value": bits * fraction,
+                    "bits_per_value": 8 * dtype.itemsize * fraction,
                 }
             )
     if args.json:
         print(json.dumps(rows, indent=2))
     else:
-        _print_table(args, config, rows)
+        _print_table(args, dtype, rows)
     return 0
 
 
 def _model_config(args: argparse.Namespace) -> PreTrainedConfig:
-    import torch
     from transformers import AutoConfig
 
     if args.model is not None:
-        config = AutoConfig.from_pretrained(args.model)
-    else:
-        model_type, fields = PRESETS[args.preset or "llama3-8b"]
-        config = AutoConfig.for_model(model_type, **fields, dtype="bfloat16")
-    if args.dtype is not None:
-        dtype = getattr(torch, args.dtype, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(
-                f"--dtype must be a floating-point dtype such as 'bfloat16', got {args.dtype!r}."
-            )
-        config.get_text_config(decoder=True).dtype = config.dtype = dtype
-    return config
+        return AutoConfig.from_pretrained(args.model)
+    model_type, fields = PRESETS[args.preset or _DEFAULT_PRESET]
+    return AutoConfig.for_model(model_type, **fields, dtype="bfloat16")
 
 
-def _bits_per_element(config: PreTrainedConfig) -> int:
+def _dtype(name: str | None, config: PreTrainedConfig) -> torch.dtype:
+    """Return the dtype that was asked for, else the configuration's, else bfloat16."""
     import torch
 
-    dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.get_default_dtype()
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
-    return 8 * int(dtype.itemsize)
+    if name is None:
+        name = str(config.get_text_config(decoder=True).dtype or config.dtype or "bfloat16")
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"--dtype must be a floating-point dtype such as 'bfloat16', got {name!r}.")
+    return dtype
 
 
-def _print_table(args: argparse.Namespace, config: PreTrainedConfig, rows: list[dict[str, Any]]) -> None:
+def _print_table(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[str, Any]]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    name = args.model or args.preset or "llama3-8b"
-    dtype = str(config.dtype or "the default dtype").removeprefix("torch.")
-    title = f"{name}, {dtype}, batch of {args.batch_size}"
+    name = args.model or args.preset or _DEFAULT_PRESET
+    title = f"{name}, {str(dtype).removeprefix('torch.')}, batch of {args.batch_size}"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("tokens", justify="right")
     table.add_column("cache", overflow="fold")

@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..config import BackendConfig
 from ..models.facts import LayerFacts
+from ..quantizers.packing import BLOCK_TOKENS
 from .handle import KVHandle
 from .padding import Padding
 from .records import RecordLayout, Records
@@ -212,6 +213,42 @@ class PackedLayer(CacheLayerMixin):
             for stream in self.streams:
                 owned |= {f"{stream.side}_{name}": tensor for name, tensor in stream.tensors().items()}
         return owned if self.padding.lengths is None else owned | {"padding": self.padding.lengths}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors in use and plain facts, from which `load_state` rebuilds this layer."""
+        if not self.is_initialized:
+            return {}, {}
+        used = -(-max(stream.packed_length for stream in self.streams) // BLOCK_TOKENS)
+        tensors = {"records": self.records.data[:, :, :used]}
+        for stream in self.streams:
+            held = stream.tensors() | {"tail": stream.tail.view()}
+            tensors |= {f"{stream.side}_{name}": tensor for name, tensor in held.items()}
+        if self.padding.lengths is not None:
+            tensors["padding"] = self.padding.lengths
+        facts = {
+            "cumulative_length": self.cumulative_length,
+            "metadata_bytes": self.records.layout.metadata_bytes,
+            "packed_lengths": {stream.side: stream.packed_length for stream in self.streams},
+        }
+        return tensors, facts
+
+    def load_state(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Take over what `state` returned."""
+        if not tensors:
+            return
+        self._forget()
+        self.padding.set(tensors.get("padding"))
+        self.lazy_initialization(tensors["key_tail"][:, :, :0], tensors["value_tail"][:, :, :0])
+        if facts["metadata_bytes"] == 4:
+            self.records.widen_metadata()
+        records = tensors["records"]
+        self.records.ensure(records.shape[2] * BLOCK_TOKENS)
+        self.records.data[:, :, : records.shape[2]] = records
+        self.cumulative_length = facts["cumulative_length"]
+        for stream in self.streams:
+            prefix = f"{stream.side}_"
+            own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            stream.load(own, facts["packed_lengths"][stream.side], self.cumulative_length)
 
     @property
     def kv_bytes(self) -> int:

@@ -233,6 +233,14 @@ class Stream:
         owned = {"tail": self.tail.buffer, **self.codec.batch_state()}
         return owned if self.sinks is None else owned | {"sinks": self.sinks}
 
+    def load(self, tensors: dict[str, Tensor], packed_length: int, length: int) -> None:
+        """Take over `tensors` as saved (the tail without its slack); the records are the layer's to load."""
+        self.packed_length = packed_length
+        self.tail.replace(tensors["tail"], length)
+        self.sinks = tensors.get("sinks")
+        self.codec.load_batch_state(tensors)
+        self.is_calibrated = packed_length > 0 or self.codec.warmup_tokens == 0
+
     def to(self, device: torch.device) -> None:
         """Move the tensors to `device`."""
         self.tail.buffer = self.tail.buffer.to(device)

@@ -1,13 +1,14 @@
-"""Generation scenarios: the ways `generate()` drives a cache, each reduced to one call that returns token ids.
+"""Generation scenarios: the ways `generate()` drives a cache, each reduced to one call.
 
-A cache is exercised by what `generate()` does with it: beams reorder rows, sampling repeats them, drafted tokens are cropped
-again, a chunked prompt or a second chat turn sends several queries against a filled cache. Running the same scenario with two
-caches and comparing the tokens tests all of that through unmodified Transformers code.
+A cache is exercised by what `generate()` does with it: beams reorder rows, sampling repeats them, drafted
+tokens are cropped again, a chunked prompt or a second chat turn sends several queries against a filled cache.
+Running the same scenario with two caches and comparing the tokens tests all of that through unmodified
+Transformers code.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,16 +29,19 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-def padded_prompt(lengths: tuple[int, ...], *, vocab_size: int = 128, seed: int = 0) -> dict[str, torch.Tensor]:
+def padded_prompt(
+    lengths: tuple[int, ...], *, vocab_size: int = 128, seed: int = 0
+) -> dict[str, torch.Tensor]:
     """Draws a left-padded batch of random prompts.
 
     Args:
-        lengths (`tuple[int, ...]`): Real tokens of each row. A row's tokens depend on `seed` and its place in the batch only.
+        lengths (`tuple[int, ...]`): Real tokens of each row. A row's tokens depend on `seed` and its place in
+            the batch only.
         vocab_size (`int`): Tokens are drawn from 3 to `vocab_size - 1`; 0 is the padding.
         seed (`int`): Seed of the draw; the global random state is left as it was.
 
     Returns:
-        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, int64 of shape `(B, T)` with `T = max(lengths)`.
+        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, int64 of shape `(B, max(lengths))`.
     """
     longest = max(lengths)
     input_ids = torch.zeros(len(lengths), longest, dtype=torch.long)
@@ -61,15 +65,15 @@ def run_scenario(
     seed: int = 0,
     **generate_kwargs: Any,
 ) -> torch.Tensor:
-    """Runs one scenario with one kind of cache.
+    """Generates in one of the ways of `SCENARIOS`, with one kind of cache.
 
     Args:
         model (`PreTrainedModel`): Model to generate with.
         scenario (`str`): A key of `SCENARIOS`.
-        cache_config (`dict`, *optional*): Options of the cache as `generate(cache_config=...)` takes them; `None` is the
-            ordinary `DynamicCache`.
-        lengths (`tuple[int, ...]`): Prompt lengths of the left-padded batch. Prompt lookup, which Transformers offers for a
-            single sequence only, uses the first.
+        cache_config (`dict`, *optional*): Options of the cache as `generate(cache_config=...)` takes them;
+            `None` is the ordinary `DynamicCache`.
+        lengths (`tuple[int, ...]`): Prompt lengths of the left-padded batch. Prompt lookup, which
+            Transformers offers for a single sequence only, uses the first.
         max_new_tokens (`int`): Tokens to generate (in each turn of `"second_turn"`).
         seed (`int`): Seed of the prompt and of sampling.
         generate_kwargs: Further arguments of `generate()`.
@@ -87,8 +91,7 @@ def run_scenario(
         return _two_turns(model, inputs, cache_config, arguments, seed)
     if cache_config is not None:
         arguments |= {"cache_implementation": "quantized", "cache_config": dict(cache_config)}
-    output: torch.Tensor = model.generate(**inputs, **arguments)
-    return output
+    return _generate(model, **inputs, **arguments)
 
 
 def _two_turns(
@@ -99,20 +102,26 @@ def _two_turns(
     seed: int,
 ) -> torch.Tensor:
     """Generates, appends a short question, and generates again on the same cache object."""
-    from transformers import DynamicCache
+    from transformers import Cache, DynamicCache
 
+    cache: Cache
     if cache_config is None:
         cache = DynamicCache(config=model.config)
     else:
         from kvcache_plugins import build_cache
 
         cache = build_cache(model, dict(cache_config))
-    first = model.generate(**inputs, **arguments, past_key_values=cache)
-    question = padded_prompt((5,) * len(first), vocab_size=model.config.vocab_size, seed=seed + 1)["input_ids"]
-    input_ids = torch.cat([first, question], dim=1)  # [B, T]
+    first = _generate(model, **inputs, **arguments, past_key_values=cache)
+    question = padded_prompt((5,) * len(first), vocab_size=model.config.vocab_size, seed=seed + 1)
+    input_ids = torch.cat([first, question["input_ids"]], dim=1)  # [B, T]
     seen = input_ids.shape[1] - inputs["attention_mask"].shape[1]
     attention_mask = torch.nn.functional.pad(inputs["attention_mask"], (0, seen), value=1)
-    output: torch.Tensor = model.generate(
-        input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, **arguments
+    return _generate(
+        model, input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, **arguments
     )
-    return output
+
+
+def _generate(model: PreTrainedModel, **arguments: Any) -> torch.Tensor:
+    # The method comes from a mixin that the annotation `PreTrainedModel` does not include.
+    generate = cast(Any, model).generate
+    return cast(torch.Tensor, generate(**arguments))

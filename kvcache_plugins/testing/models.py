@@ -1,8 +1,9 @@
 """Tiny random causal language models of many families, built from configs: nothing is downloaded.
 
-They stand in for the real checkpoints wherever a test needs "a Transformers model": each is the unmodified modelling code of
-its family with a few thousand weights, so it decodes a token in milliseconds and still goes through the real masks, rotary
-embeddings, grouped queries, sliding windows, recurrent layers and mixture-of-experts blocks.
+They stand in for the real checkpoints wherever a test needs "a Transformers model": each is the unmodified
+modelling code of its family with a few thousand weights, so it decodes a token in milliseconds and still goes
+through the real masks, rotary embeddings, grouped queries, sliding windows, recurrent layers and
+mixture-of-experts blocks.
 
 ```python
 >>> from kvcache_plugins.testing.models import ARCHITECTURES, tiny_model
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ARCHITECTURES", "tiny_model"]
 
-# Offered to every family; `_config_kwargs` drops what a family's config does not know (GPT-2 has no kv heads, for example).
-# No end-of-sequence token: a generation always has the length that was asked for.
+# Offered to every family; `_config_kwargs` drops what a family's config does not know (GPT-2 has no kv heads,
+# for example). No end-of-sequence token: a generation always has the length that was asked for.
 _COMMON: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -50,7 +51,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {},
     "codegen": {"rotary_dim": 8, "pad_token_id": 0},
     "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
-    # Multi-head latent attention: the cached states are not per-head keys and values of one width.
+    # Multi-head latent attention caches, for all heads together, a latent (as keys) and a rotary key (as values).
     "deepseek_v3": {
         **_EXPERTS,
         "num_experts": None,
@@ -121,8 +122,8 @@ ARCHITECTURES: tuple[str, ...] = tuple(sorted(_FAMILIES))
 
 
 def _config_kwargs(config_class: type, name: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Merges the common settings, the family's row and the caller's overrides, in the family's own field names."""
-    fields = set(inspect.signature(config_class.__init__).parameters)
+    """Merges common settings, the family's row and the caller's overrides, in the family's own field names."""
+    fields = set(inspect.signature(config_class).parameters)
     aliases: dict[str, str] = getattr(config_class, "attribute_map", {})
     common = {key: value for key, value in _COMMON.items() if aliases.get(key, key) in fields}
     merged: dict[str, Any] = {}
@@ -139,9 +140,10 @@ def _config_kwargs(config_class: type, name: str, overrides: dict[str, Any]) -> 
 def _initialise(model: PreTrainedModel, seed: int) -> None:
     """Overwrites the weights with a seeded draw of our own.
 
-    The families' own initialisation (std 0.02) makes such a small network a constant: the residual stream is the embedding and,
-    with tied weights, every token predicts itself. Matrices here keep the scale of what they multiply, so that attention moves
-    the logits, and vectors (norm weights, biases, sink logits) are moved off their neutral value so that forgetting one shows.
+    The families' own initialisation (std 0.02) makes such a small network a constant: the residual stream is
+    the embedding and, with tied weights, every token predicts itself. Matrices here keep the scale of what
+    they multiply, so that attention moves the logits, and vectors (norm weights, biases, sink logits) are
+    moved off their neutral value so that forgetting one shows.
     """
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
@@ -167,16 +169,17 @@ def tiny_model(
 
     Args:
         name (`str`): One of `ARCHITECTURES` (the family's `model_type`).
-        attn_implementation (`str`, *optional*): `"sdpa"`, `"eager"`, ...; `None` leaves the choice to Transformers.
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Type of weights and activations. The weights of two
-            dtypes are the same numbers, rounded.
-        seed (`int`, *optional*, defaults to 0): Seed of the weights; the global random state is left as it was.
+        attn_implementation (`str`, *optional*): `"sdpa"`, `"eager"`, ...; `None` leaves the choice to
+            Transformers.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Type of weights and activations. The
+            weights of two dtypes are the same numbers, rounded.
+        seed (`int`, *optional*, defaults to 0): Seed of the weights; the global random state stays as it was.
         config_overrides: Fields of the family's config, by their own or by their common name
             (`num_hidden_layers`, `hidden_size`, ...).
 
     Returns:
-        `PreTrainedModel`: 2 to 4 layers of 64 channels and 4 heads over 128 tokens; hybrid families have at least one full
-        attention layer and one sliding (16 tokens) or linear one.
+        `PreTrainedModel`: 2 to 4 layers of 64 channels and 4 heads over 128 tokens; hybrid families have at
+        least one full attention layer and one sliding (16 tokens) or linear one.
 
     Raises:
         ValueError: If `name` is not in `ARCHITECTURES`.
@@ -188,8 +191,12 @@ def tiny_model(
     config_class = CONFIG_MAPPING[name]
     config = config_class(**_config_kwargs(config_class, name, config_overrides))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # for the few vectors that do not start out constant (decay rates of recurrent layers)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
+        # For the few vectors that do not start out constant, such as the decay rates of recurrent layers.
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attn_implementation, dtype=dtype
+        )
     # Families that are the same network on paper still get different weights.
     _initialise(model, seed + zlib.crc32(name.encode()))
-    return model.eval()
+    model.eval()
+    return model

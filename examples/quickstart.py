@@ -1,0 +1,656 @@
+"""Continue a long real text with every cache, and compare memory, quality and speed with the ordinary cache.
+
+    python examples/quickstart.py
+    python examples/quickstart.py --cache_config '{"backend": "kivi", "nbits": 2}' '{"backend": "int8"}'
+    python examples/quickstart.py --model meta-llama/Llama-3.2-1B --text my_notes.txt
+
+Without options it needs no network: the model is bundled, and the text is the Python language reference that
+every CPython carries in `pydoc_data.topics` (the topics the bundled model was not trained on).
+
+Each cache is used twice. `model.generate()` continues the prompt greedily, which gives the time per token,
+the cache and its size. Then the true continuation is read in blocks through a fresh cache, which gives the
+perplexity and the distance to the dense run on the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.metadata
+import importlib.util
+import json
+import math
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, QuantizedCache
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+import kvcache_plugins as kvp
+from kvcache_plugins.cli.options import add_cache_config_option, cache_label, parse_cache_configs
+from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
+
+ROOT = Path(__file__).resolve().parents[1]
+BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
+
+DENSE = {"backend": "dense"}
+DEFAULT_CACHE_CONFIGS: list[dict[str, Any]] = [
+    {"backend": "int8"},
+    {"backend": "float8"},
+    {"backend": "int4"},
+    {"backend": "kivi", "nbits": 4},
+    {"backend": "kivi", "nbits": 2},
+    {"backend": "fp8"},
+    {"backend": "quanto", "nbits": 4},
+    # transformers' default axis is quanto's; its documentation recommends axis 1 for hqq
+    {"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1},
+    {"backend": "quanto", "nbits": 2},
+]
+
+# Topics of the language reference that the bundled model has never seen. Not every Python version has all of
+# them.
+UNSEEN_TOPICS = (
+    "attribute-access",
+    "numeric-types",
+    "operator-summary",
+    "exprlists",
+    "global",
+    "nonlocal",
+    "subscriptions",
+    "specialattrs",
+    "specialnames",
+)
+SMALL_MODEL = 1_000_000_000  # parameters up to which a second copy of the model in fp32 is affordable
+WARM_UP_STEPS = 4  # decode steps left out of the time per token: first-use allocations and thread start
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the comparison; return 0, or 2 for an error of the user."""
+    args = parse_args(argv)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        run(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description="Continue a long real text with every cache and compare memory, quality and speed."
+    )
+    parser.add_argument(
+        "--model", default=str(BUNDLED_MODEL), metavar="PATH_OR_HUB_ID", help="default: bundled"
+    )
+    parser.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Python's language reference)")
+    add_cache_config_option(parser, "all backends that need no artifact, and transformers' own")
+    parser.add_argument("--prompt_tokens", type=int, default=2048, help="default: 2048")
+    parser.add_argument("--new_tokens", type=int, default=128, help="tokens to generate (default: 128)")
+    parser.add_argument("--score_tokens", type=int, default=512, help="true tokens to score (default: 512)")
+    parser.add_argument(
+        "--block_length", type=int, default=32, help="tokens read per scoring step (default: 32)"
+    )
+    parser.add_argument(
+        "--dtype", default="auto", help="auto (the checkpoint's), bfloat16, float16 or float32"
+    )
+    parser.add_argument("--score_dtype", help="default: float32 up to a billion parameters, else --dtype")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument(
+        "--output", type=Path, default=Path(), metavar="DIR", help="default: current directory"
+    )
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure every cache and write the table, `results.json` and `quickstart.png`."""
+    started = time.perf_counter()
+    # Every option is checked before anything is loaded, so that a typing error costs no time.
+    if min(args.prompt_tokens, args.new_tokens - WARM_UP_STEPS, args.score_tokens, args.block_length) < 1:
+        raise ValueError(
+            "--prompt_tokens, --score_tokens and --block_length must be positive, --new_tokens above "
+            f"{WARM_UP_STEPS}; got {args.prompt_tokens}, {args.score_tokens}, {args.block_length} and "
+            f"{args.new_tokens}."
+        )
+    chosen = DEFAULT_CACHE_CONFIGS if args.cache_config is None else parse_cache_configs(args.cache_config)
+    cache_configs = [DENSE, *(cache_config for cache_config in chosen if cache_config != DENSE)]
+    text = read_text(args.text)
+    model_config = AutoConfig.from_pretrained(args.model)
+    reasons = {i: reason for i, c in enumerate(cache_configs) if (reason := why_unavailable(model_config, c))}
+    args.output.mkdir(parents=True, exist_ok=True)
+
+    console = Console(width=None if sys.stdout.isatty() else 118)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).to(device).eval()
+    scorer = scoring_model(model, args.score_dtype)
+    token_ids = encode(tokenizer, text, args, model_config, console).to(device)
+
+    results: list[dict[str, Any]] = []
+    skipped = [{"cache_config": cache_configs[i], "reason": reason} for i, reason in reasons.items()]
+    dense: dict[str, Any] = {}
+    with progress_bar() as progress:
+        task = progress.add_task("", total=len(cache_configs) - len(reasons))
+        for index, cache_config in enumerate(cache_configs):
+            if index in reasons:
+                continue
+            progress.update(task, description=cache_label(cache_config))
+            if not progress.console.is_terminal:  # a log shows no bar until its end
+                progress.console.print(
+                    f"measuring {cache_label(cache_config)}", highlight=False, markup=False
+                )
+            try:
+                measured = measure(model, scorer, token_ids, cache_config, args)
+            except Exception as error:
+                # A combination that transformers' own class cannot serve (a head dimension its groups do not
+                # divide, say) is shown in the table; one of ours that fails is a bug and stops the run.
+                if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
+                    raise
+                message = " ".join(str(error).split())[:80]
+                skipped.append({"cache_config": cache_config, "reason": f"failed: {message}"})
+                progress.advance(task)
+                continue
+            dense = dense or measured  # the dense cache comes first
+            results.append(compare(measured, dense, model.dtype, tokenizer))
+            progress.advance(task)
+
+    settings = {
+        "model": model_name(args.model),
+        "text": args.text or "pydoc_data.topics",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "score_dtype": str(scorer.dtype).removeprefix("torch."),
+        **{
+            name: getattr(args, name)
+            for name in ("prompt_tokens", "new_tokens", "score_tokens", "block_length")
+        },
+    }
+    document = {
+        "schema_version": 1,
+        "task": "quickstart",
+        "settings": settings,
+        "results": results,
+        "skipped": skipped,
+        "environment": environment(model.device),
+    }
+    print_continuations(console, tokenizer, token_ids[0, : args.prompt_tokens], results)
+    print_table(console, document)
+    (args.output / "results.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    console.print(f"numbers: {args.output / 'results.json'}", highlight=False, soft_wrap=True)
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print(
+            "picture: matplotlib is not installed; pip install 'kvcache-plugins[plots]'", markup=False
+        )
+    else:
+        save_picture(document, args.output / "quickstart.png")
+        console.print(f"picture: {args.output / 'quickstart.png'}", highlight=False, soft_wrap=True)
+    console.print(f"done in {time.perf_counter() - started:.0f} s", highlight=False)
+
+
+# ---- text and model ----
+
+
+def read_text(path: str | None) -> str:
+    """Return the given file, or the unseen part of the language reference."""
+    if path is not None:
+        return Path(path).read_text(encoding="utf-8")
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ValueError(
+            "This Python comes without pydoc_data, the default text; give one with --text."
+        ) from error
+    found = [topics[name] for name in UNSEEN_TOPICS if name in topics]
+    return "\n\n".join(found or topics.values())
+
+
+def encode(
+    tokenizer: Any, text: str, args: argparse.Namespace, config: Any, console: Console
+) -> torch.Tensor:
+    """Tokenize the prompt and its true continuation; both shrink where the text or the model is too short."""
+    wanted = args.prompt_tokens + max(args.score_tokens, args.new_tokens)
+    # 32 characters a token is more than any real text has, and a whole novel need not be tokenized
+    token_ids = tokenizer(text[: 32 * wanted], return_tensors="pt")["input_ids"]
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or wanted
+    available = min(token_ids.shape[1], limit)
+    if available < 64:
+        raise ValueError(f"The text must have at least 64 tokens for this model, got {available}.")
+    if available < wanted:
+        for name in ("prompt_tokens", "score_tokens", "new_tokens"):
+            setattr(args, name, max(WARM_UP_STEPS + 1, getattr(args, name) * available // wanted - 1))
+        console.print(
+            f"only {available} tokens of text fit: prompt {args.prompt_tokens}, scored {args.score_tokens}, "
+            f"generated {args.new_tokens}",
+            highlight=False,
+        )
+    return token_ids[:, : args.prompt_tokens + args.score_tokens]
+
+
+def scoring_model(model: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
+    """Return the model that judges quality: in fp32 where that is affordable.
+
+    In bf16 the rounding of the model itself moves a prediction by more than a good cache does, and would hide
+    the difference between two caches.
+    """
+    if dtype is None:
+        dtype = "float32" if model.num_parameters() <= SMALL_MODEL else "auto"
+    if dtype == "auto" or getattr(torch, dtype) == model.dtype:
+        return model
+    return copy.deepcopy(model).to(getattr(torch, dtype))
+
+
+def model_name(model: str) -> str:
+    """Return how results name the model: the bundled one by its place in the checkout, others by name."""
+    path = Path(model).resolve()
+    if not path.exists():
+        return model
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+
+
+# ---- caches ----
+
+
+def new_cache(model_or_config: Any, cache_config: dict[str, Any]) -> Cache:
+    """Build an empty cache, ours or one of transformers' own."""
+    options = dict(cache_config)
+    if cache_config["backend"] not in (*TRANSFORMERS_BACKENDS, "dense"):
+        return kvp.build_cache(model_or_config, options)
+    backend = options.pop("backend")
+    config = getattr(model_or_config, "config", model_or_config).get_text_config(decoder=True)
+    return DynamicCache(config=config) if backend == "dense" else QuantizedCache(backend, config, **options)
+
+
+def why_unavailable(model_config: Any, cache_config: dict[str, Any]) -> str | None:
+    """Build the cache once without a model: a wrong option raises, a missing package is returned."""
+    try:
+        new_cache(model_config, cache_config)
+    except ImportError:
+        return "not installed"
+    except ValueError as error:
+        if "Unknown quantization backend" in str(error):  # fp8 came with a later transformers
+            return f"not in transformers {transformers.__version__}"
+        raise
+    return None
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Return the bytes of every tensor a cache keeps alive.
+
+    For our caches that is `kv_bytes()`. For any other cache it is the sum over the storages of all tensors
+    reachable from its layers: attributes, containers, and the inner tensors of wrapper subclasses such as
+    quanto's, whose own storage is a fiction of the full size. A storage shared by several tensors counts
+    once, and whole.
+    """
+    if isinstance(cache, kvp.KVCache):
+        return cache.kv_bytes()
+    storages: dict[int, int] = {}
+    for tensor in reachable_tensors(cache.layers, set()):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def reachable_tensors(owner: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors inside an object, looking into containers, layers and tensor wrappers."""
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
+    if isinstance(owner, torch.Tensor):
+        if is_traceable_wrapper_subclass(owner):
+            names, _ = owner.__tensor_flatten__()
+            for name in names:
+                yield from reachable_tensors(getattr(owner, name), seen)
+        else:
+            yield owner
+    elif isinstance(owner, dict):
+        for value in owner.values():
+            yield from reachable_tensors(value, seen)
+    elif isinstance(owner, (list, tuple)):
+        for value in owner:
+            yield from reachable_tensors(value, seen)
+    elif type(owner).__module__.startswith("transformers.cache_utils"):
+        yield from reachable_tensors(vars(owner), seen)
+
+
+# ---- measuring ----
+
+
+class StepTimer(BaseStreamer):
+    """Notes when `generate()` hands out each token, by then on the CPU, so that the device has finished."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def decode_ms(self) -> list[float]:
+        """Return the time of each decode step; the first two calls bring the prompt and prefill's token."""
+        return [1000 * (b - a) for a, b in zip(self.times[1:], self.times[2:], strict=False)]
+
+
+@torch.inference_mode()
+def measure(
+    model: PreTrainedModel,
+    scorer: PreTrainedModel,
+    token_ids: torch.Tensor,
+    cache_config: dict[str, Any],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """Generate with one cache, then score the true continuation through a fresh one."""
+    started = time.perf_counter()
+    prompt = token_ids[:, : args.prompt_tokens]
+    generate(
+        model, prompt[:, :64], cache_config, WARM_UP_STEPS
+    )  # quanto compiles an extension at its first use
+    timer = StepTimer()
+    output = generate(model, prompt, cache_config, args.new_tokens, timer)
+    cache = output.past_key_values
+    report = cache.report() if isinstance(cache, kvp.KVCache) else None
+    log_probs = score(
+        scorer, token_ids, new_cache(scorer, cache_config), args.prompt_tokens, args.block_length
+    )
+    steps = timer.decode_ms()[WARM_UP_STEPS:]
+    return {
+        "cache_config": cache_config,
+        "kv_bytes": cache_bytes(cache),
+        "ms_per_token": statistics.median(steps),
+        "ms_per_token_mean": statistics.fmean(steps),
+        "seconds": time.perf_counter() - started,
+        "new_token_ids": output.sequences[0, prompt.shape[1] :].tolist(),
+        "kernel": sorted(set(report.kernel)) if report else None,
+        "fallback_reads": report.fallback_reads if report else None,
+        "log_probs": log_probs,
+        "targets": token_ids[0, args.prompt_tokens :],
+    }
+
+
+def generate(
+    model: PreTrainedModel,
+    prompt: torch.Tensor,
+    cache_config: dict[str, Any],
+    new_tokens: int,
+    streamer: BaseStreamer | None = None,
+) -> Any:
+    """Call `model.generate()` the way any user would; only the cache differs."""
+    options: dict[str, Any] = {}
+    if cache_config != DENSE:
+        options = {"cache_implementation": "quantized", "cache_config": cache_config}
+    return model.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,  # every cache is timed over the same number of steps
+        streamer=streamer,
+        return_dict_in_generate=True,
+        **options,
+    )
+
+
+def score(
+    model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, prompt_tokens: int, block_length: int
+) -> torch.Tensor:
+    """Return the log-probabilities of the tokens after the prompt, `[tokens, vocabulary]` in fp32.
+
+    All of the prompt but its last token fills the cache. The rest is fed in blocks, so that each true token
+    is predicted exactly once, from queries that read the past through the cache:
+
+        prefill  0 .. P-2 | block P-1 .. | block ... | .. N-2      predicts P .. N-1
+    """
+    model(
+        input_ids=token_ids[:, : prompt_tokens - 1], past_key_values=cache, use_cache=True, logits_to_keep=1
+    )
+    rest = token_ids[:, prompt_tokens - 1 : -1]
+    blocks = [
+        model(input_ids=block, past_key_values=cache, use_cache=True).logits[0].float().log_softmax(-1)
+        for block in rest.split(block_length, dim=1)
+    ]
+    return torch.cat(blocks)
+
+
+def compare(
+    measured: dict[str, Any], dense: dict[str, Any], dtype: torch.dtype, tokenizer: Any
+) -> dict[str, Any]:
+    """Turn one measurement into a row of results, relative to the dense cache of the same run."""
+    log_probs, dense_log_probs = measured["log_probs"], dense["log_probs"]
+    nll = -log_probs.gather(1, measured["targets"][:, None]).mean().item()
+    divergence = (dense_log_probs.exp() * (dense_log_probs - log_probs)).sum(-1).mean().item()
+    pairs = list(zip(measured["new_token_ids"], dense["new_token_ids"], strict=True))
+    values = (
+        dense["kv_bytes"] / dtype.itemsize
+    )  # the dense cache keeps every value, each in the model's dtype
+    return {
+        "cache_config": measured["cache_config"],
+        "label": cache_label(measured["cache_config"]),
+        "kv_bytes": measured["kv_bytes"],
+        "memory_fraction": measured["kv_bytes"] / dense["kv_bytes"],
+        "bits_per_value": 8 * measured["kv_bytes"] / values,
+        "perplexity": math.exp(nll),
+        "nll": nll,
+        "tokens": log_probs.shape[0],
+        "kl_to_dense": max(divergence, 0.0),  # rounding may leave it a hair below zero
+        "ms_per_token": measured["ms_per_token"],
+        "ms_per_token_mean": measured["ms_per_token_mean"],
+        "top1_agreement": (log_probs.argmax(-1) == dense_log_probs.argmax(-1)).float().mean().item(),
+        "agreement": sum(a == b for a, b in pairs) / len(pairs),
+        "kernel": measured["kernel"],
+        "fallback_reads": measured["fallback_reads"],
+        "seconds": measured["seconds"],
+        "generated_text": tokenizer.decode(measured["new_token_ids"]),
+    }
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return what a reader needs to repeat the run."""
+    versions = {"python": platform.python_version()}
+    for name in ("kvcache-plugins", "torch", "transformers", "optimum-quanto", "hqq"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain")
+    script = Path(sys.argv[0]).resolve()
+    script_name = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else script.name
+    return {
+        "versions": versions,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "threads": torch.get_num_threads(),
+        "commit": commit,
+        "dirty": None if status is None else bool(status),
+        "command": shlex.join(["python", script_name, *sys.argv[1:]]),
+    }
+
+
+def git(*arguments: str) -> str | None:
+    """Return the output of a git command in the checkout, or None outside of one."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def cpu_name() -> str:
+    """Return the processor's name where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+# ---- showing ----
+
+
+def progress_bar() -> Progress:
+    """Return the bar shown while measuring, on the standard error stream to leave the table alone."""
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("cache\nbytes", lambda row: f"{row['kv_bytes']:,}"),
+    ("of\ndense", lambda row: f"{row['memory_fraction']:.3f}"),
+    ("bits per\nvalue", lambda row: f"{row['bits_per_value']:.2f}"),
+    ("perplexity", lambda row: f"{row['perplexity']:.3f}"),
+    ("KL to\ndense", lambda row: f"{row['kl_to_dense']:.5f}"),
+    ("same\ntop-1", lambda row: f"{row['top1_agreement']:.3f}"),
+    ("ms per\ntoken", lambda row: f"{row['ms_per_token']:.1f}"),
+    ("same\ntokens", lambda row: f"{row['agreement']:.2f}"),
+)
+
+
+def print_table(console: Console, document: dict[str, Any]) -> None:
+    """Print one row per cache: the dense one, ours, and transformers' own."""
+    settings, place = document["settings"], document["environment"]
+    console.print(
+        f"\n{settings['model']} on {place['device']}:\n"
+        f"{settings['prompt_tokens']} tokens of {settings['text']}, "
+        f"then {settings['new_tokens']} generated in {settings['dtype']}, "
+        f"and {settings['score_tokens']} true ones scored in {settings['score_dtype']}",
+        highlight=False,
+        markup=False,
+    )
+    table = Table(box=box.SIMPLE_HEAD)
+    rows = [*document["results"], *document["skipped"]]
+    table.add_column("backend", min_width=min(40, max(len(cache_label(row["cache_config"])) for row in rows)))
+    for title, _ in COLUMNS:
+        table.add_column(title, justify="right", no_wrap=True)
+    previous = None
+    for row in rows:
+        group = owner(row)
+        if previous not in (None, group):
+            table.add_section()
+            if group == "transformers":
+                table.add_row(Text("transformers' own:"))
+        previous = group
+        cells = [row["reason"]] if "reason" in row else [show(row) for _, show in COLUMNS]
+        table.add_row(Text(cache_label(row["cache_config"])), *cells)
+    console.print(table)
+    console.print(
+        "perplexity, KL, same top-1: on the true continuation, read through the cache in blocks\n"
+        "ms per token: median decode step of generate(); same tokens: share of them equal to the dense run's",
+        highlight=False,
+    )
+    kernels = {kernel for row in document["results"] for kernel in row["kernel"] or ()}
+    if kernels:
+        native = sorted(kernels - {"torch", "dense"})
+        said = (
+            f"native kernels used: {', '.join(native)}"
+            if native
+            else "attention over packed codes in plain torch"
+        )
+        console.print(f"kernels: {said}", highlight=False)
+
+
+def owner(row: dict[str, Any]) -> str:
+    """Return whose cache a row shows: "dense", "kvcache_plugins" or "transformers"."""
+    backend = row["cache_config"]["backend"]
+    if backend == "dense":
+        return "dense"
+    return "transformers" if backend in TRANSFORMERS_BACKENDS else "kvcache_plugins"
+
+
+def print_continuations(
+    console: Console, tokenizer: Any, prompt: torch.Tensor, results: list[dict[str, Any]]
+) -> None:
+    """Print the end of the prompt and how each cache went on."""
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column(no_wrap=True, min_width=max(len(row["label"]) for row in results))
+    table.add_column(overflow="ellipsis", no_wrap=True)
+    table.add_row("prompt", Text("... " + one_line(tokenizer.decode(prompt[-40:]))[-80:]))
+    for row in results:
+        table.add_row(Text(row["label"]), Text(one_line(row["generated_text"])))
+    console.print(table)
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def save_picture(document: dict[str, Any], path: Path) -> None:
+    """Draw quality against memory, and the time per token."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = {"dense": "#555555", "kvcache_plugins": "#1f6fb4", "transformers": "#d9822b"}
+    names = {"kvcache_plugins": "kvcache_plugins", "transformers": "transformers' own"}
+    settings, results = document["settings"], document["results"]
+    packed = [row for row in results if owner(row) != "dense"]
+    figure, (quality, speed) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
+
+    # A divergence of exactly zero (nothing was packed) has no place on a logarithmic axis: it is drawn at the
+    # bottom.
+    floor = min((row["kl_to_dense"] for row in packed if row["kl_to_dense"] > 0), default=1e-6) / 2
+    for name, label in names.items():
+        rows = [row for row in packed if owner(row) == name]
+        heights = [max(row["kl_to_dense"], floor) for row in rows]
+        quality.scatter([r["bits_per_value"] for r in rows], heights, s=55, color=colours[name], label=label)
+        for row, height in zip(rows, heights, strict=True):
+            quality.annotate(
+                row["label"],
+                (row["bits_per_value"], height),
+                xytext=(7, 4),
+                textcoords="offset points",
+                fontsize=9,
+                color=colours[name],
+            )
+    quality.set_yscale("log")
+    quality.margins(x=0.18, y=0.12)
+    quality.set_xlabel("bits per cached value, metadata and exact recent tokens included (dense: 16 in bf16)")
+    quality.set_ylabel("KL divergence to the dense run (nats per token)")
+    quality.set_title("Quality against memory (lower left is better)")
+    if packed:
+        quality.legend(loc="upper right", frameon=False)
+
+    rows = list(reversed(results))
+    bars = speed.barh(
+        [row["label"] for row in rows],
+        [row["ms_per_token"] for row in rows],
+        color=[colours[owner(row)] for row in rows],
+        height=0.65,
+    )
+    speed.bar_label(bars, fmt="%.1f", padding=3, fontsize=9)
+    speed.axvline(results[0]["ms_per_token"], color=colours["dense"], linestyle=":", linewidth=1)
+    speed.margins(x=0.12)
+    speed.set_xlabel("milliseconds per generated token (median)")
+    speed.set_title(f"Speed on {document['environment']['device']}")
+
+    for axes in (quality, speed):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="both" if axes is quality else "x", alpha=0.25)
+        axes.set_axisbelow(True)
+    figure.suptitle(
+        f"{Path(settings['model']).name}, {settings['dtype']}: {settings['prompt_tokens']} prompt tokens, "
+        f"{settings['new_tokens']} generated, {settings['score_tokens']} scored"
+    )
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Saving a cache packed, and loading it: `cache.safetensors` for the tensors, `cache.json` for the rest.
+
+A prefilled document can be stored once and continued many times. Codes, metadata and the exact window are written as they
+are, so a loaded cache continues bit for bit where the saved one stood.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .cache import KVCache, build_cache
+from .errors import ArtifactError, UnsupportedOperationError
+from .layers.base import PackedLayer
+from .models.facts import decoder_config, split_model_or_config
+from .models.layer_plan import key_value_heads
+
+__all__ = ["FORMAT_VERSION", "load_cache", "save_cache"]
+
+FORMAT_VERSION = 1
+_TENSORS, _FACTS = "cache.safetensors", "cache.json"
+
+
+def save_cache(cache: KVCache, directory: str | os.PathLike[str]) -> None:
+    """Write `cache` into `directory`; each file appears whole or not at all.
+
+    Raises:
+        UnsupportedOperationError: If a layer of transformers' own holds more than keys and values (linear attention).
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    layers: list[dict[str, Any]] = []
+    for layer_idx, layer in enumerate(cache.layers):
+        layer_tensors, facts = layer.state() if isinstance(layer, PackedLayer) else _dense_state(layer)
+        layers.append(facts)
+        tensors |= {f"layers.{layer_idx}.{name}": t.contiguous().clone() for name, t in layer_tensors.items()}
+    facts = {
+        "format_version": FORMAT_VERSION,
+        "backend": cache.backend,
+        "options": cache.config.to_dict(),
+        "model": _fingerprint(cache.model_config),
+        "layers": layers,
+    }
+    unfinished = folder / f"{_TENSORS}.unfinished"
+    save_file(tensors, unfinished)
+    unfinished.replace(folder / _TENSORS)
+    unfinished = folder / f"{_FACTS}.unfinished"
+    unfinished.write_text(json.dumps(facts, indent=2) + "\n")
+    unfinished.replace(folder / _FACTS)
+
+
+def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCache:
+    """Read a cache saved by [`save_cache`] for the same model.
+
+    Args:
+        directory (`str`): Where it was saved.
+        model_or_config (`PreTrainedModel | PreTrainedConfig`): The model it belongs to. With a model the tensors go to
+            its device.
+
+    Raises:
+        ArtifactError: If files are missing or damaged, or were saved for a model of another shape.
+    """
+    folder = Path(directory)
+    model, config = split_model_or_config(model_or_config)
+    try:
+        facts = json.loads((folder / _FACTS).read_text())
+        tensors = load_file(folder / _TENSORS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ArtifactError(f"{folder} does not hold a readable cache: {error}") from error
+    if facts.get("format_version") != FORMAT_VERSION:
+        raise ArtifactError(f"{folder}: format_version {FORMAT_VERSION} expected, got {facts.get('format_version')!r}.")
+    expected = _fingerprint(decoder_config(config))
+    if facts["model"] != expected:
+        raise ArtifactError(f"{folder} was saved for the model {facts['model']}, not for {expected}.")
+    cache = build_cache(model_or_config, {"backend": facts["backend"], **facts["options"]})
+    device = torch.device(getattr(model, "device", "cpu"))
+    for layer_idx, layer in enumerate(cache.layers):
+        prefix = f"layers.{layer_idx}."
+        owned = {name.removeprefix(prefix): t.to(device) for name, t in tensors.items() if name.startswith(prefix)}
+        if isinstance(layer, PackedLayer):
+            layer.load_state(owned, facts["layers"][layer_idx])
+        else:
+            _load_dense_state(layer, owned, facts["layers"][layer_idx])
+    return cache
+
+
+def _fingerprint(config: Any) -> dict[str, Any]:
+    """What must agree for a cache to make sense: the family and the shape of its keys and values."""
+    heads = [list(key_value_heads(config, index)) for index in range(config.num_hidden_layers)]
+    rope = getattr(config, "rope_parameters", None)
+    # through json, so that what is compared on loading has been written and read in the same way
+    facts: dict[str, Any] = json.loads(json.dumps({"model_type": config.model_type, "heads": heads, "rope": rope}))
+    return facts
+
+
+def _dense_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if getattr(layer, "conv_states", None) is not None or getattr(layer, "recurrent_states", None) is not None:
+        raise UnsupportedOperationError(
+            f"save_pretrained: a layer of type {type(layer).__name__} keeps recurrent states, which are not saved."
+        )
+    if getattr(layer, "keys", None) is None:
+        return {}, {}
+    facts = {"cumulative_length": layer.get_seq_length()}
+    return {"keys": layer.keys, "values": layer.values}, facts
+
+
+def _load_dense_state(layer: Any, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    if not tensors:
+        return
+    layer.lazy_initialization(tensors["keys"], tensors["values"])
+    layer.keys, layer.values = tensors["keys"], tensors["values"]
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = facts["cumulative_length"]

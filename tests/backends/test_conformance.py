@@ -1,0 +1,48 @@
+"""Every registered backend, and the options that change its storage, through the conformance suite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcache_plugins import list_backends
+from kvcache_plugins.registry import get_backend
+from kvcache_plugins.testing import BackendConformance
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "kivi": {
+        "2bit-g32": {"nbits": 2, "q_group_size": 32, "residual_length": 32},
+        "3bit-block": {"nbits": 3, "rope_mode": "block"},
+        "8bit-g64": {"nbits": 8, "q_group_size": 64, "residual_length": 64},
+        "k4v2-g128": {"key_bits": 4, "value_bits": 2, "q_group_size": 128, "residual_length": 128},
+        "no-window": {"residual_length": 0},
+    },
+    "int8": {
+        "group": {"granularity": "group", "q_group_size": 8},
+        "token": {"granularity": "token"},
+        "tensor": {"granularity": "tensor"},
+    },
+    "int4": {"smooth": {"smooth": 0.5}, "k8v4": {"key_bits": 8}, "8bit": {"nbits": 8}, "2bit": {"nbits": 2}},
+    "float8": {"e5m2": {"format": "e5m2"}},
+}
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for name in list_backends():
+        tiny = get_backend(name).config_class.tiny().to_dict()
+        for label, options in {"tiny": {}, **VARIANTS.get(name, {})}.items():
+            cases.append(pytest.param({"backend": name, **tiny, **options}, id=f"{name}-{label}"))
+    return cases
+
+
+@pytest.fixture(params=_cases())
+def cache_config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(request.param)
+
+
+class TestConformance(BackendConformance):
+    @pytest.fixture
+    def cache_config(self, cache_config: dict[str, Any]) -> dict[str, Any]:
+        return cache_config

@@ -1,0 +1,217 @@
+"""Rules every test of this repository runs under.
+
+* Nothing is downloaded: the Hugging Face libraries are switched offline before they are imported.
+* Every test starts from the same seed, on one thread: the suite is run by two workers on two cores, and these
+  models are so small that a second thread costs more than it brings. A test of threading asks for its threads
+  itself.
+* A deprecation that Transformers announces, by warning or by log, fails the test in which it appears: the
+  host's changes are to reach us as red tests. What we cannot change yet is listed in `ALLOWED_DEPRECATIONS`,
+  with the reason.
+* Memory that `kvcache_plugins` allocates without initialising it is filled with NaN (floats) or 0xAB bytes
+  (integers), so that reading it before writing it shows. `@pytest.mark.no_poison` switches this off for one
+  test (one that compiles a function which calls `Tensor.new_empty` needs it: the compiler cannot look through
+  the replacement of a method).
+* `@pytest.mark.cuda` tests skip without a GPU; `KVCACHE_REQUIRE_CUDA=1` makes that skip, and any other skip
+  of such a test, a failure.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import logging
+import random
+import re
+import sys
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+# Regular expression (matched from the start of the message, ignoring case) -> why it is allowed for now.
+# A colon cannot be used: pytest separates the parts of a warning filter with it. A single test uses
+# `@pytest.mark.allow_deprecation("regex", reason="...")` instead.
+ALLOWED_DEPRECATIONS: dict[str, str] = {}
+
+_DEPRECATION = re.compile(r"deprecat|will be removed", re.IGNORECASE)
+_PACKAGE = "kvcache_plugins"
+_REQUIRE_CUDA = os.environ.get("KVCACHE_REQUIRE_CUDA") == "1"
+_NO_CUDA = "needs a CUDA device (KVCACHE_REQUIRE_CUDA=1 makes this a failure)"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "cuda: needs a CUDA device; skipped without one, unless KVCACHE_REQUIRE_CUDA=1"
+    )
+    config.addinivalue_line("markers", "no_poison: leave uninitialised memory of kvcache_plugins as it is")
+    config.addinivalue_line(
+        "markers",
+        "allow_deprecation(regex, reason): a deprecation message of Transformers this test may cause",
+    )
+    # A warning is attributed to the module `stacklevel` points at: Transformers itself, our package, or a
+    # test module. Here rather than in the configuration file, so that the exceptions of
+    # `ALLOWED_DEPRECATIONS` come after, and prevail.
+    for module in ("transformers", _PACKAGE, r"(tests\.)?(\w+\.)*(test_\w+|conftest)$"):
+        for category in ("DeprecationWarning", "FutureWarning"):
+            config.addinivalue_line("filterwarnings", f"error::{category}:{module}")
+    for pattern in ALLOWED_DEPRECATIONS:
+        config.addinivalue_line("filterwarnings", f"ignore:{pattern}")
+    logging.getLogger("transformers").addHandler(_LOGGED)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason=_NO_CUDA))
+        for marker in item.iter_markers("allow_deprecation"):
+            item.add_marker(pytest.mark.filterwarnings(f"ignore:{marker.args[0]}"))
+
+
+# -- seeds, threads
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    torch.set_num_threads(1)
+
+
+# -- deprecations
+
+
+class _DeprecationLog(logging.Handler):
+    """Keeps what the Transformers logger says about deprecation."""
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.INFO)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if _DEPRECATION.search(message):
+            self.messages.append(message)
+
+
+_LOGGED = _DeprecationLog()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    _LOGGED.messages.clear()
+    # `warning_once` speaks once per process; here, once per test, so that which test fails does not depend on
+    # the order.
+    host_logging = sys.modules.get("transformers.utils.logging")
+    if host_logging is not None:
+        host_logging.warning_once.cache_clear()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    result = yield
+    allowed = [*ALLOWED_DEPRECATIONS, *(marker.args[0] for marker in item.iter_markers("allow_deprecation"))]
+    unexpected = [m for m in _LOGGED.messages if not any(re.match(p, m, re.IGNORECASE) for p in allowed)]
+    if unexpected:
+        pytest.fail("Transformers logged a deprecation: " + " | ".join(unexpected), pytrace=False)
+    return result
+
+
+# -- CUDA, device
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if (
+        _REQUIRE_CUDA
+        and report.skipped
+        and item.get_closest_marker("cuda")
+        and not hasattr(report, "wasxfail")
+    ):
+        reason = call.excinfo.value if call.excinfo is not None else "skipped"
+        report.outcome = "failed"
+        report.longrepr = f"KVCACHE_REQUIRE_CUDA=1 forbids this skip: {reason}"
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    skipped = sum(_NO_CUDA in str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
+    if skipped:
+        terminalreporter.write_line(f"{skipped} CUDA tests skipped: no device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device a test should cover."""
+    return torch.device(request.param)
+
+
+# -- uninitialised memory
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    """Overwrites fresh memory of any dtype with a value nobody can mistake for data."""
+    if tensor.dtype is torch.bool:
+        value: float | int | bool = True
+    elif tensor.is_floating_point() or tensor.is_complex():
+        value = float("nan")
+    else:
+        # 0xAB in every byte.
+        value = int.from_bytes(b"\xab" * tensor.element_size(), "little", signed=tensor.dtype.is_signed)
+    with torch.no_grad():
+        tensor.fill_(value)
+
+
+def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wraps an allocating function so that calls from `kvcache_plugins` return poisoned memory."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        # First, and alone: a compiler evaluates this to a constant and never sees the frame inspection below.
+        if torch.compiler.is_compiling():
+            return allocate(*args, **kwargs)
+        result = allocate(*args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        ours = caller == _PACKAGE or caller.startswith(_PACKAGE + ".")
+        if ours and type(result) is torch.Tensor and result.device.type != "meta":
+            _poison(result)
+        return result
+
+    return wrapper
+
+
+_PATCH = pytest.MonkeyPatch()
+
+
+def _poison_empty_memory() -> None:
+    for name in ("empty", "empty_like", "empty_strided"):
+        _PATCH.setattr(torch, name, _poisoned(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        _PATCH.setattr(torch.Tensor, name, _poisoned(getattr(torch.Tensor, name)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _poison_for_the_session() -> Iterator[None]:
+    # For the session rather than for a test, so that what the fixtures of a module allocate is covered too.
+    _poison_empty_memory()
+    yield
+    _PATCH.undo()
+
+
+@pytest.fixture(autouse=True)
+def _poison_switch(request: pytest.FixtureRequest) -> Iterator[None]:
+    spared = request.node.get_closest_marker("no_poison") is not None
+    if spared:
+        _PATCH.undo()
+    yield
+    if spared:
+        _poison_empty_memory()

@@ -1,0 +1,1 @@
+"""Independent oracles, written from the formulas. Nothing here imports the package under test."""
