@@ -3,8 +3,8 @@
     import kvcache_plugins
     model.generate(**inputs, cache_implementation="quantized", cache_config={"backend": "kivi", "nbits": 2})
 
-Importing installs the dispatch, and nothing else: no build, no CUDA call, no download. torch and the caches are imported
-at first use.
+Importing installs the dispatch, and nothing else: no build, no CUDA call, no download. torch and the caches
+are imported at first use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from .backends.kivi import KIVICache
     from .cache import KVCache, build_cache
     from .config import BackendConfig
-    from .errors import ArtifactError, IncompatibleTransformersError, KernelUnavailableError, UnsupportedOperationError
+    from .errors import (
+        ArtifactError,
+        IncompatibleTransformersError,
+        KernelUnavailableError,
+        UnsupportedOperationError,
+    )
     from .estimate import estimate
     from .report import CacheReport
 

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -28,8 +27,8 @@ _ = _dispatch
 class KVCache(Cache):
     """A `transformers.Cache` whose full-attention layers are packed. Base class of every backend's cache.
 
-    Built by `generate(cache_implementation="quantized", cache_config={"backend": ...})`, by [`build_cache`], or directly
-    from a subclass:
+    Built by `generate(cache_implementation="quantized", cache_config={"backend": ...})`, by [`build_cache`],
+    or directly from a subclass:
 
     ```python
     cache = KIVICache(model, nbits=2)
@@ -37,8 +36,9 @@ class KVCache(Cache):
     ```
 
     Args:
-        model_or_config (`PreTrainedModel | PreTrainedConfig`): What the cache is for. With a model, rotary parameters
-            and key biases are read from it; with a configuration, from its family's modelling file.
+        model_or_config (`PreTrainedModel | PreTrainedConfig`): What the cache is for. With a model, rotary
+            parameters and key biases are read from it; with a configuration, from its family's modelling
+            file.
         max_cache_length (`int`, *optional*): Tokens the cache will hold in the end, if known.
         options: The backend's options, see its `config_class`.
 
@@ -68,6 +68,7 @@ class KVCache(Cache):
                 layer = self.layer_class(layer_configs[layer_idx], layer_idx, facts[layer_idx])
                 layer.kernel = kernel
                 layer.final_length = max_cache_length
+                layer.prepare(*key_value_heads(config, layer_idx)[1:])
                 layers.append(layer)
             else:
                 layers.append(plan.build_dense())
@@ -91,8 +92,8 @@ class KVCache(Cache):
 
         Args:
             model (`PreTrainedModel`): Whose rotary parameters and key biases to use.
-            attention_mask (`torch.Tensor` of shape `(B, T)`, *optional*): Its leading zeros are left padding. Other
-                shapes say nothing of padding and are ignored. Without effect once tokens are held.
+            attention_mask (`torch.Tensor` of shape `(B, T)`, *optional*): Its leading zeros are left padding.
+                Other shapes say nothing of padding and are ignored. Without effect once tokens are held.
             max_cache_length (`int`, *optional*): Tokens the cache will hold in the end.
 
         Returns:
@@ -118,15 +119,21 @@ class KVCache(Cache):
             values += layer_values
             dense_bytes += layer_values * item_bytes
         packed = self.packed_layers
-        seen = max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0)
+        seen = max(
+            (layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0
+        )
         return CacheReport(
             backend=self.backend,
             tokens_seen=seen,
-            tokens_held=max((layer.key_stream_.length for layer in packed if layer.is_initialized), default=0),
+            tokens_held=max(
+                (layer.key_stream_.length for layer in packed if layer.is_initialized), default=0
+            ),
             kv_bytes=self.kv_bytes(),
             dense_bytes=dense_bytes,
             kernel=[layer.kernel if isinstance(layer, PackedLayer) else "dense" for layer in self.layers],
-            dense_layers={i: str(p.dense_reason) for i, p in enumerate(self._plans) if p.dense_reason is not None},
+            dense_layers={
+                i: str(p.dense_reason) for i, p in enumerate(self._plans) if p.dense_reason is not None
+            },
             fallback_reads=sum(layer.fallback_reads for layer in packed),
             values=values,
         )
@@ -171,7 +178,8 @@ def build_cache(
         `KVCache`: For `past_key_values=`, or an own loop.
 
     Raises:
-        ValueError: On an unknown backend or a wrong option; the message names the option, the value and the allowed.
+        ValueError: On an unknown backend or a wrong option; the message names the option, the value and the
+            allowed.
     """
     if not isinstance(cache_config, Mapping):
         raise ValueError(
@@ -207,7 +215,8 @@ def _dense_size(layer: Any) -> tuple[int, int]:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in the attributes of one of transformers' layers, whose states may sit in lists and dicts."""
+    """Every tensor in the attributes of one of transformers' layers, whose states may sit in lists and
+    dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -216,5 +225,3 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors_in(item)
-
-

@@ -36,11 +36,14 @@ def check_integer(owner: object, name: str, value: object, *, minimum: int = 0, 
 def check_number(owner: object, name: str, value: object, *, minimum: float, maximum: float) -> None:
     """Raise `ValueError` unless `value` is a real number in `[minimum, maximum]`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
-        raise ValueError(f"{type(owner).__name__}.{name} must be a number in [{minimum}, {maximum}], got {value!r}.")
+        raise ValueError(
+            f"{type(owner).__name__}.{name} must be a number in [{minimum}, {maximum}], got {value!r}."
+        )
 
 
 def uniform_sqnr_db(nbits: int) -> float:
-    """Least SQNR (dB) of uniform codes over groups of up to 128 Gaussian numbers, whose range is about 5.5 deviations.
+    """Least SQNR (dB) of uniform codes over groups of up to 128 Gaussian numbers, whose range is about 5.5
+    deviations.
 
     A step is `range / (2^nbits - 1)` and its error `step^2 / 12`.
     """
@@ -56,7 +59,8 @@ class BackendConfig:
             `"native"` (raise where no native kernel can serve).
         residual_length (`int`): Newest tokens kept exact.
         sink_length (`int`): First real (unpadded) tokens kept exact.
-        skip_layers (`list[int]`): Layer indices, negative ones counted from the end, left in the model's dtype.
+        skip_layers (`list[int]`): Layer indices, negative ones counted from the end, left in the model's
+            dtype.
         layer_overrides (`dict[str, dict]`): `{"0": {"nbits": 8}}`: other options for single layers.
     """
 
@@ -71,11 +75,15 @@ class BackendConfig:
         check_integer(self, "residual_length", self.residual_length)
         check_integer(self, "sink_length", self.sink_length)
         if isinstance(self.skip_layers, (str, bytes)) or not isinstance(self.skip_layers, Iterable):
-            raise ValueError(f"{type(self).__name__}.skip_layers must be a list of integers, got {self.skip_layers!r}.")
+            raise ValueError(
+                f"{type(self).__name__}.skip_layers must be a list of integers, got {self.skip_layers!r}."
+            )
         object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
         for index in self.skip_layers:
             if isinstance(index, bool) or not isinstance(index, int):
-                raise ValueError(f"{type(self).__name__}.skip_layers must be a list of integers, got {index!r} in it.")
+                raise ValueError(
+                    f"{type(self).__name__}.skip_layers must be a list of integers, got {index!r} in it."
+                )
         if not isinstance(self.layer_overrides, Mapping):
             raise ValueError(
                 f"{type(self).__name__}.layer_overrides must be a dict of dicts such as "
@@ -89,7 +97,8 @@ class BackendConfig:
 
     @property
     def sqnr_floor_db(self) -> float:
-        """Signal-to-quantization-noise ratio (dB) these options promise on Gaussian states of up to 128 channels."""
+        """Signal-to-quantization-noise ratio (dB) these options promise on Gaussian states of up to 128
+        channels."""
         return 0.0
 
     @classmethod
@@ -102,8 +111,8 @@ class BackendConfig:
         """Build the config from plain values.
 
         Raises:
-            ValueError: On an unknown key or a value out of range; the message names the option, what was given
-                and what is allowed.
+            ValueError: On an unknown key or a value out of range; the message names the option, what was
+                given and what is allowed.
         """
         for key in options:
             if key not in cls.option_names():

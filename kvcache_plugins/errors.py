@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["ArtifactError", "IncompatibleTransformersError", "KernelUnavailableError", "UnsupportedOperationError"]
+__all__ = [
+    "ArtifactError",
+    "IncompatibleTransformersError",
+    "KernelUnavailableError",
+    "UnsupportedOperationError",
+]
 
 
 class ArtifactError(ValueError):

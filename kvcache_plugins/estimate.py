@@ -25,9 +25,9 @@ def estimate(
 ) -> int:
     """Predict `kv_bytes()` of a cache holding `tokens` tokens.
 
-    The layers of the cache are run on the meta device, where tensors have a shape and no data, so the prediction is the
-    allocation itself rather than a formula beside it. Left padding adds 8 bytes a row. The fixed-size recurrent states
-    of linear-attention layers, which no cache option changes, are not counted.
+    The layers of the cache are run on the meta device, where tensors have a shape and no data, so the
+    prediction is the allocation itself rather than a formula beside it. Left padding adds 8 bytes a row. The
+    fixed-size recurrent states of linear-attention layers, which no cache option changes, are not counted.
 
     Args:
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model.

@@ -1,14 +1,16 @@
 """The seams through which transformers reaches us, installed once and reversible.
 
-* `QuantizedCache.__new__`: a backend name of ours gives our cache, any other goes on to the original. Its `__init__` is
-  wrapped only to accept what the published examples write (`"HQQ"`, `"device"`), which today fails.
-* `GenerationMixin._prepare_cache_for_generation`: after it, the cache is told what it never sees by itself: padding,
-  final length, rotary parameters.
-* The attention functions: a handle goes to us, anything else straight through; and our own function is registered.
+* `QuantizedCache.__new__`: a backend name of ours gives our cache, any other goes on to the original. Its
+  `__init__` is wrapped only to accept what the published examples write (`"HQQ"`, `"device"`), which today
+  fails.
+* `GenerationMixin._prepare_cache_for_generation`: after it, the cache is told what it never sees by itself:
+  padding, final length, rotary parameters.
+* The attention functions: a handle goes to us, anything else straight through; and our own function is
+  registered.
 
-Nothing of transformers is imported here: a seam whose module is not loaded yet is installed when it is, so that importing
-this package costs next to nothing. Each seam checks that what it wraps still looks as expected, and names the installed
-version if not.
+Nothing of transformers is imported here: a seam whose module is not loaded yet is installed when it is, so
+that importing this package costs next to nothing. Each seam checks that what it wraps still looks as
+expected, and names the installed version if not.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ def _quantized_cache_seam(module: ModuleType) -> None:
         name = str(backend).lower()
         if klass is cls and name not in TRANSFORMERS_BACKENDS:
             if args:
-                raise ValueError(f"Options of the backend {backend!r} must be given by name, got {args!r} by position.")
+                raise ValueError(
+                    f"Options of the backend {backend!r} must be given by name, got {args!r} by position."
+                )
             cache_class = get_backend(backend)  # an unknown name fails here, naming the closest
             return cache_class(config, **_without_legacy_keys(options))
         return object.__new__(klass)
@@ -87,8 +91,8 @@ def _quantized_cache_seam(module: ModuleType) -> None:
     cls.__init__ = init
 
     def undo() -> None:
-        # A class whose `__new__` was once replaced refuses arguments through `object.__new__`; ignoring them is what
-        # `object.__new__` did before.
+        # A class whose `__new__` was once replaced refuses arguments through `object.__new__`; ignoring them
+        # is what `object.__new__` did before.
         cls.__new__ = lambda klass, *args, **kwargs: object.__new__(klass)
         cls.__init__ = original_init
 
@@ -117,7 +121,9 @@ def _generation_seam(module: ModuleType) -> None:
 def _attention_seam(module: ModuleType) -> None:
     """`transformers.modeling_utils`"""
     mapping = _expect(_expect(module, "AttentionInterface"), "_global_mapping")
-    replaced = {name: fn for name, fn in mapping.items() if name in ("sdpa", "flex_attention") or _is_flash(name)}
+    replaced = {
+        name: fn for name, fn in mapping.items() if name in ("sdpa", "flex_attention") or _is_flash(name)
+    }
     for name, original in replaced.items():
         mapping[name] = _lazy_wrapper(original)
     mapping[_OWN_ATTENTION] = _lazy_attention
@@ -152,7 +158,9 @@ class _ImportWatcher(MetaPathFinder):
     def __init__(self) -> None:
         self.pending: dict[str, Callable[[ModuleType], None]] = {}
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in self.pending:
             return None
         seam = self.pending.pop(name)
@@ -199,8 +207,12 @@ def _check_request(model: Any, generation_config: Any) -> None:
 def _bind(model: Any, model_kwargs: dict[str, Any], max_cache_length: int | None) -> None:
     cache = model_kwargs.get("past_key_values")
     # Asked by name, so that a run without our caches never imports them.
-    if cache is not None and any(base.__module__.startswith(__package__ + ".") for base in type(cache).__mro__):
-        cache.bind(model, attention_mask=model_kwargs.get("attention_mask"), max_cache_length=max_cache_length)
+    if cache is not None and any(
+        base.__module__.startswith(__package__ + ".") for base in type(cache).__mro__
+    ):
+        cache.bind(
+            model, attention_mask=model_kwargs.get("attention_mask"), max_cache_length=max_cache_length
+        )
 
 
 def _without_legacy_keys(options: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +229,8 @@ def _is_flash(name: str) -> bool:
 
 
 def _lazy_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`attention.dispatch.wrap_attention_function`, imported when a model first attends through our caches."""
+    """`attention.dispatch.wrap_attention_function`, imported when a model first attends through our
+    caches."""
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:

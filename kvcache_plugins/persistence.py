@@ -1,7 +1,7 @@
 """Saving a cache packed, and loading it: `cache.safetensors` for the tensors, `cache.json` for the rest.
 
-A prefilled document can be stored once and continued many times. Codes, metadata and the exact window are written as they
-are, so a loaded cache continues bit for bit where the saved one stood.
+A prefilled document can be stored once and continued many times. Codes, metadata and the exact window are
+written as they are, so a loaded cache continues bit for bit where the saved one stood.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def save_cache(cache: KVCache, directory: str | os.PathLike[str]) -> None:
     """Write `cache` into `directory`; each file appears whole or not at all.
 
     Raises:
-        UnsupportedOperationError: If a layer of transformers' own holds more than keys and values (linear attention).
+        UnsupportedOperationError: If a layer of transformers' own holds more than keys and values (linear
+            attention).
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,8 +63,8 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
 
     Args:
         directory (`str`): Where it was saved.
-        model_or_config (`PreTrainedModel | PreTrainedConfig`): The model it belongs to. With a model the tensors go to
-            its device.
+        model_or_config (`PreTrainedModel | PreTrainedConfig`): The model it belongs to. With a model the
+            tensors go to its device.
 
     Raises:
         ArtifactError: If files are missing or damaged, or were saved for a model of another shape.
@@ -76,7 +77,9 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
     except (OSError, ValueError, SafetensorError) as error:
         raise ArtifactError(f"{folder} does not hold a readable cache: {error}") from error
     if facts.get("format_version") != FORMAT_VERSION:
-        raise ArtifactError(f"{folder}: format_version {FORMAT_VERSION} expected, got {facts.get('format_version')!r}.")
+        raise ArtifactError(
+            f"{folder}: format_version {FORMAT_VERSION} expected, got {facts.get('format_version')!r}."
+        )
     expected = _fingerprint(decoder_config(config))
     if facts["model"] != expected:
         raise ArtifactError(f"{folder} was saved for the model {facts['model']}, not for {expected}.")
@@ -84,7 +87,9 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
     device = torch.device(getattr(model, "device", "cpu"))
     for layer_idx, layer in enumerate(cache.layers):
         prefix = f"layers.{layer_idx}."
-        owned = {name.removeprefix(prefix): t.to(device) for name, t in tensors.items() if name.startswith(prefix)}
+        owned = {
+            name.removeprefix(prefix): t.to(device) for name, t in tensors.items() if name.startswith(prefix)
+        }
         if isinstance(layer, PackedLayer):
             layer.load_state(owned, facts["layers"][layer_idx])
         else:
@@ -97,12 +102,17 @@ def _fingerprint(config: Any) -> dict[str, Any]:
     heads = [list(key_value_heads(config, index)) for index in range(config.num_hidden_layers)]
     rope = getattr(config, "rope_parameters", None)
     # through json, so that what is compared on loading has been written and read in the same way
-    facts: dict[str, Any] = json.loads(json.dumps({"model_type": config.model_type, "heads": heads, "rope": rope}))
+    facts: dict[str, Any] = json.loads(
+        json.dumps({"model_type": config.model_type, "heads": heads, "rope": rope})
+    )
     return facts
 
 
 def _dense_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if getattr(layer, "conv_states", None) is not None or getattr(layer, "recurrent_states", None) is not None:
+    if (
+        getattr(layer, "conv_states", None) is not None
+        or getattr(layer, "recurrent_states", None) is not None
+    ):
         raise UnsupportedOperationError(
             f"save_pretrained: a layer of type {type(layer).__name__} keeps recurrent states, which are not saved."
         )

@@ -1,8 +1,8 @@
 """Backend registry: name -> cache class, discovered lazily.
 
-The modules of `kvcache_plugins.backends` are known by file name without being imported, third parties announce theirs
-through the entry-point group `kvcache_plugins.backends`, and a script may use the decorator directly. Nothing here
-imports torch.
+The modules of `kvcache_plugins.backends` are known by file name without being imported, third parties
+announce theirs through the entry-point group `kvcache_plugins.backends`, and a script may use the decorator
+directly. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from .cache import KVCache
 
-__all__ = ["ENTRY_POINT_GROUP", "TRANSFORMERS_BACKENDS", "get_backend", "list_backends", "register_backend", "suggest"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "TRANSFORMERS_BACKENDS",
+    "get_backend",
+    "list_backends",
+    "register_backend",
+    "suggest",
+]
 
 ENTRY_POINT_GROUP = "kvcache_plugins.backends"
 
@@ -39,7 +46,9 @@ def suggest(name: str, allowed: Iterable[str]) -> str:
 @lru_cache(maxsize=1)
 def _builtin_names() -> frozenset[str]:
     folder = Path(__file__).parent / "backends"
-    return frozenset(info.name for info in pkgutil.iter_modules([str(folder)]) if not info.name.startswith("_"))
+    return frozenset(
+        info.name for info in pkgutil.iter_modules([str(folder)]) if not info.name.startswith("_")
+    )
 
 
 @lru_cache(maxsize=1)
@@ -65,13 +74,17 @@ def register_backend(name: str) -> Callable[[_T], _T]:
     if name != name.lower() or not name.isidentifier():
         raise ValueError(f"A backend name must be a lower-case identifier, got {name!r}.")
     if name in TRANSFORMERS_BACKENDS or name == "dense":
-        raise ValueError(f"The backend name {name!r} is reserved; reserved are {(*TRANSFORMERS_BACKENDS, 'dense')}.")
+        raise ValueError(
+            f"The backend name {name!r} is reserved; reserved are {(*TRANSFORMERS_BACKENDS, 'dense')}."
+        )
 
     def decorate(cls: _T) -> _T:
         known = _registered.get(name)
         # The same class may come again when its module is reloaded.
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"The backend name {name!r} is already registered by {known.__module__}.{known.__name__}.")
+            raise ValueError(
+                f"The backend name {name!r} is already registered by {known.__module__}.{known.__name__}."
+            )
         _registered[name] = cls
         cls.backend = name
         return cls
@@ -95,7 +108,9 @@ def get_backend(name: str) -> type[KVCache]:
             _entry_points()[key].load()
         else:
             allowed = [*list_backends(), *TRANSFORMERS_BACKENDS]
-            raise ValueError(f"Unknown cache backend {name!r}.{suggest(key, allowed)} Available: {sorted(allowed)}.")
+            raise ValueError(
+                f"Unknown cache backend {name!r}.{suggest(key, allowed)} Available: {sorted(allowed)}."
+            )
     if key not in _registered:
         raise ValueError(f"The module announced for the backend {key!r} does not register that name.")
     return _registered[key]

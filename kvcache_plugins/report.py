@@ -49,7 +49,10 @@ class CacheReport:
             ("tokens seen / held", f"{self.tokens_seen} / {self.tokens_held}"),
             ("bytes", f"{self.kv_bytes:,} of {self.dense_bytes:,} dense ({self.memory_fraction:.1%})"),
             ("bits per value", f"{self.bits_per_value:.2f}"),
-            ("kernel", ", ".join(f"{name} x{self.kernel.count(name)}" for name in dict.fromkeys(self.kernel))),
+            (
+                "kernel",
+                ", ".join(f"{name} x{self.kernel.count(name)}" for name in dict.fromkeys(self.kernel)),
+            ),
             ("decoded whole layers", f"{self.fallback_reads} times"),
         ]
         by_reason: dict[str, list[int]] = {}

@@ -22,6 +22,18 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RECORDED = ROOT / "examples" / "results" / "quickstart.json"
 
+MEASURED_COLUMNS = (
+    "cache",
+    "bytes",
+    "of dense",
+    "bits per value",
+    "perplexity",
+    "KL to dense",
+    "same top-1",
+    "ms per token",
+    "same tokens",
+)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Write, or check, the README; return 1 if the check found a difference."""
@@ -92,19 +104,21 @@ def measured_part() -> str:
     document = json.loads(RECORDED.read_text(encoding="utf-8"))
     settings, place = document["settings"], document["environment"]
     lines = [
-        "| cache | bytes | of dense | bits per value | perplexity | KL to dense | ms per token | same tokens |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        f"| {' | '.join(MEASURED_COLUMNS)} |",
+        f"|---|{'--:|' * (len(MEASURED_COLUMNS) - 1)}",
     ]
     lines += [f"| {' | '.join(measured_cells(row))} |" for row in document["results"]]
-    versions = place["versions"]
     code = f"commit {place['commit'][:10]}" if place["commit"] else "code without a commit"
-    lines += [
-        "",
-        f"`{place['command']}`, {settings['prompt_tokens']} prompt tokens, {settings['new_tokens']} generated in "
-        f"{settings['dtype']}, {settings['score_tokens']} true ones scored in {settings['score_dtype']}; "
-        f"{place['device']}, {place['threads']} threads; torch {versions['torch']}, transformers "
-        f"{versions['transformers']}, {code}{' with uncommitted changes' if place['dirty'] else ''}.",
-    ]
+    sentences = (
+        f"`{place['command']}`",
+        f"{settings['prompt_tokens']} prompt tokens, {settings['new_tokens']} generated, "
+        f"{settings['score_tokens']} scored",
+        f"bytes and times in {settings['dtype']}, the rest in {settings['score_dtype']}",
+        f"{place['device']} with {place['threads']} threads",
+        f"torch {place['versions']['torch']}, transformers {place['versions']['transformers']}",
+        code + (" with uncommitted changes" if place["dirty"] else ""),
+    )
+    lines += ["", "; ".join(sentences) + "."]
     return "\n".join(lines)
 
 
@@ -120,6 +134,7 @@ def measured_cells(row: dict[str, Any]) -> list[str]:
         f"{row['bits_per_value']:.2f}",
         f"{row['perplexity']:.3f}",
         f"{row['kl_to_dense']:.5f}",
+        f"{row['top1_agreement']:.3f}",
         f"{row['ms_per_token']:.1f}",
         f"{row['agreement']:.2f}",
     ]

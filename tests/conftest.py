@@ -106,8 +106,7 @@ _LOGGED = _DeprecationLog()
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     _LOGGED.messages.clear()
-    # `warning_once` speaks once per process; here, once per test, so that which test fails does not depend on
-    # the order.
+    # `warning_once` speaks once per process; here, once per test: which test fails must not depend on order.
     host_logging = sys.modules.get("transformers.utils.logging")
     if host_logging is not None:
         host_logging.warning_once.cache_clear()

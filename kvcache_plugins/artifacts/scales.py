@@ -2,12 +2,12 @@
 
 A directory (or hub repository) with
 
-    scales.safetensors   "layers.{i}.key_absmax", "layers.{i}.value_absmax": fp32 of shape (num_key_value_heads,),
-                         the largest magnitude seen per kv head
+    scales.safetensors   "layers.{i}.key_absmax", "layers.{i}.value_absmax": fp32 of shape
+                         (num_key_value_heads,), the largest magnitude seen per kv head
     scales.json          {"format_version": 1, "kind": "kv_scales", "model": {...}, "num_layers": ..., ...}
 
-Magnitudes rather than scales are stored, so that one artifact serves every format (448 for e4m3, 57344 for e5m2, 127 for
-int8) and both the per-head and the per-tensor scheme (their maximum).
+Magnitudes rather than scales are stored, so that one artifact serves every format (448 for e4m3, 57344 for
+e5m2, 127 for int8) and both the per-head and the per-tensor scheme (their maximum).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Scales:
     """Largest magnitudes per layer and kv head.
 
     Args:
-        key_absmax (`dict[int, torch.Tensor]`), value_absmax (`dict[int, torch.Tensor]`): fp32 `(H,)` by layer index.
+        key_absmax (`dict[int, torch.Tensor]`), value_absmax (`dict[int, torch.Tensor]`): fp32 `(H,)` by layer
+            index.
         facts (`dict`): What the artifact was made from.
     """
 
@@ -61,7 +62,9 @@ class Scales:
         """
         by_layer = self.key_absmax if side == "key" else self.value_absmax
         if layer_idx not in by_layer:
-            raise ArtifactError(f"The scales artifact has layers {sorted(by_layer)}, but layer {layer_idx} needs one.")
+            raise ArtifactError(
+                f"The scales artifact has layers {sorted(by_layer)}, but layer {layer_idx} needs one."
+            )
         largest = 127.0 if format == "int8" else FLOAT8_MAX[format]
         absmax = by_layer[layer_idx]
         absmax = absmax if scheme == "head" else absmax.max()[None]
@@ -93,7 +96,9 @@ def load_scales(name_or_path: str) -> Scales:
     folder = Path(name_or_path)
     if not folder.is_dir():
         folder = _download(name_or_path)
-    stamps = tuple((folder / name).stat().st_mtime_ns if (folder / name).is_file() else 0 for name in (_TENSORS, _FACTS))
+    stamps = tuple(
+        (folder / name).stat().st_mtime_ns if (folder / name).is_file() else 0 for name in (_TENSORS, _FACTS)
+    )
     return _read(folder, stamps)
 
 

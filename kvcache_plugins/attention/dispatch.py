@@ -3,10 +3,10 @@
 Three doors, all leading to [`attend`]:
 
 * `torch.nn.functional.scaled_dot_product_attention` called with handles by any modelling code;
-* transformers' attention functions (`sdpa`, the flash and flex names), wrapped by `integration.install`: a handle goes
-  to us before anything repeats or slices it, everything else passes straight through;
-* our own attention function, `model.set_attn_implementation("kvcache_plugins")`, which adds softcap, sink logits, ALiBi
-  and position biases for the models that otherwise must run `eager`.
+* transformers' attention functions (`sdpa`, the flash and flex names), wrapped by `integration.install`: a
+  handle goes to us before anything repeats or slices it, everything else passes straight through;
+* our own attention function, `model.set_attn_implementation("kvcache_plugins")`, which adds softcap, sink
+  logits, ALiBi and position biases for the models that otherwise must run `eager`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's signature; reached when at least one argument is a handle."""
+    """Torch's signature; reached when at least one argument is a handle."""
     if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or dropout_p > 0.0:
         query, key, value = (x.dense() if isinstance(x, KVHandle) else x for x in (query, key, value))
         return F.scaled_dot_product_attention(
@@ -71,9 +71,11 @@ def forward_over_handles(
         module (`torch.nn.Module`): The attention module.
         query (`torch.Tensor` of shape `(B, Hq, q, D)`): Queries of the newest tokens.
         key, value (`KVHandle` of shape `(B, Hkv, T, D)`): What to attend to.
-        attention_mask (`torch.Tensor`, *optional*): `(B, 1 or Hq, q, T)`, or `(B, T)` as the flash functions get.
+        attention_mask (`torch.Tensor`, *optional*): `(B, 1 or Hq, q, T)`, or `(B, T)` as the flash functions
+            get.
         scaling (`float`, *optional*): Factor of the logits.
-        kwargs: `softcap`, `s_aux`, `sliding_window`, `position_bias`, `alibi_slopes`, `is_causal` are honoured.
+        kwargs: `softcap`, `s_aux`, `sliding_window`, `position_bias`, `alibi_slopes`, `is_causal` are
+            honoured.
 
     Returns:
         `tuple[torch.Tensor, None]`: `(B, q, Hq, Dv)`, and no attention weights.
@@ -94,7 +96,8 @@ def attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function registered as `"kvcache_plugins"`: handles or dense tensors, any of the options above."""
+    """The attention function registered as `"kvcache_plugins"`: handles or dense tensors, any of the options
+    above."""
     if isinstance(key, KVHandle) and isinstance(value, KVHandle):
         return forward_over_handles(module, query, key, value, attention_mask, scaling, **kwargs)
     key, value = (x.dense() if isinstance(x, KVHandle) else x for x in (key, value))
@@ -104,8 +107,10 @@ def attention_forward(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         if not is_plain:
-            raise ValueError("The `kvcache_plugins` attention function serves inference; dropout must be 0, "
-                             f"got {dropout} in training mode.")
+            raise ValueError(
+                "The `kvcache_plugins` attention function serves inference; dropout must be 0, "
+                f"got {dropout} in training mode."
+            )
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -119,7 +124,9 @@ def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
     """Return `original` with handles taken out of its way; anything but handles passes through unchanged."""
 
     @wraps(original)
-    def forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         if isinstance(key, KVHandle) and isinstance(value, KVHandle) and not _needs_dropout(module, kwargs):
             return forward_over_handles(module, query, key, value, *args, **kwargs)
         return original(module, query, key, value, *args, **kwargs)
@@ -132,9 +139,15 @@ def _needs_dropout(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def _options(
-    module: nn.Module, query: Tensor, attention_mask: Tensor | None, scaling: float | None, kwargs: dict[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    kwargs: dict[str, Any],
 ) -> AttentionOptions:
-    if attention_mask is not None and attention_mask.dim() == 2:  # (B, T), of the flash functions: which keys are real
+    if (
+        attention_mask is not None and attention_mask.dim() == 2
+    ):  # (B, T), of the flash functions: which keys are real
         attention_mask = attention_mask.bool()[:, None, None, :]
         is_causal = True
     else:

@@ -1,11 +1,11 @@
 """Attention over a packed past in plain torch: tile by tile, with an online softmax.
 
-Tokens are decoded a tile at a time and never all at once, so the temporary memory is one tile, whatever the length.
-All query heads of a group share one pass over the keys and values; nothing is repeated. Every kernel is checked against
-this file.
+Tokens are decoded a tile at a time and never all at once, so the temporary memory is one tile, whatever the
+length. All query heads of a group share one pass over the keys and values; nothing is repeated. Every kernel
+is checked against this file.
 
-Per logit, in this order: `z = scaling * q.k`, softcap `z = cap * tanh(z / cap)`, ALiBi `z + slope * slot`, position bias,
-mask. Sink logits add `exp(sink)` to the denominator and no value (gpt-oss).
+Per logit, in this order: `z = scaling * q.k`, softcap `z = cap * tanh(z / cap)`, ALiBi `z + slope * slot`,
+position bias, mask. Sink logits add `exp(sink)` to the denominator and no value (gpt-oss).
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class AttentionOptions:
 
     Args:
         scaling (`float`, *optional*): Factor of `q.k`; `head_dim ** -0.5` if not given.
-        mask (`torch.Tensor`, *optional*): Boolean (true = attend) or additive, broadcastable to `(B, Hq, q, T)`.
+        mask (`torch.Tensor`, *optional*): Boolean (true = attend) or additive, broadcastable to `(B, Hq, q,
+            T)`.
         is_causal (`bool`): Query `i` of `q` sees the slots up to `T - q + i`.
         sliding_window (`int`, *optional*): A query in slot `s` sees slots above `s - sliding_window`.
         softcap (`float`, *optional*): Bound of the logits.
@@ -93,14 +94,15 @@ def attend(query: Tensor, keys: TokenView, values: TokenView, options: Attention
     """Attend from `query` over all tokens of `keys` and `values`.
 
     Args:
-        query (`torch.Tensor` of shape `(B, Hq, q, D)`): The newest `q` tokens' queries, `Hq` a multiple of the heads
-            of `keys`. They occupy the last `q` slots, unless the mask says otherwise.
+        query (`torch.Tensor` of shape `(B, Hq, q, D)`): The newest `q` tokens' queries, `Hq` a multiple of
+            the heads of `keys`. They occupy the last `q` slots, unless the mask says otherwise.
         keys (`TokenView`): `T` tokens of `D` channels.
         values (`TokenView`): `T` tokens of `Dv` channels.
         options (`AttentionOptions`): Scaling, masks and biases.
 
     Returns:
-        `torch.Tensor` of shape `(B, Hq, q, Dv)`: in the dtype of `query`. A query that sees nothing gets zeros.
+        `torch.Tensor` of shape `(B, Hq, q, Dv)`: in the dtype of `query`. A query that sees nothing gets
+            zeros.
     """
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch_size, query_heads, query_length, head_dim = query.shape
@@ -113,7 +115,9 @@ def attend(query: Tensor, keys: TokenView, values: TokenView, options: Attention
     rows = (query.to(compute) * scaling).reshape(batch_size, kv_heads, -1, head_dim)
 
     best: Tensor | None = None
-    for start, stop in _tiles(keys, values, first, batch_size, kv_heads, query_heads * query_length, head_dim):
+    for start, stop in _tiles(
+        keys, values, first, batch_size, kv_heads, query_heads * query_length, head_dim
+    ):
         tile_keys = keys.read(start, stop).to(compute)
         logits = rows @ tile_keys.transpose(2, 3)
         logits = logits.view(batch_size, query_heads, query_length, stop - start)
@@ -182,7 +186,13 @@ def _first_visible_slot(options: AttentionOptions, length: int, query_length: in
 
 
 def _tiles(
-    keys: TokenView, values: TokenView, first: int, batch_size: int, kv_heads: int, queries: int, head_dim: int
+    keys: TokenView,
+    values: TokenView,
+    first: int,
+    batch_size: int,
+    kv_heads: int,
+    queries: int,
+    head_dim: int,
 ) -> list[tuple[int, int]]:
     """Cut `[first, T)` into tiles of bounded size that never straddle two sources of keys or of values."""
     step = min(_TILE_VALUES // (batch_size * kv_heads * head_dim), _TILE_SCORES // (batch_size * queries))
@@ -190,5 +200,7 @@ def _tiles(
     cuts = sorted({first, keys.length, *keys.boundaries, *values.boundaries})
     cuts = [cut for cut in cuts if first <= cut <= keys.length]
     return [
-        (start, min(start + step, high)) for low, high in zip(cuts, cuts[1:], strict=False) for start in range(low, high, step)
+        (start, min(start + step, high))
+        for low, high in zip(cuts, cuts[1:], strict=False)
+        for start in range(low, high, step)
     ]

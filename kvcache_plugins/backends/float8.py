@@ -25,16 +25,16 @@ class Float8Config(BackendConfig):
 
     Args:
         format (`str`): `"e4m3"` or `"e5m2"`.
-        scale (`str`): `"token_head"` (dynamic, one per token and head), or static from `calibration`: `"head"` (one per
-            kv head), `"tensor"` (one per layer, for keys and values each).
-        calibration (`str`, *optional*): Directory or hub id of a scales artifact; needed for the static scales.
+        scale (`str`): `"token_head"` (dynamic, one per token and head), or static from `calibration`:
+            `"head"` (one per kv head), `"tensor"` (one per layer, for keys and values each).
+        calibration (`str`, *optional*): Directory or hub id of a scales artifact; needed for the static
+            scales.
         residual_length (`int`): Newest tokens kept exact.
     """
 
     format: str = "e4m3"
     scale: str = "token_head"
     calibration: str | None = None
-
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,12 +75,14 @@ class Float8Layer(PackedLayer):
 
 @register_backend("float8")
 class Float8Cache(KVCache):
-    """8-bit floating point, e4m3 or e5m2, with dynamic scales per token and head, or static ones from an artifact.
+    """8-bit floating point, e4m3 or e5m2, with dynamic scales per token and head, or static ones from an
+    artifact.
 
     Paper: the 8-bit floating point caches of vLLM and TensorRT-LLM (OCP formats).
     Deviates: scales are dynamic by default, so no later token is clipped; they are rounded up to fp16.
     Cost: `8 + 16 / head_dim` bits per value; 8 with static scales.
-    Limits: e5m2 has two bits of mantissa; int8 is more accurate for keys and values without outliers inside a head.
+    Limits: e5m2 has two bits of mantissa; int8 is more accurate for keys and values without outliers inside a
+        head.
     """
 
     config_class = Float8Config

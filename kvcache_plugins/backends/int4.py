@@ -17,11 +17,11 @@ __all__ = ["Int4Cache", "Int4Config", "Int4Layer"]
 
 _BITS = (2, 4, 8)
 _SMOOTHING_WINDOW = 64
-"""First real tokens of a row from which the smoothing factors are taken: all of them are still exact when the first
-token is packed with the default window, so the factors do not depend on how the prompt was fed."""
+"""First real tokens of a row from which the smoothing factors are taken: all of them are still exact when the
+first token is packed with the default window, so the factors do not depend on how the prompt was fed."""
 _LARGE_BIAS = 5.0
-"""Key bias from which per-token codes of 4 bits are visibly worse: unit-variance keys with six channels biased by 10 have
-four times the logit error of per-channel codes, by 100 forty times."""
+"""Key bias from which per-token codes of 4 bits are visibly worse: unit-variance keys with six channels
+biased by 10 have four times the logit error of per-channel codes, by 100 forty times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,9 @@ class Int4Config(BackendConfig):
         nbits (`int`): Bits of keys and values: 2, 4 or 8.
         key_bits (`int`, *optional*), value_bits (`int`, *optional*): Override `nbits`.
         residual_length (`int`): Newest tokens kept exact.
-        smooth (`float`): SmoothAttention's exponent in [0, 1] for the keys; 0 is off, QServe uses 0.5. The factors come
-            from the first 64 real tokens of every row, so nothing is packed before those are seen.
+        smooth (`float`): SmoothAttention's exponent in [0, 1] for the keys; 0 is off, QServe uses 0.5. The
+            factors come from the first 64 real tokens of every row, so nothing is packed before those are
+            seen.
     """
 
     nbits: int = 4
@@ -41,7 +42,6 @@ class Int4Config(BackendConfig):
     value_bits: int | None = None
     residual_length: int = 64
     smooth: float = 0.0
-
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +53,9 @@ class Int4Config(BackendConfig):
 
     @property
     def sqnr_floor_db(self) -> float:
-        return min(uniform_sqnr_db(bits) for bits in (self.key_bits or self.nbits, self.value_bits or self.nbits))
+        return min(
+            uniform_sqnr_db(bits) for bits in (self.key_bits or self.nbits, self.value_bits or self.nbits)
+        )
 
     @classmethod
     def tiny(cls) -> Int4Config:
@@ -83,7 +85,8 @@ class Int4Layer(PackedLayer):
     def value_stream(self, head_dim: int) -> StreamSpec:
         config = self.config
         return StreamSpec(
-            AffineCodec(config.value_bits or config.nbits, per_token_head()), keep_recent=config.residual_length
+            AffineCodec(config.value_bits or config.nbits, per_token_head()),
+            keep_recent=config.residual_length,
         )
 
 
@@ -91,9 +94,11 @@ class Int4Layer(PackedLayer):
 class Int4Cache(KVCache):
     """4-bit (or 2-, 8-bit) codes with a scale and a minimum per token and head, and an exact recent window.
 
-    Paper: LMDeploy's TurboMind `quant_policy` 4 and 8; SmoothAttention from QServe, arXiv 2405.04532, section 4.2.
-    Deviates: the minimum is stored in fp16 rather than a zero point in the model's dtype; the exact window; smoothing
-        factors are taken from the cache's own tokens and folded into the storage, so no weight is edited.
+    Paper: LMDeploy's TurboMind `quant_policy` 4 and 8; SmoothAttention from QServe, arXiv 2405.04532, section
+        4.2.
+    Deviates: the minimum is stored in fp16 rather than a zero point in the model's dtype; the exact window;
+        smoothing factors are taken from the cache's own tokens and folded into the storage, so no weight is
+        edited.
     Cost: `nbits + 32 / head_dim` bits per value beyond the exact window.
     Limits: keys with a large bias (Qwen 2, Qwen 2.5) need 8-bit keys, or `kivi`.
     """

@@ -23,15 +23,15 @@ class Int8Config(BackendConfig):
     """Options of [`Int8Cache`].
 
     Args:
-        granularity (`str`): What shares a scale: `"head"` (a token's vector in one kv head), `"group"` (`q_group_size`
-            channels of it), `"token"` (a token's vectors in all heads), `"tensor"` (64 tokens in all heads).
+        granularity (`str`): What shares a scale: `"head"` (a token's vector in one kv head), `"group"`
+            (`q_group_size` channels of it), `"token"` (a token's vectors in all heads), `"tensor"` (64 tokens
+            in all heads).
         q_group_size (`int`): Channels per scale with `granularity="group"`.
         residual_length (`int`): Newest tokens kept exact.
     """
 
     granularity: str = "head"
     q_group_size: int = 32
-
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,8 +73,8 @@ class Int8Cache(KVCache):
     """Symmetric int8 with one scale per token and head; no calibration, no exact window needed.
 
     Paper: the common 8-bit cache of inference engines (per-head dynamic scales).
-    Deviates: scales are rounded up to fp16, so no code saturates. `granularity="tensor"` rescales every 64 tokens: one
-        scale frozen at first sight, as is usual, clips every later token that is larger.
+    Deviates: scales are rounded up to fp16, so no code saturates. `granularity="tensor"` rescales every 64
+        tokens: one scale frozen at first sight, as is usual, clips every later token that is larger.
     Cost: `8 + 16 / head_dim` bits per value; `8 + 16 / q_group_size` with groups. The scales of `"token"` and
         `"tensor"` are stored in the records of every head, so they save less than their definition suggests.
     Limits: none known.

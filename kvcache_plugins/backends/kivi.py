@@ -27,12 +27,13 @@ class KIVIConfig(BackendConfig):
     Args:
         nbits (`int`): Bits of keys and values: 2, 3, 4 or 8.
         key_bits (`int`, *optional*), value_bits (`int`, *optional*): Override `nbits`.
-        q_group_size (`int`): Tokens (keys) and channels (values) sharing one scale: 16, 32, 64 or 128. Where it does
-            not divide the head, values use the largest multiple of 16 below it that does.
+        q_group_size (`int`): Tokens (keys) and channels (values) sharing one scale: 16, 32, 64 or 128. Where
+            it does not divide the head, values use the largest multiple of 16 below it that does.
         residual_length (`int`): Exact window, a multiple of `q_group_size`. Values always have the last
             `residual_length` exact; keys are packed `residual_length` at a time, as in the paper.
-        rope_mode (`str`): `"post"` (the paper: keys as the model rotated them), `"block"` (the rotation inside a block
-            undone before encoding), `"auto"` (block in layers whose key projection has a bias).
+        rope_mode (`str`): `"post"` (the paper: keys as the model rotated them), `"block"` (the rotation
+            inside a block undone before encoding), `"auto"` (block in layers whose key projection has a
+            bias).
     """
 
     nbits: int = 4
@@ -41,7 +42,6 @@ class KIVIConfig(BackendConfig):
     q_group_size: int = 32
     residual_length: int = 128
     rope_mode: str = "auto"
-
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +55,9 @@ class KIVIConfig(BackendConfig):
 
     @property
     def sqnr_floor_db(self) -> float:
-        return min(uniform_sqnr_db(bits) for bits in (self.key_bits or self.nbits, self.value_bits or self.nbits))
+        return min(
+            uniform_sqnr_db(bits) for bits in (self.key_bits or self.nbits, self.value_bits or self.nbits)
+        )
 
     @classmethod
     def tiny(cls) -> KIVIConfig:
@@ -90,7 +92,9 @@ class KIVILayer(PackedLayer):
                 "so its keys are stored as they come (rope_mode='post').",
                 stacklevel=2,
             )
-        return self.config.rope_mode == "block" or (self.config.rope_mode == "auto" and self.facts.has_key_bias)
+        return self.config.rope_mode == "block" or (
+            self.config.rope_mode == "auto" and self.facts.has_key_bias
+        )
 
 
 @register_backend("kivi")
@@ -98,10 +102,10 @@ class KIVICache(KVCache):
     """2- to 8-bit keys per channel, values per token, and an exact recent window.
 
     Paper: KIVI, arXiv 2402.02750 (section 3; Algorithm 1).
-    Deviates: several new tokens at once follow the same closed form as one at a time; metadata is fp16; pads take no
-        part in the statistics; `rope_mode="block"` is not in the paper.
-    Cost: `nbits + 32 / q_group_size` bits per value beyond the exact window (512 bits per channel pair and block more
-        than that for `q_group_size=128`, whose metadata is stored with each of its two blocks).
+    Deviates: several new tokens at once follow the same closed form as one at a time; metadata is fp16; pads
+        take no part in the statistics; `rope_mode="block"` is not in the paper.
+    Cost: `nbits + 32 / q_group_size` bits per value beyond the exact window (512 bits per channel pair and
+        block more than that for `q_group_size=128`, whose metadata is stored with each of its two blocks).
     Limits: group sizes 16 to 128; `crop` into a packed group returns its survivors to the window as decoded.
     """
 
@@ -110,10 +114,9 @@ class KIVICache(KVCache):
 
 
 def _value_group(q_group_size: int, head_dim: int) -> int:
-    """Largest group of channels that divides the head: a multiple of 16 up to `q_group_size`, else the head."""
+    """Largest group of channels that divides the head: a multiple of 16 up to `q_group_size`, else the
+    head."""
     for size in range(q_group_size, 15, -16):
         if head_dim % size == 0:
             return size
     return head_dim
-
-

@@ -123,10 +123,13 @@ def run(args: argparse.Namespace) -> int:
 def _model_config(args: argparse.Namespace) -> PreTrainedConfig:
     from transformers import AutoConfig
 
+    config: PreTrainedConfig
     if args.model is not None:
-        return AutoConfig.from_pretrained(args.model)
-    model_type, fields = PRESETS[args.preset or _DEFAULT_PRESET]
-    return AutoConfig.for_model(model_type, **fields, dtype="bfloat16")
+        config = AutoConfig.from_pretrained(args.model)
+    else:
+        model_type, fields = PRESETS[args.preset or _DEFAULT_PRESET]
+        config = AutoConfig.for_model(model_type, **fields, dtype="bfloat16")
+    return config
 
 
 def _dtype(name: str | None, config: PreTrainedConfig) -> torch.dtype:

@@ -1,1 +1,2 @@
-"""Choice of the kernel that serves a layer. Native kernels register here; the torch reference always works."""
+"""Choice of the kernel that serves a layer. Native kernels register here; the torch reference always
+works."""

@@ -5,8 +5,8 @@ Backends derive from [`PackedLayer`] and write `key_stream` and `value_stream`; 
 Invariants, tested by the conformance suite:
 
 * a token is encoded exactly once, from its exact value; old blocks never change;
-* a layer fed the same tensors ends in the same bytes, however they were split into calls (the first call aside, which
-  may set what is learnt from a prompt);
+* a layer fed the same tensors ends in the same bytes, however they were split into calls (the first call
+  aside, which may set what is learnt from a prompt);
 * an operation that cannot be done exactly raises, naming backend and operation.
 """
 
@@ -51,6 +51,7 @@ class PackedLayer(CacheLayerMixin):
         self.fallback_reads = 0
         self.kernel = "torch"
         self.record_past = False
+        self._prepared: tuple[tuple[int, int], StreamSpec, StreamSpec] | None = None
         self._forget()
 
     @abstractmethod
@@ -61,19 +62,32 @@ class PackedLayer(CacheLayerMixin):
     def value_stream(self, head_dim: int) -> StreamSpec:
         """How values of `head_dim` channels are stored."""
 
+    def prepare(self, key_dim: int, value_dim: int) -> None:
+        """Build the streams for the head sizes the model announces, so that options which do not fit fail
+        now.
+
+        Raises:
+            ValueError: If an option does not fit the head size, or an artifact cannot be read.
+        """
+        self._prepared = ((key_dim, value_dim), self.key_stream(key_dim), self.value_stream(value_dim))
+
     def bind(self, facts: LayerFacts, padding: Tensor | None, final_length: int | None) -> None:
         """Learn what a cache layer is not told by `update`.
 
         Args:
             facts (`LayerFacts`): Facts read from the model; ignored once tokens are held.
-            padding (`torch.Tensor` of shape `(B,)`, *optional*): Left pads of every row; ignored once tokens are held.
+            padding (`torch.Tensor` of shape `(B,)`, *optional*): Left pads of every row; ignored once tokens
+                are held.
             final_length (`int`, *optional*): Tokens the cache will hold at the end of the run.
         """
         self.final_length = final_length
         if self.cumulative_length == 0:
             self._forget()
-            self.facts = facts
             self.padding.set(padding)
+            if facts != self.facts:
+                self.facts = facts
+                if self._prepared is not None:
+                    self.prepare(*self._prepared[0])
         elif self.is_initialized:
             self.key_stream_.final_length = self.value_stream_.final_length = final_length
 
@@ -87,7 +101,11 @@ class PackedLayer(CacheLayerMixin):
                 f"{tuple(value_states.shape)}."
             )
         key_dim, value_dim = key_states.shape[-1], value_states.shape[-1]
-        keys, values = self.key_stream(key_dim), self.value_stream(value_dim)
+        if self._prepared is None or self._prepared[0] != (key_dim, value_dim):
+            self.prepare(key_dim, value_dim)
+        assert self._prepared is not None
+        _, keys, values = self._prepared
+        self._prepared = None  # codecs may learn from the tokens to come, so they serve once
         layout = RecordLayout({"key": (keys.codec, key_dim), "value": (values.codec, value_dim)})
         self.records = Records(layout, batch_size, num_heads, self.device)
         interleaved = self.facts.rotary is not None and self.facts.rotary.interleaved
@@ -100,12 +118,14 @@ class PackedLayer(CacheLayerMixin):
         self.key_stream_.final_length = self.value_stream_.final_length = self.final_length
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Take new keys and values, each `(B, H, q, D)`, and return what attention reads.
 
         Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: The exact tensors while nothing is packed (always so for the first
-            call, i.e. the prompt), else two [`KVHandle`]s of shape `(B, H, T + q, D)`.
+            `tuple[torch.Tensor, torch.Tensor]`: The exact tensors while nothing is packed (always so for the
+            first call, i.e. the prompt), else two [`KVHandle`]s of shape `(B, H, T + q, D)`.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -161,11 +181,13 @@ class PackedLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens, as transformers' layers do.
 
-        Exact tokens go first. If the cut falls inside a group of packed tokens that share metadata, the survivors of
-        that group return to the residual window as their decoded values.
+        Exact tokens go first. If the cut falls inside a group of packed tokens that share metadata, the
+        survivors of that group return to the residual window as their decoded values.
         """
         if tokens_to_remove > 0:
-            raise ValueError(f"`crop` takes the number of tokens to remove as a negative integer, got {tokens_to_remove}.")
+            raise ValueError(
+                f"`crop` takes the number of tokens to remove as a negative integer, got {tokens_to_remove}."
+            )
         if not self.is_initialized:
             return
         self.prefetch()

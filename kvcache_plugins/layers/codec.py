@@ -31,8 +31,8 @@ class Encoded(NamedTuple):
 class Codec(ABC):
     """Encodes and decodes runs of tokens of one tensor.
 
-    A run starts at a token (slot) that is a multiple of `group_tokens` and holds a multiple of them. Encoding a run in
-    one piece or in several gives the same result.
+    A run starts at a token (slot) that is a multiple of `group_tokens` and holds a multiple of them. Encoding
+    a run in one piece or in several gives the same result.
 
     Attributes:
         nbits (`int`): Bits per code: 1, 2, 3, 4 or 8.
@@ -58,12 +58,14 @@ class Codec(ABC):
 
     @property
     def rows_per_block(self) -> int:
-        """Metadata rows stored with every block; a group longer than a block is stored with each of its blocks."""
+        """Metadata rows stored with every block; a group longer than a block is stored with each of its
+        blocks."""
         return BLOCK_TOKENS // min(self.group_tokens, BLOCK_TOKENS)
 
     @property
     def stored_granularity(self) -> Granularity:
-        """The granularity as metadata rows are stored, i.e. with groups no longer than a block and per head."""
+        """The granularity as metadata rows are stored, i.e. with groups no longer than a block and per
+        head."""
         return Granularity(min(self.group_tokens, BLOCK_TOKENS), self.granularity.channels)
 
     @abstractmethod
@@ -128,11 +130,10 @@ class _ScaleOnlyCodec(Codec):
     largest_code: float
 
     def __init__(self, granularity: Granularity, static_scale: Tensor | None = None) -> None:
-        """
-        Args:
-            granularity (`Granularity`): What shares a scale.
-            static_scale (`torch.Tensor`, *optional*): fp32 scales broadcastable to `(1, H, 1, 1)`, chosen offline;
-                values beyond `largest_code` times it saturate.
+        """Args:
+        granularity (`Granularity`): What shares a scale.
+        static_scale (`torch.Tensor`, *optional*): fp32 scales broadcastable to `(1, H, 1, 1)`, chosen
+            offline; values beyond `largest_code` times it saturate.
         """
         self.granularity, self.static_scale = granularity, static_scale
         self.metadata_names = () if static_scale is not None else ("scale",)
@@ -165,7 +166,9 @@ class SymmetricCodec(_ScaleOnlyCodec):
         return self._stored(affine.quantize_symmetric(states, scale, self.granularity, valid), scale)
 
     def decode(self, encoded: Encoded, position: int) -> Tensor:
-        return affine.dequantize_symmetric(encoded.codes, self._stored_scale(encoded), self.stored_granularity)
+        return affine.dequantize_symmetric(
+            encoded.codes, self._stored_scale(encoded), self.stored_granularity
+        )
 
 
 class Float8Codec(_ScaleOnlyCodec):
@@ -190,16 +193,21 @@ class _WrappedCodec(Codec):
 
     def __init__(self, inner: Codec) -> None:
         self.inner = inner
-        self.nbits, self.granularity, self.metadata_names = inner.nbits, inner.granularity, inner.metadata_names
+        self.nbits, self.granularity, self.metadata_names = (
+            inner.nbits,
+            inner.granularity,
+            inner.metadata_names,
+        )
         self.warmup_tokens = inner.warmup_tokens
 
 
 class RotatedCodec(_WrappedCodec):
     """Block-relative keys: the rotation *inside* a block is undone before encoding and redone after decoding.
 
-    With `delta(t) = t mod period`, stored is `R(-delta(t)) K_t = R(p(t0)) k_t`: every key of a block carries the same
-    rotation, so a channel that is constant before the rotation (a projection bias) is constant within the block, and
-    the group's minimum absorbs it. No absolute position is needed, so left padding does not matter.
+    With `delta(t) = t mod period`, stored is `R(-delta(t)) K_t = R(p(t0)) k_t`: every key of a block carries
+    the same rotation, so a channel that is constant before the rotation (a projection bias) is constant
+    within the block, and the group's minimum absorbs it. No absolute position is needed, so left padding does
+    not matter.
     """
 
     def __init__(self, inner: Codec, rotary: Rotary, period: int) -> None:
@@ -221,9 +229,9 @@ class RotatedCodec(_WrappedCodec):
 class ScaledCodec(_WrappedCodec):
     """Channels divided by a factor learnt from the first tokens: SmoothAttention (QServe, section 4.2).
 
-    `lambda_c = max |K_c|^exponent` over the first `warmup_tokens` real tokens of a row, the same for both channels of a
-    rotary pair, because the rotation moves magnitude between them. Dividing K and multiplying Q by `lambda` leaves the
-    scores as they are, so this is a property of the storage alone.
+    `lambda_c = max |K_c|^exponent` over the first `warmup_tokens` real tokens of a row, the same for both
+    channels of a rotary pair, because the rotation moves magnitude between them. Dividing K and multiplying Q
+    by `lambda` leaves the scores as they are, so this is a property of the storage alone.
     """
 
     def __init__(self, inner: Codec, exponent: float, rotary: Rotary | None, warmup_tokens: int) -> None:

@@ -1,7 +1,8 @@
 """What `update` returns instead of a dense tensor: a tensor without data that knows the layer it stands for.
 
-A handle has the shape, dtype and device of the keys (or values) attention would have received, and goes through
-unmodified modelling code. An attention function that knows handles reads the packed tokens directly; for any other
+A handle has the shape, dtype and device of the keys (or values) attention would have received, and goes
+through unmodified modelling code. An attention function that knows handles reads the packed tokens directly;
+for any other
 operation the handle decodes itself, and the layer counts the read: slow, never wrong.
 """
 

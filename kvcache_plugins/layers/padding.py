@@ -11,12 +11,13 @@ __all__ = ["Padding"]
 class Padding:
     """Where the real tokens of every row begin.
 
-    Pads carry arbitrary states, so they are left out of every statistic. Sinks are the first `sink_length` real tokens
-    of a row; they are kept exact beside the packed blocks, and left out of the statistics too.
+    Pads carry arbitrary states, so they are left out of every statistic. Sinks are the first `sink_length`
+    real tokens of a row; they are kept exact beside the packed blocks, and left out of the statistics too.
 
     Args:
         sink_length (`int`): Sink tokens per row.
-        lengths (`torch.Tensor` of shape `(B,)`, *optional*): Pads on the left of every row; none if not given.
+        lengths (`torch.Tensor` of shape `(B,)`, *optional*): Pads on the left of every row; none if not
+            given.
     """
 
     def __init__(self, sink_length: int = 0, lengths: Tensor | None = None) -> None:
@@ -64,7 +65,8 @@ class Padding:
         return slots >= self._starts(states)[:, None] + self.sink_length
 
     def first_tokens(self, count: int, states: Tensor) -> Tensor:
-        """Which tokens of `states` `(B, H, n, D)`, from slot 0 on, are the first `count` real ones: bool `(B, n)`."""
+        """Which tokens of `states` `(B, H, n, D)`, from slot 0 on, are the first `count` real ones: bool `(B,
+        n)`."""
         slots = torch.arange(states.shape[2], device=states.device)
         begin = self._starts(states)[:, None]
         return (slots >= begin) & (slots < begin + count)

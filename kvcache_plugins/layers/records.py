@@ -1,9 +1,11 @@
-"""One growable byte buffer per layer: `(B, H, N, record_bytes)`, a record being one 64-token block of one (row, head).
+"""One growable byte buffer per layer: `(B, H, N, record_bytes)`, a record being one 64-token block of one
+(row, head).
 
-A record holds key codes, key metadata, value codes and value metadata, in this order, and is padded to 64 bytes, so that
-a kernel walks one forward stream per (row, head), and so that every batch operation is an index on dimension 0 and every
-move is one copy. Records are zero where nothing has been written: that is what lets a partial block be completed with a
-bitwise or.
+A record holds key codes, key metadata, value codes and value metadata, in this order, and is padded to 64
+bytes, so that a kernel walks one forward stream per (row, head), and so that every batch operation is an
+index on dimension 0 and every
+move is one copy. Records are zero where nothing has been written: that is what lets a partial block be
+completed with a bitwise or.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ _METADATA_DTYPES = {2: torch.float16, 4: torch.float32}
 def size_class(count: int) -> int:
     """Smallest allocation size >= `count`, of sizes spaced by at most 1/32.
 
-    A pure function of what is needed, so capacity does not depend on how the tokens arrived. Copying a layer once per
-    1/32 of its length costs nothing beside attention, which reads all of it at every token.
+    A pure function of what is needed, so capacity does not depend on how the tokens arrived. Copying a layer
+    once per 1/32 of its length costs nothing beside attention, which reads all of it at every token.
     """
     step = max(1, (1 << max(count.bit_length() - 1, 0)) // 32)
     return -(-count // step) * step
@@ -45,7 +47,7 @@ class RecordLayout:
         for side, (codec, head_dim) in codecs.items():
             sizes = {"codes": packed_bytes(head_dim, codec.nbits)}
             row_bytes = codec.granularity.width(head_dim) * metadata_bytes
-            sizes |= {name: codec.rows_per_block * row_bytes for name in codec.metadata_names}
+            sizes |= dict.fromkeys(codec.metadata_names, codec.rows_per_block * row_bytes)
             for name, size in sizes.items():
                 # fp32 metadata needs its offset aligned to 4 bytes; codes always are a multiple of 128 bytes.
                 offset = -(-offset // 4) * 4
@@ -65,7 +67,9 @@ class Records:
 
     def __init__(self, layout: RecordLayout, batch_size: int, num_heads: int, device: torch.device) -> None:
         self.layout = layout
-        self.data = torch.zeros(batch_size, num_heads, 0, layout.record_bytes, dtype=torch.uint8, device=device)
+        self.data = torch.zeros(
+            batch_size, num_heads, 0, layout.record_bytes, dtype=torch.uint8, device=device
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -75,7 +79,8 @@ class Records:
     def ensure(self, num_tokens: int, final_tokens: int | None = None) -> None:
         """Make room for `num_tokens`, at most once more if the `final_tokens` of a run are known and near.
 
-        A final length beyond twice the present need is not reserved: a run may end early, and growing is cheap.
+        A final length beyond twice the present need is not reserved: a run may end early, and growing is
+            cheap.
         """
         blocks = -(-num_tokens // BLOCK_TOKENS)
         if blocks <= self.num_blocks:
@@ -96,7 +101,9 @@ class Records:
         offset, size = self.layout.fields[f"{side}_{name}"]
         codec, _ = self.layout.codecs[side]
         raw = self.data[:, :, start:stop, offset : offset + size]
-        return raw.view(_METADATA_DTYPES[self.layout.metadata_bytes]).unflatten(-1, (codec.rows_per_block, -1))
+        return raw.view(_METADATA_DTYPES[self.layout.metadata_bytes]).unflatten(
+            -1, (codec.rows_per_block, -1)
+        )
 
     def widen_metadata(self) -> None:
         """Turn fp16 metadata into fp32 in place of the old buffer; codes and values stay what they are."""
@@ -107,4 +114,6 @@ class Records:
         for side, (codec, _) in wide.codecs.items():
             self.codes(side, 0, self.num_blocks).copy_(old.codes(side, 0, self.num_blocks))
             for name in codec.metadata_names:
-                self.metadata(side, name, 0, self.num_blocks).copy_(old.metadata(side, name, 0, self.num_blocks))
+                self.metadata(side, name, 0, self.num_blocks).copy_(
+                    old.metadata(side, name, 0, self.num_blocks)
+                )

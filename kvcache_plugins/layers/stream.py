@@ -4,10 +4,10 @@ The closed form. After T tokens, the first `packed_length(T)` are packed and the
 
     packed_length(T) = block_length * floor(max(0, T - keep_recent) / block_length)
 
-KIVI's keys are `(block_length, keep_recent) = (R, 0)`, its values `(1, R)`, int8 and float8 `(1, 0)`. The split is a
-function of T alone, every token is encoded once, from its exact value, and groups never straddle calls, so any way of
-feeding the same tokens ends in the same bytes. A call is scored against what was packed before it, plus everything else
-exact; then the tokens that are due are packed.
+KIVI's keys are `(block_length, keep_recent) = (R, 0)`, its values `(1, R)`, int8 and float8 `(1, 0)`. The
+split is a function of T alone, every token is encoded once, from its exact value, and groups never straddle
+calls, so any way of feeding the same tokens ends in the same bytes. A call is scored against what was packed
+before it, plus everything else exact; then the tokens that are due are packed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..quantizers.packing import BLOCK_TOKENS, pack_keys, pack_values, padded_head_dim, unpack_keys, unpack_values
+from ..quantizers.packing import (
+    BLOCK_TOKENS,
+    pack_keys,
+    pack_values,
+    padded_head_dim,
+    unpack_keys,
+    unpack_values,
+)
 from .codec import Codec, Encoded
 from .padding import Padding
 from .records import Records
@@ -85,8 +92,11 @@ class StreamView:
         return tuple(ends)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return tokens `[start, stop)`: fp32 where they come from codes, else the exact tensor's own values."""
-        parts = [self.stream.decode(start, min(stop, self.packed_length))] if start < self.packed_length else []
+        """Return tokens `[start, stop)`: fp32 where they come from codes, else the exact tensor's own
+        values."""
+        parts = (
+            [self.stream.decode(start, min(stop, self.packed_length))] if start < self.packed_length else []
+        )
         begin = self.packed_length
         for segment in self.segments:
             low, high = max(start, begin), min(stop, begin + segment.shape[2])
@@ -134,7 +144,13 @@ class Stream:
         device: torch.device,
         interleaved: bool = False,
     ) -> None:
-        self.side, self.spec, self.codec, self.records, self.padding = side, spec, spec.codec, records, padding
+        self.side, self.spec, self.codec, self.records, self.padding = (
+            side,
+            spec,
+            spec.codec,
+            records,
+            padding,
+        )
         self.head_dim, self.interleaved = head_dim, interleaved
         self.packed_length = 0
         self.final_length: int | None = None
@@ -170,8 +186,8 @@ class Stream:
             if not defer:
                 self.settle()
             return view
-        # A long run goes from the incoming tensor to the records; only its end passes through the tail, whose present
-        # content attention still needs in this call.
+        # A long run goes from the incoming tensor to the records; only its end passes through the tail, whose
+        # present content attention still needs in this call.
         held = (self.tail.view().clone(),) if self.tail.length else ()
         view = StreamView(self, self.packed_length, (*held, states))
         due = self._due(seen)
@@ -207,8 +223,8 @@ class Stream:
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens.
 
-        Tokens of a group that is cut return to the exact tail as their decoded values: they cannot be re-encoded
-        together with other neighbours and still be what they were.
+        Tokens of a group that is cut return to the exact tail as their decoded values: they cannot be
+        re-encoded together with other neighbours and still be what they were.
         """
         if length >= self.packed_length:
             self.tail.truncate(self.length - length)
@@ -245,7 +261,9 @@ class Stream:
         """Move the tensors to `device`."""
         self.tail.buffer = self.tail.buffer.to(device)
         self.sinks = None if self.sinks is None else self.sinks.to(device)
-        self.codec.load_batch_state({name: tensor.to(device) for name, tensor in self.codec.batch_state().items()})
+        self.codec.load_batch_state(
+            {name: tensor.to(device) for name, tensor in self.codec.batch_state().items()}
+        )
 
     def _due(self, seen: int) -> int:
         """Tokens that should be packed after `seen`, never fewer than already are."""
@@ -281,7 +299,9 @@ class Stream:
             batch_size, num_heads = self.records.data.shape[:2]
             shape = (batch_size, num_heads, self.padding.sink_length, self.head_dim)
             self.sinks = torch.zeros(shape, dtype=self.tail.buffer.dtype, device=self.records.data.device)
-        self.padding.read_sinks(source.read(start, min(stop, self.padding.first_plain_slot)), start, self.sinks)
+        self.padding.read_sinks(
+            source.read(start, min(stop, self.padding.first_plain_slot)), start, self.sinks
+        )
 
     def _write(self, start: int, encoded: Encoded) -> None:
         """Write a run of encoded tokens, completing partial blocks with a bitwise or."""

@@ -1,4 +1,5 @@
-"""The residual window of a stream: the newest tokens, exact, in one preallocated buffer without a `cat` per token."""
+"""The residual window of a stream: the newest tokens, exact, in one preallocated buffer without a `cat` per
+token."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ class Tail:
     """
 
     def __init__(
-        self, batch_size: int, num_heads: int, head_dim: int, limit: int, dtype: torch.dtype, device: torch.device
+        self,
+        batch_size: int,
+        num_heads: int,
+        head_dim: int,
+        limit: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.limit = limit
         self.buffer = torch.empty(batch_size, num_heads, 0, head_dim, dtype=dtype, device=device)
@@ -74,7 +81,8 @@ class Tail:
             self._move(room)
 
     def _move(self, capacity: int) -> None:
-        """Bring the tokens to the front of a buffer of `capacity` tokens, the present one if it has that size."""
+        """Bring the tokens to the front of a buffer of `capacity` tokens, the present one if it has that
+        size."""
         held = self.view()
         if capacity != self.capacity:
             shape = (*self.buffer.shape[:2], capacity, self.buffer.shape[3])

@@ -1,1 +1,2 @@
-"""What differs between model families: rotary layouts, key biases, layer kinds. The only family-aware code."""
+"""What differs between model families: rotary layouts, key biases, layer kinds. The only family-aware
+code."""

@@ -68,7 +68,9 @@ def decoder_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def describe_layers(model: nn.Module | None, config: Any, layer_types: list[str], head_dim: int) -> list[LayerFacts]:
+def describe_layers(
+    model: nn.Module | None, config: Any, layer_types: list[str], head_dim: int
+) -> list[LayerFacts]:
     """Describe every layer of a decoder from the model if given, else from its configuration.
 
     Args:
@@ -95,7 +97,9 @@ def _attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     found: dict[int, nn.Module] = {}
     for module in model.modules():
         layer_idx = getattr(module, "layer_idx", None)
-        if isinstance(layer_idx, int) and any(hasattr(module, n) for n in (*_KEY_PROJECTIONS, *_FUSED_PROJECTIONS)):
+        if isinstance(layer_idx, int) and any(
+            hasattr(module, n) for n in (*_KEY_PROJECTIONS, *_FUSED_PROJECTIONS)
+        ):
             found.setdefault(layer_idx, module)
     return found
 
@@ -112,7 +116,9 @@ def _key_bias(attention: nn.Module) -> tuple[bool, float | None]:
 
 
 def _config_has_key_bias(config: Any) -> bool:
-    return config.model_type in _BIASED_FAMILIES or any(bool(getattr(config, flag, False)) for flag in _BIAS_FLAGS)
+    return config.model_type in _BIASED_FAMILIES or any(
+        bool(getattr(config, flag, False)) for flag in _BIAS_FLAGS
+    )
 
 
 def _uses_rotary(attention: nn.Module | None, config: Any, layer_idx: int, layer_type: str) -> bool:

@@ -32,8 +32,9 @@ class LayerPlan:
 def plan_layers(config: Any, skipped: frozenset[int] = frozenset()) -> list[LayerPlan]:
     """Plan the layers of a decoder.
 
-    Full attention is packed. A sliding or chunked layer whose window is at least the model's context never drops a
-    token, so it is packed as well (Phi-3, Mistral configurations). Every other kind stays with transformers' class.
+    Full attention is packed. A sliding or chunked layer whose window is at least the model's context never
+    drops a token, so it is packed as well (Phi-3, Mistral configurations). Every other kind stays with
+    transformers' class.
 
     Args:
         config (`PreTrainedConfig`): The decoder's configuration.
@@ -66,7 +67,9 @@ def plan_layers(config: Any, skipped: frozenset[int] = frozenset()) -> list[Laye
 def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
     """Return `(num_key_value_heads, key_head_dim, value_head_dim)` of what a layer hands to its cache."""
     layer = config.per_layer_config[layer_idx] if getattr(config, "is_heterogeneous", False) else config
-    if getattr(layer, "kv_lora_rank", None) is not None:  # latent attention caches one head of latents and one of keys
+    if (
+        getattr(layer, "kv_lora_rank", None) is not None
+    ):  # latent attention caches one head of latents and one of keys
         return 1, layer.kv_lora_rank, layer.qk_rope_head_dim
     heads = getattr(layer, "num_attention_heads", None) or layer.n_head
     kv_heads = getattr(layer, "num_key_value_heads", None)

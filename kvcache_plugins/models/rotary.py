@@ -1,9 +1,10 @@
 """Rotary position embedding as a cache needs it: rotate keys by an angle per token, exactly invertibly.
 
-Keys reach a cache already rotated, without `cos` and `sin`. Here the rotation is rebuilt from the model's inverse
-frequencies as an exactly orthogonal map (angles in fp64, no attention factor), so that rotating and rotating back is the
-identity to fp32 rounding. A cache that undoes and redoes with the *same* map stays correct even where the frequencies
-differ from the model's own (bf16 tables, yarn, dynamic scaling); only the benefit of the un-rotated form shrinks.
+Keys reach a cache already rotated, without `cos` and `sin`. Here the rotation is rebuilt from the model's
+inverse frequencies as an exactly orthogonal map (angles in fp64, no attention factor), so that rotating and
+rotating back is the identity to fp32 rounding. A cache that undoes and redoes with the *same* map stays
+correct even where the frequencies differ from the model's own (bf16 tables, yarn, dynamic scaling); only the
+benefit of the un-rotated form shrinks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +27,8 @@ class Rotary:
     """The rotation of one layer's keys.
 
     Args:
-        inv_freq (`tuple[float, ...]`): Radians per position for each channel pair; `2 * len(inv_freq)` leading
-            channels rotate, the others pass through.
+        inv_freq (`tuple[float, ...]`): Radians per position for each channel pair; `2 * len(inv_freq)`
+            leading channels rotate, the others pass through.
         interleaved (`bool`): Whether pairs are `(2i, 2i + 1)` instead of `(i, i + n / 2)`.
     """
 
@@ -46,7 +47,8 @@ class Rotary:
         return angles.cos().float(), angles.sin().float()
 
     def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Rotate `states` of shape `(B, H, T, D)` by `positions` of shape `(T,)` (negative undoes positive)."""
+        """Rotate `states` of shape `(B, H, T, D)` by `positions` of shape `(T,)` (negative undoes
+        positive)."""
         cos, sin = self.tables(positions)
         rotated = states.clone()
         first, second = self.pairs(states)
@@ -79,7 +81,8 @@ def find_rotary(model: nn.Module | None, config: Any, layer_type: str | None, he
     """Find how a layer's keys are rotated.
 
     Args:
-        model (`torch.nn.Module`, *optional*): The model; without it the family's rotary module is built from `config`.
+        model (`torch.nn.Module`, *optional*): The model; without it the family's rotary module is built from
+            `config`.
         config (`PreTrainedConfig`): The decoder's configuration.
         layer_type (`str`, *optional*): Such as `"full_attention"`, where frequencies depend on it (Gemma 3).
         head_dim (`int`): Channels of a key.
@@ -87,7 +90,9 @@ def find_rotary(model: nn.Module | None, config: Any, layer_type: str | None, he
     Returns:
         `Rotary | None`: `None` if the model has no rotary embedding, or one whose layout is not known.
     """
-    if getattr(config, "kv_lora_rank", None) is not None:  # latent attention: what is cached as key is not rotated
+    if (
+        getattr(config, "kv_lora_rank", None) is not None
+    ):  # latent attention: what is cached as key is not rotated
         return None
     holder = _rotary_module(model) if model is not None else _build_rotary_module(config)
     if holder is None:
@@ -136,16 +141,20 @@ def _attention_module_name(model: nn.Module | None, config: Any) -> str | None:
     return source.__name__ if source is not None else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _layout_is_interleaved(module_name: str | None) -> bool | None:
-    """Tell the pairing by applying the family's own `rotate_half` to a ramp; `None` if it is neither known one."""
+    """Tell the pairing by applying the family's own `rotate_half` to a ramp; `None` if it is neither known
+    one."""
     module = importlib.import_module(module_name) if module_name else None
     if hasattr(module, "rotate_half"):
         ramp = torch.arange(1.0, 9.0).view(1, 1, 1, 8)
         turned = module.rotate_half(ramp).flatten().tolist()  # type: ignore[union-attr]
-        return {(-5.0, -6.0, -7.0, -8.0, 1.0, 2.0, 3.0, 4.0): False, (-2.0, 1.0, -4.0, 3.0, -6.0, 5.0, -8.0, 7.0): True}.get(
-            tuple(turned)
-        )
-    if module_name and module_name.rsplit(".", 1)[-1] == "modeling_gpt_oss":  # splits in halves, without the helper
+        return {
+            (-5.0, -6.0, -7.0, -8.0, 1.0, 2.0, 3.0, 4.0): False,
+            (-2.0, 1.0, -4.0, 3.0, -6.0, 5.0, -8.0, 7.0): True,
+        }.get(tuple(turned))
+    if (
+        module_name and module_name.rsplit(".", 1)[-1] == "modeling_gpt_oss"
+    ):  # splits in halves, without the helper
         return False
     return None

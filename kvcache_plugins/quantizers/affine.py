@@ -8,9 +8,11 @@ Symmetric, 8 bits:
 
     scale = max|x| / 127           code = clamp(round(x / scale), -127, 127) + 128     x' = (code - 128) * scale
 
-Rounding is half to even. The division is by the *stored* scale, which is the fp16 rounding of the ideal one (fp32 where
-fp16 would overflow), so encoder and decoder agree to the last bit. The minimum is stored rather than a zero point: a
-zero point explodes for groups with a small range far from zero (keys with a bias). bf16 is never used for metadata.
+Rounding is half to even. The division is by the *stored* scale, which is the fp16 rounding of the ideal one
+(fp32 where
+fp16 would overflow), so encoder and decoder agree to the last bit. The minimum is stored rather than a zero
+point: a zero point explodes for groups with a small range far from zero (keys with a bias). bf16 is never
+    used for metadata.
 
 Entries that are not finite, or masked out by `valid`, are left out of the statistics; their codes saturate.
 """
@@ -65,8 +67,8 @@ def choose_qparams_asymmetric(
         valid (`torch.Tensor` of shape `(B, T)`, *optional*): Tokens that take part in the statistics.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: scale and minimum, fp32, of the granularity's scale shape. A group
-        without any valid finite entry, or with a range of zero, has scale 0.
+        `tuple[torch.Tensor, torch.Tensor]`: scale and minimum, fp32, of the granularity's scale shape. A
+        group without any valid finite entry, or with a range of zero, has scale 0.
     """
     groups = granularity.split(states)
     low, high = _range(groups, granularity, valid)
@@ -75,7 +77,12 @@ def choose_qparams_asymmetric(
 
 
 def quantize_asymmetric(
-    states: Tensor, scale: Tensor, minimum: Tensor, granularity: Granularity, nbits: int, valid: Tensor | None = None
+    states: Tensor,
+    scale: Tensor,
+    minimum: Tensor,
+    granularity: Granularity,
+    nbits: int,
+    valid: Tensor | None = None,
 ) -> Tensor:
     """Return uint8 codes of shape `(B, H, T, D)`; invalid tokens get code 0."""
     # A zero scale means a constant group: dividing by infinity gives code 0, and decoding the minimum.

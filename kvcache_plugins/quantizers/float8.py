@@ -1,7 +1,7 @@
 """8-bit floating point codes with a scale: `code = cast(x / scale)`, `x' = code * scale`.
 
-Formats are the OCP ones: e4m3 (`torch.float8_e4m3fn`, largest 448) and e5m2 (largest 57344). Values are clamped before
-the cast, because what a cast does beyond the largest number differs between torch releases.
+Formats are the OCP ones: e4m3 (`torch.float8_e4m3fn`, largest 448) and e5m2 (largest 57344). Values are
+clamped before the cast, because what a cast does beyond the largest number differs between torch releases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def quantize_float8(
 ) -> Tensor:
     """Return the bit patterns as uint8 codes of shape `(B, H, T, D)`; NaN and invalid tokens become zero."""
     largest = FLOAT8_MAX[format]
-    scaled = (granularity.split(states) / granularity.spread(scale)).nan_to_num_(nan=0.0).clamp_(-largest, largest)
+    scaled = (
+        (granularity.split(states) / granularity.spread(scale)).nan_to_num_(nan=0.0).clamp_(-largest, largest)
+    )
     codes = scaled.reshape(states.shape).to(FLOAT8_DTYPES[format]).view(torch.uint8)
     return codes if valid is None else codes * valid[:, None, :, None]
 

@@ -1,7 +1,7 @@
 """Which entries of a `[B, H, T, D]` tensor share one scale.
 
-Every granularity here tiles the (token, channel) plane of a head, optionally spanning all heads, so one class with two
-sizes and a flag covers them; the named constructors say what each is called in the literature.
+Every granularity here tiles the (token, channel) plane of a head, optionally spanning all heads, so one class
+with two sizes and a flag covers them; the named constructors say what each is called in the literature.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Granularity:
         channels (`int | None`): Consecutive channels in a group; `None` is the whole head.
         across_heads (`bool`): Whether the group spans all heads of a token.
 
-    A tensor of shape `(B, H, T, D)` has scales of shape `(B, H, T / tokens, D / channels)`, with `H` replaced by 1
-    if `across_heads`.
+    A tensor of shape `(B, H, T, D)` has scales of shape `(B, H, T / tokens, D / channels)`, with `H` replaced
+    by 1 if `across_heads`.
     """
 
     tokens: int = 1
@@ -62,7 +62,8 @@ def per_token_head() -> Granularity:
 
 
 def per_token_group(channels: int) -> Granularity:
-    """One scale per token and `channels` consecutive channels: -> `(B, H, T, D / channels)`. KIVI's values."""
+    """One scale per token and `channels` consecutive channels: -> `(B, H, T, D / channels)`. KIVI's
+    values."""
     return Granularity(channels=channels)
 
 

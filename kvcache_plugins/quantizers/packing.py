@@ -1,8 +1,9 @@
 """Bit packing: the only place that knows in which order codes lie inside a block.
 
-A block is 64 consecutive tokens of one (row, kv head). Codes come and go as uint8 tensors `(..., 64, D)`, `D` a multiple
-of 16; packed they are `64 * D * nbits / 8` bytes, `(..., nbytes)`. The orders suit vector units, whose lanes are tokens
-for `q @ K^T` and channels for `p @ V`, so that neither product needs a horizontal sum. With `h = D / 2`, 16-bit words:
+A block is 64 consecutive tokens of one (row, kv head). Codes come and go as uint8 tensors `(..., 64, D)`, `D`
+a multiple of 16; packed they are `64 * D * nbits / 8` bytes, `(..., nbytes)`. The orders suit vector units,
+whose lanes are tokens for `q @ K^T` and channels for `p @ V`, so that neither product needs a horizontal sum.
+With `h = D / 2`, 16-bit words:
 
     keys, b in {1, 2, 4}     word[j][tau][hw] = sum over k < 4, p < P of
                                  code[token 16k + tau][channel P*j + p + hw*h] << b * (4p + k)      P = 4 / b
@@ -13,8 +14,8 @@ for `q @ K^T` and channels for `p @ V`, so that neither product needs a horizont
     values, b = 8            byte[token / 4][d / 16][d % 16][token % 4]
     3 bits                   the 2-bit packing of the low bits, then the 1-bit packing of the high bit
 
-`hw` picks the half of a 32-bit lane, so a lane of the keys holds the two channels of a rotary pair: `(i, i + h)`, or
-`(2i, 2i + 1)` with `interleaved=True`.
+`hw` picks the half of a 32-bit lane, so a lane of the keys holds the two channels of a rotary pair: `(i, i +
+h)`, or `(2i, 2i + 1)` with `interleaved=True`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_TOKENS", "pack_keys", "pack_values", "packed_bytes", "padded_head_dim", "unpack_keys", "unpack_values"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "pack_keys",
+    "pack_values",
+    "packed_bytes",
+    "padded_head_dim",
+    "unpack_keys",
+    "unpack_values",
+]
 
 BLOCK_TOKENS = 64
 """Tokens in a block."""
@@ -88,7 +97,9 @@ def pack_values(codes: Tensor, nbits: int) -> Tensor:
         order = codes.unflatten(-2, (16, 4)).unflatten(-1, (head_dim // 16, 16))
         return _permute_last(order, (0, 2, 3, 1)).flatten(-4)
     per_word = 16 // nbits
-    chunks = _permute_last(codes.unflatten(-2, (32, 2)).unflatten(-1, (-1, 16)), (0, 2, 3, 1))  # [..., j, u, c, hw]
+    chunks = _permute_last(
+        codes.unflatten(-2, (32, 2)).unflatten(-1, (-1, 16)), (0, 2, 3, 1)
+    )  # [..., j, u, c, hw]
     chunks = chunks.flatten(-4, -3).unflatten(-3, (-1, per_word))
     words = torch.zeros(*chunks.shape[:-3], 16, 2, dtype=torch.int16, device=codes.device)
     for i in range(per_word):

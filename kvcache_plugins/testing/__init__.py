@@ -1,4 +1,5 @@
-"""Test tools, public so that third-party backends reuse them: the conformance suite, tiny models, comparisons."""
+"""Test tools, public so that third-party backends reuse them: the conformance suite, tiny models,
+comparisons."""
 
 from .comparison import assert_close, sqnr_db
 from .conformance import BackendConformance

@@ -11,7 +11,9 @@ __all__ = ["assert_close", "relative_rms", "sqnr_db"]
 def relative_rms(reference: Tensor, got: Tensor) -> float:
     """Root mean square of the difference over that of `reference`."""
     reference, got = reference.double(), got.double()
-    return float((got - reference).square().mean().sqrt() / reference.square().mean().sqrt().clamp_min(1e-300))
+    return float(
+        (got - reference).square().mean().sqrt() / reference.square().mean().sqrt().clamp_min(1e-300)
+    )
 
 
 def sqnr_db(reference: Tensor, got: Tensor) -> float:
@@ -20,8 +22,11 @@ def sqnr_db(reference: Tensor, got: Tensor) -> float:
 
 
 def assert_close(name: str, reference: Tensor, got: Tensor, ratio: float) -> None:
-    """Fail, naming `name`, unless shapes agree, everything is finite and the relative RMS error is at most `ratio`."""
-    assert reference.shape == got.shape, f"{name}: expected shape {tuple(reference.shape)}, got {tuple(got.shape)}"
+    """Fail, naming `name`, unless shapes agree, everything is finite and the relative RMS error is at most
+    `ratio`."""
+    assert reference.shape == got.shape, (
+        f"{name}: expected shape {tuple(reference.shape)}, got {tuple(got.shape)}"
+    )
     assert torch.isfinite(got).all(), f"{name}: {int((~torch.isfinite(got)).sum())} entries are not finite"
     error = relative_rms(reference, got)
     assert error <= ratio, f"{name}: relative RMS error {error:.3e} exceeds {ratio:.3e}"

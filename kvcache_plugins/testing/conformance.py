@@ -9,8 +9,8 @@ class TestMine(BackendConformance):
         return {"backend": "mine", "residual_length": 16}
 ```
 
-Layers are fed random tensors, so that every boundary is crossed within a few hundred tokens and every claim is about bytes,
-not about text.
+Layers are fed random tensors, so that every boundary is crossed within a few hundred tokens and every claim
+is about bytes, not about text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def feed(layer: PackedLayer, keys: Tensor, values: Tensor, chunks: Iterable[int]
 
 
 def decoded(layer: PackedLayer) -> tuple[Tensor, Tensor]:
-    """Everything a layer holds, as attention would read it after the last call: two `(B, H, T, D)` tensors."""
+    """Everything a layer holds, as attention would read it after the last call: two `(B, H, T, D)`
+    tensors."""
     read = []
     for stream in layer.streams:
         parts = [stream.decode(0, stream.packed_length)] if stream.packed_length else []
@@ -98,7 +99,8 @@ class BackendConformance:
         keys = torch.randn(shape, generator=generator)
         return keys, torch.randn(shape, generator=generator)
 
-    # -- what transformers asks of a layer ---------------------------------------------------------------------------
+    # -- what transformers asks of a layer
+    # ---------------------------------------------------------------------------
 
     def test_lengths_and_masks(self, layer: PackedLayer, states: tuple[Tensor, Tensor]) -> None:
         keys, values = states
@@ -121,7 +123,13 @@ class BackendConformance:
     ) -> None:
         keys, values = states
         reference = state_bytes(_fed(cache.packed_layers[0], keys, values, [self.tokens]))
-        splits = [[1] * self.tokens, [100, 1, 1, 100, 131], [64, 64, 64, 64, 64, 13], [self.tokens - 1, 1], [7] * 47 + [4]]
+        splits = [
+            [1] * self.tokens,
+            [100, 1, 1, 100, 131],
+            [64, 64, 64, 64, 64, 13],
+            [self.tokens - 1, 1],
+            [7] * 47 + [4],
+        ]
         for split in splits:
             assert sum(split) == self.tokens
             other = state_bytes(_fed(build_cache(model, cache_config).packed_layers[0], keys, values, split))
@@ -151,7 +159,8 @@ class BackendConformance:
                 assert torch.equal(dense[:, :, :start].float(), old)
                 assert torch.equal(dense[:, :, start:], new[:, :, start : start + count])
 
-    # -- fidelity ----------------------------------------------------------------------------------------------------
+    # -- fidelity
+    # ----------------------------------------------------------------------------------------------------
 
     def test_error_is_small_and_not_zero(
         self, cache: KVCache, layer: PackedLayer, states: tuple[Tensor, Tensor]
@@ -176,14 +185,20 @@ class BackendConformance:
             query = torch.randn(self.batch_size, keys.shape[1] * groups, count, keys.shape[3])
             mask = torch.ones(count, start, dtype=torch.bool).tril(start - count)
             expected = F.scaled_dot_product_attention(
-                query, got[0].dense(), got[1].dense(), attn_mask=mask, enable_gqa=True  # type: ignore[attr-defined]
+                query,
+                got[0].dense(),
+                got[1].dense(),
+                attn_mask=mask,
+                enable_gqa=True,  # type: ignore[attr-defined]
             )
             fused = F.scaled_dot_product_attention(query, got[0], got[1], attn_mask=mask, enable_gqa=True)
             assert_close("fused attention", expected, fused, 1e-5)
             causal = attend(query, got[0].view, got[1].view, AttentionOptions(is_causal=True))  # type: ignore[attr-defined, arg-type]
             assert_close("causal attention", expected, causal, 1e-5)
 
-    def test_with_nothing_packed_it_is_the_dense_cache(self, model: Any, cache_config: dict[str, Any]) -> None:
+    def test_with_nothing_packed_it_is_the_dense_cache(
+        self, model: Any, cache_config: dict[str, Any]
+    ) -> None:
         config = {**cache_config, "residual_length": 4096}
         expected = run_scenario(model, "greedy", max_new_tokens=40)
         assert torch.equal(expected, run_scenario(model, "greedy", cache_config=config, max_new_tokens=40))
@@ -200,14 +215,16 @@ class BackendConformance:
             for stream, reference, exact in zip(dirty.streams, clean.streams, states, strict=True):
                 got = stream.decode(0, stream.packed_length)
                 assert torch.isfinite(got).all()
-                # Other tokens may be encoded a little differently (the range of their group changed), not wildly.
+                # Other tokens may be encoded a little differently (the range of their group changed), not
+                # wildly.
                 others = torch.ones(stream.packed_length, dtype=torch.bool)
                 others[[5, 40, 70]] = False
                 want = reference.decode(0, stream.packed_length)
                 error = (got - exact[:, :, : stream.packed_length])[:, :, others].abs().max()
                 assert error <= 1.5 * (want - exact[:, :, : stream.packed_length]).abs().max()
 
-    # -- padding and sinks -------------------------------------------------------------------------------------------
+    # -- padding and sinks
+    # -------------------------------------------------------------------------------------------
 
     def test_pads_do_not_touch_a_row(self, model: Any, cache_config: dict[str, Any]) -> None:
         keys, values = self._random_states(2, 32, self.tokens)
@@ -220,12 +237,15 @@ class BackendConformance:
         alone = build_cache(model, cache_config).packed_layers[0]
         feed(alone, keys[1:, :, 128:], values[1:, :, 128:], [72, 1, 1, self.tokens - 202])
         for got, expected, stream in zip(decoded(padded), decoded(alone), padded.streams, strict=True):
-            # Where a block of tokens is packed together its end is set by the batch, so compare what both packed.
+            # Where a block of tokens is packed together its end is set by the batch, so compare what both
+            # packed.
             common = min(stream.packed_length, 128 + getattr(alone, f"{stream.side}_stream_").packed_length)
             assert common > 128
             assert torch.equal(got[1, :, 128:common], expected[0, :, : common - 128])
 
-    def test_sinks_stay_exact(self, model: Any, cache_config: dict[str, Any], states: tuple[Tensor, Tensor]) -> None:
+    def test_sinks_stay_exact(
+        self, model: Any, cache_config: dict[str, Any], states: tuple[Tensor, Tensor]
+    ) -> None:
         keys, values = states
         pads = torch.tensor([3, 70])
         mask = (torch.arange(self.tokens) >= pads[:, None]).long()
@@ -237,9 +257,12 @@ class BackendConformance:
                 for row, pad in enumerate(pads.tolist()):
                     assert torch.equal(got[row, :, pad : pad + 4], exact[row, :, pad : pad + 4])
 
-    # -- verbs -------------------------------------------------------------------------------------------------------
+    # -- verbs
+    # -------------------------------------------------------------------------------------------------------
 
-    def test_batch_operations_move_packed_rows(self, layer: PackedLayer, states: tuple[Tensor, Tensor]) -> None:
+    def test_batch_operations_move_packed_rows(
+        self, layer: PackedLayer, states: tuple[Tensor, Tensor]
+    ) -> None:
         keys, values = states
         feed(layer, keys, values, [200])
         before = decoded(layer)
@@ -284,7 +307,10 @@ class BackendConformance:
         start = 0
         while start < self.tokens:
             count = min(9 if start else 100, self.tokens - start)
-            drafts = [torch.cat([t[:, :, start : start + count], 50 * torch.ones_like(t[:, :, :4])], 2) for t in (keys, values)]
+            drafts = [
+                torch.cat([t[:, :, start : start + count], 50 * torch.ones_like(t[:, :, :4])], 2)
+                for t in (keys, values)
+            ]
             layer.update(*drafts)
             layer.crop(-4)
             start += count
@@ -321,9 +347,12 @@ class BackendConformance:
         assert type(loaded) is type(cache) and loaded.config == cache.config
         assert loaded.kv_bytes() == cache.kv_bytes()
 
-    # -- bytes -------------------------------------------------------------------------------------------------------
+    # -- bytes
+    # -------------------------------------------------------------------------------------------------------
 
-    def test_bytes_are_counted_and_predicted(self, model: Any, cache: KVCache, cache_config: dict[str, Any]) -> None:
+    def test_bytes_are_counted_and_predicted(
+        self, model: Any, cache: KVCache, cache_config: dict[str, Any]
+    ) -> None:
         inputs = torch.randint(3, 120, (2, 150))
         with torch.no_grad():
             model(inputs, past_key_values=cache)
@@ -332,7 +361,9 @@ class BackendConformance:
                 if step % 23 == 0:
                     owned = [t for layer in cache.packed_layers for t in layer.tensors().values()]
                     assert cache.kv_bytes() == sum(t.untyped_storage().nbytes() for t in owned)
-                    assert cache.kv_bytes() == estimate(model, cache_config, cache.get_seq_length(), batch_size=2)
+                    assert cache.kv_bytes() == estimate(
+                        model, cache_config, cache.get_seq_length(), batch_size=2
+                    )
         report = cache.report()
         assert report.tokens_seen == report.tokens_held == 220
         assert report.dense_bytes == 220 * 2 * 4 * report.values // (220 * 2)
@@ -348,7 +379,8 @@ class BackendConformance:
             moved += before != [t.data_ptr() for t in layer.tensors().values()]
         assert moved <= 10
 
-    # -- options -----------------------------------------------------------------------------------------------------
+    # -- options
+    # -----------------------------------------------------------------------------------------------------
 
     def test_options_round_trip(self, cache: KVCache) -> None:
         config = type(cache).config_class.from_dict(cache.config.to_dict())
@@ -365,7 +397,10 @@ class BackendConformance:
     def test_wrong_options_are_named(
         self, model: Any, cache_config: dict[str, Any], option: str, value: object
     ) -> None:
-        if option == "budget" and option in type(build_cache(model, cache_config)).config_class.option_names():
+        if (
+            option == "budget"
+            and option in type(build_cache(model, cache_config)).config_class.option_names()
+        ):
             pytest.skip("an evicting backend has a budget")
         with pytest.raises(ValueError, match=option) as failure:
             build_cache(model, {**cache_config, option: value})

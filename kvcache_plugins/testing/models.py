@@ -51,7 +51,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {},
     "codegen": {"rotary_dim": 8, "pad_token_id": 0},
     "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
-    # Multi-head latent attention caches, for all heads together, a latent (as keys) and a rotary key (as values).
+    # Multi-head latent attention caches one latent (as keys) and one rotary key (as values) for all heads.
     "deepseek_v3": {
         **_EXPERTS,
         "num_experts": None,
@@ -122,7 +122,7 @@ ARCHITECTURES: tuple[str, ...] = tuple(sorted(_FAMILIES))
 
 
 def _config_kwargs(config_class: type, name: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Merges common settings, the family's row and the caller's overrides, in the family's own field names."""
+    """Merges common settings, the family's row and the overrides, under the family's own field names."""
     fields = set(inspect.signature(config_class).parameters)
     aliases: dict[str, str] = getattr(config_class, "attribute_map", {})
     common = {key: value for key, value in _COMMON.items() if aliases.get(key, key) in fields}

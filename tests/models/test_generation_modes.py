@@ -17,8 +17,8 @@ import kvcache_plugins  # noqa: F401  (the import installs the dispatch)
 from kvcache_plugins.testing.generation import SCENARIOS, run_scenario
 from kvcache_plugins.testing.models import ARCHITECTURES, tiny_model
 
-# Longer than any text here. Groups of 16, because that is the head size of the zoo.
-NEVER_PACKED: dict[str, Any] = {"backend": "kivi", "residual_length": 4096, "q_group_size": 16}
+# Longer than any text here.
+NEVER_PACKED: dict[str, Any] = {"backend": "kivi", "residual_length": 4096}
 
 
 class DenseFailure(NamedTuple):
@@ -94,7 +94,7 @@ def test_every_row_of_the_table_names_known_things() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_the_scenarios_reach_what_they_are_for(architecture: str) -> None:
-    # With an ordinary cache: what must not change the result does not, and drafts are both taken and rejected.
+    # With an ordinary cache: what must not change the result does not; drafts are both taken and rejected.
     model = tiny_model(architecture)
     greedy = run_scenario(model, "greedy")
     assert torch.equal(run_scenario(model, "chunked_prefill"), greedy)

@@ -102,8 +102,8 @@ def test_one_beam_is_greedy(model: PreTrainedModel, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_beams_keep_the_history_they_were_scored_with(model: PreTrainedModel, backend: str) -> None:
-    # Feeding a returned beam token by token to a fresh cache gives its score again only if the packed data followed
-    # every reorder.
+    # Feeding a returned beam token by token to a fresh cache gives its score again only if the packed data
+    # followed every reorder.
     inputs = padded_prompt(LENGTHS[:1])
     output = model.generate(
         **inputs,
@@ -148,7 +148,7 @@ def test_rows_of_a_padded_batch_equal_the_rows_alone(model: PreTrainedModel, bac
 
 
 def test_int8_starts_like_the_ordinary_cache() -> None:
-    # A prompt on which the exact choices are clear: the two best logits differ by at least 0.14, with spread 2.
+    # A prompt on which the exact choices are clear: the two best logits differ by at least 0.14 (spread 2).
     run = functools.partial(
         run_scenario, _model("llama"), "greedy", lengths=LENGTHS, max_new_tokens=16, seed=38
     )

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from .caches import (
+    FakeQuantizer,
     Int4Oracle,
     KiviOracle,
     OracleLayer,
@@ -128,6 +130,34 @@ class TestCaches:
         rotated = rotate_half_split(states, torch.arange(3), torch.tensor([math.pi / 2], dtype=torch.float64))
         expected = torch.tensor([[1.0, 0.0, 5.0, 6.0], [0.0, 1.0, 5.0, 6.0], [-1.0, 0.0, 5.0, 6.0]])
         torch.testing.assert_close(rotated[0, 0], expected, atol=1e-7, rtol=0)
+
+    def test_rotation_is_the_models_own(self) -> None:
+        rotary = LlamaRotaryEmbedding(self.CONFIG)
+        keys, _ = self.states(50)
+        cos, sin = rotary(keys, torch.arange(50)[None])
+        expected, _ = apply_rotary_pos_emb(keys, keys, cos, sin)
+        torch.testing.assert_close(rotate_half_split(keys, torch.arange(50), rotary.inv_freq), expected)
+
+    def test_biased_key_channels(self) -> None:
+        # Unit-variance keys, six channels off by 100 before rotation; error of the logits of unit-variance
+        # queries.
+        head_dim, length = 128, 512
+        inv_freq = 10000 ** (-torch.arange(64, dtype=torch.float64) / 64)
+        keys = torch.randn(1, 1, length, head_dim)
+        keys[..., torch.randperm(head_dim)[:6]] += 100.0
+        keys = rotate_half_split(keys, torch.arange(length), inv_freq)
+        query = torch.randn(1, 1, 256, head_dim)
+        valid = torch.ones(1, length, dtype=torch.bool)
+
+        def logit_error(quantizer: FakeQuantizer) -> float:
+            error = quantizer.read_keys(keys, length, valid, length) - keys
+            return float((query @ error.mT * head_dim**-0.5).std())
+
+        block: dict[str, Any] = {"rope_mode": "block", "inv_freq": inv_freq}
+        assert logit_error(KiviOracle(**block)) == pytest.approx(0.079, abs=0.002)
+        assert logit_error(KiviOracle(2, 2, **block)) == pytest.approx(0.397, abs=0.01)
+        assert logit_error(KiviOracle()) > 0.3
+        assert logit_error(Int4Oracle()) > 2
 
     def test_block_mode_makes_a_rotating_offset_free(self) -> None:
         # Keys that are one constant vector times the rotation of their position: constant again once rotated

@@ -1,0 +1,84 @@
+"""Importing the package is free of side effects beyond the dispatch, and cheap."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code: str) -> str:
+    """Run `code` in a fresh interpreter and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_loads_neither_torch_nor_backends() -> None:
+    loaded = run(
+        "import sys, kvcache_plugins;"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers', 'numpy', 'safetensors')"
+        " or m.startswith('kvcache_plugins.backends')])"
+    )
+    assert loaded == "[]"
+
+
+def test_importing_after_transformers_is_loaded_adds_nothing_heavy() -> None:
+    added = run(
+        "import sys, transformers.generation.utils; before = set(sys.modules);"
+        "import kvcache_plugins; print(sorted(m for m in set(sys.modules) - before if not m.startswith('importlib')))"
+    )
+    ours = [name for name in eval(added) if name.startswith("kvcache_plugins")]  # our own print
+    assert ours == [
+        "kvcache_plugins",
+        "kvcache_plugins.errors",
+        "kvcache_plugins.integration",
+        "kvcache_plugins.registry",
+    ]
+    assert len(eval(added)) < 12
+
+
+def test_nothing_initialises_cuda() -> None:
+    assert (
+        run(
+            "import torch; torch.cuda._lazy_init = lambda: print('touched');"
+            "import kvcache_plugins as kvp; kvp.list_backends(); kvp.KIVICache; kvp.estimate; print('done')"
+        )
+        == "done"
+    )
+
+
+@pytest.mark.parametrize("first", ["transformers", "kvcache_plugins"])
+def test_the_order_of_imports_does_not_matter(first: str) -> None:
+    second = {"transformers": "kvcache_plugins", "kvcache_plugins": "transformers"}[first]
+    assert (
+        run(
+            f"import {first}, {second};"
+            "from transformers import LlamaConfig, LlamaForCausalLM;"
+            "import torch;"
+            "model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1,"
+            " num_attention_heads=2, vocab_size=32)).eval();"
+            "out = model.generate(torch.arange(5, 25)[None], max_new_tokens=3, cache_implementation='quantized',"
+            " cache_config={'backend': 'int8'}, return_dict_in_generate=True);"
+            "print(type(out.past_key_values).__name__)"
+        )
+        == "Int8Cache"
+    )
+
+
+def test_every_submodule_imports_on_its_own() -> None:
+    names = run(
+        "import pkgutil, kvcache_plugins; print(*[m.name for m in"
+        " pkgutil.walk_packages(kvcache_plugins.__path__, 'kvcache_plugins.')])"
+    ).split()
+    assert "kvcache_plugins.backends.kivi" in names
+    # one process for all, each import starting from a clean table of modules of ours
+    run(
+        "import importlib, sys\n"
+        f"for name in {names!r}:\n"
+        "    for key in [k for k in sys.modules if k.startswith('kvcache_plugins')]: del sys.modules[key]\n"
+        "    importlib.import_module(name)\n"
+    )

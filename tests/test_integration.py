@@ -1,0 +1,234 @@
+"""The dispatch: what reaches us, what reaches transformers, and what is refused before any work is done."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import Cache, DynamicCache, GenerationConfig, T5Config, T5ForConditionalGeneration
+from transformers import cache_utils as host
+from transformers.generation import utils as generation_utils
+
+import kvcache_plugins as kvp
+from kvcache_plugins.testing import tiny_model
+
+INPUTS = torch.arange(5, 45)[None]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def no_forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a forward pass was run before the bad option was refused")
+
+    monkeypatch.setattr(model.model.layers[0], "forward", refuse)
+
+
+def generate(model: Any, cache_config: Any, **kwargs: Any) -> Any:
+    return model.generate(
+        INPUTS,
+        max_new_tokens=4,
+        do_sample=False,
+        cache_implementation="quantized",
+        cache_config=cache_config,
+        return_dict_in_generate=True,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("name", ["kivi", "KIVI", "Int8", "int4", "float8"])
+def test_our_names_reach_us(model: Any, name: str) -> None:
+    cache = generate(model, {"backend": name}).past_key_values
+    assert isinstance(cache, kvp.KVCache) and isinstance(cache, Cache)
+    assert cache.backend == name.lower()
+
+
+@pytest.mark.parametrize("name", ["quanto", "hqq"])
+def test_transformers_names_reach_transformers(model: Any, name: str) -> None:
+    pytest.importorskip("optimum.quanto" if name == "quanto" else "hqq")
+    options = {"axis_key": 1, "axis_value": 1} if name == "hqq" else {}
+    cache = generate(model, {"backend": name, "nbits": 4, "q_group_size": 16, **options}).past_key_values
+    assert type(cache) is host.QuantizedCache
+
+
+@pytest.mark.allow_deprecation("torch.jit.script", reason="hqq compiles with it when it is imported")
+def test_published_hqq_example_runs_as_written(model: Any) -> None:
+    pytest.importorskip("hqq")
+    published = {
+        "backend": "HQQ", "nbits": 4, "q_group_size": 128, "residual_length": 64, "device": model.device,
+    }  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cache = generate(model, published).past_key_values
+    assert type(cache) is host.QuantizedCache
+    assert sum("'device'" in str(w.message) for w in caught) == 1
+
+
+def test_keys_of_older_tutorials_are_dropped_for_ours_too(model: Any) -> None:
+    with pytest.warns(UserWarning, match="compute_dtype.*device"):
+        cache = generate(
+            model, {"backend": "int8", "device": "cpu", "compute_dtype": torch.float16}
+        ).past_key_values
+    assert isinstance(cache, kvp.Int8Cache)
+
+
+def test_without_a_backend_transformers_default_serves(model: Any) -> None:
+    pytest.importorskip("optimum.quanto")
+    assert type(generate(model, {"q_group_size": 16}).past_key_values) is host.QuantizedCache
+
+
+@pytest.mark.parametrize(
+    ("cache_config", "said"),
+    [
+        ({"backend": "kiwi"}, ["kiwi", "'kivi'", "int8"]),
+        ({"backend": "kvi", "nbits": 2}, ["kvi", "'kivi'"]),
+        ({"backend": 3}, ["backend", "3", "kivi"]),
+        ({"backend": "kivi", "nbit": 4}, ["nbit", "'nbits'", "residual_length"]),
+        ({"backend": "kivi", "nbits": 5}, ["nbits", "5", "(2, 3, 4, 8)"]),
+        ({"backend": "kivi", "nbits": True}, ["nbits", "True", "(2, 3, 4, 8)"]),
+        ({"backend": "kivi", "value_bits": "4"}, ["value_bits", "'4'", "(2, 3, 4, 8)"]),
+        ({"backend": "kivi", "q_group_size": 48}, ["q_group_size", "48", "(16, 32, 64, 128)"]),
+        ({"backend": "kivi", "residual_length": 100}, ["residual_length", "100", "multiple of 32"]),
+        ({"backend": "kivi", "budget": 128}, ["budget", "128", "residual_length"]),
+        ({"backend": "kivi", "rope_mode": "pre"}, ["rope_mode", "'pre'", "block"]),
+        ({"backend": "int4", "nbits": 3}, ["nbits", "3", "(2, 4, 8)"]),
+        ({"backend": "int4", "smooth": 2}, ["smooth", "2", "[0.0, 1.0]"]),
+        ({"backend": "int8", "granularity": "row"}, ["granularity", "'row'", "tensor"]),
+        ({"backend": "float8", "format": "e3m4"}, ["format", "'e3m4'", "e5m2"]),
+        ({"backend": "float8", "scale": "head"}, ["calibration", "None", "scale='head'"]),
+        ({"backend": "float8", "scale": "head", "calibration": "no/such-artifact"}, ["no/such-artifact"]),
+        ({"backend": "int8", "skip_layers": [7]}, ["skip_layers", "7", "-2 to 1"]),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_bad_options_stop_before_any_forward(
+    model: Any, no_forward: None, cache_config: dict[str, Any], said: list[str]
+) -> None:
+    with pytest.raises(ValueError) as failure:
+        generate(model, cache_config)
+    for part in said:
+        assert part in str(failure.value)
+
+
+def test_group_that_does_not_divide_the_head(model: Any, no_forward: None) -> None:
+    with pytest.raises(ValueError, match=r"q_group_size must divide the head dimension 16.*got 24"):
+        generate(model, {"backend": "int8", "granularity": "group", "q_group_size": 24})
+
+
+@pytest.mark.parametrize("config", [["kivi"], "kivi", GenerationConfig()], ids=["list", "str", "object"])
+def test_a_config_that_is_not_a_dict(model: Any, no_forward: None, config: object) -> None:
+    with pytest.raises(ValueError, match=r"cache_config.*dict.*got"):
+        generate(model, config)
+    with pytest.raises(ValueError, match=r"cache_config.*dict.*got"):
+        kvp.build_cache(model, config)  # type: ignore[arg-type]
+
+
+def test_native_kernel_without_one(model: Any, no_forward: None) -> None:
+    with pytest.raises(kvp.KernelUnavailableError, match=r"kernel='native'.*kivi.*kernel='torch'"):
+        generate(model, {"backend": "kivi", "kernel": "native"})
+
+
+def test_encoder_decoder_models_are_refused() -> None:
+    config = T5Config(
+        d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=64, decoder_start_token_id=0
+    )
+    model = T5ForConditionalGeneration(config).eval()
+    with pytest.raises(ValueError, match=r"cache_config.*encoder-decoder.*decoder-only"):
+        generate(model, {"backend": "kivi"})
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        kvp.build_cache(config, {"backend": "kivi"})
+
+
+def test_something_that_is_neither_model_nor_config() -> None:
+    with pytest.raises(ValueError, match=r"model or its configuration, got str"):
+        kvp.build_cache("llama", {"backend": "kivi"})
+
+
+def test_cache_and_config_survive_json(model: Any) -> None:
+    config = GenerationConfig(
+        cache_implementation="quantized",
+        cache_config={"backend": "kivi", "layer_overrides": {"0": {"nbits": 8}}, "skip_layers": [-1]},
+        max_new_tokens=4,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    again = GenerationConfig.from_dict(json.loads(json.dumps(config.to_dict(), default=str)))
+    cache = model.generate(INPUTS, generation_config=again).past_key_values
+    assert cache.packed_layers[0].config.nbits == 8
+
+
+def test_generate_does_not_change_the_users_config(model: Any) -> None:
+    options = {"backend": "kivi", "nbits": 2}
+    generate(model, options)
+    assert options == {"backend": "kivi", "nbits": 2}
+
+
+def test_generate_binds_padding_and_final_length(model: Any) -> None:
+    inputs = torch.arange(5, 65).view(2, 30)
+    mask = torch.ones_like(inputs)
+    mask[1, :7] = 0
+    out = model.generate(
+        inputs,
+        attention_mask=mask,
+        max_new_tokens=5,
+        num_beams=2,
+        cache_implementation="quantized",
+        cache_config={"backend": "int8"},
+        return_dict_in_generate=True,
+    )
+    layer = out.past_key_values.packed_layers[0]
+    assert layer.padding.lengths.tolist() == [0, 0, 7, 7]
+    assert layer.final_length == 34
+
+
+def test_uninstall_restores_transformers_and_install_comes_back(model: Any) -> None:
+    prepare = generation_utils.GenerationMixin._prepare_cache_for_generation
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    wrapped = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    kvp.uninstall()
+    try:
+        assert generation_utils.GenerationMixin._prepare_cache_for_generation is prepare.__wrapped__  # type: ignore[attr-defined]
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is wrapped.__wrapped__  # type: ignore[attr-defined]
+        assert "kvcache_plugins" not in ALL_ATTENTION_FUNCTIONS
+        with pytest.raises(ValueError, match="kivi"):
+            generate(model, {"backend": "kivi"})
+        if host.is_optimum_quanto_available():
+            assert (
+                type(generate(model, {"backend": "quanto", "q_group_size": 16}).past_key_values)
+                is host.QuantizedCache
+            )
+    finally:
+        kvp.install()
+    kvp.install()  # a second call changes nothing
+    assert isinstance(generate(model, {"backend": "kivi"}).past_key_values, kvp.KIVICache)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"].__wrapped__ is wrapped.__wrapped__  # type: ignore[attr-defined]
+
+
+def test_a_changed_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kvp.uninstall()
+    try:
+        with monkeypatch.context() as patch:
+            patch.delattr(generation_utils.GenerationMixin, "_prepare_cache_for_generation")
+            with pytest.raises(
+                kvp.IncompatibleTransformersError, match=r"_prepare_cache_for_generation.*transformers \d"
+            ):
+                kvp.install()
+    finally:
+        kvp.uninstall()
+        kvp.install()
+
+
+def test_other_caches_are_left_alone(model: Any) -> None:
+    cache = DynamicCache(config=model.config)
+    model.generate(INPUTS, past_key_values=cache, max_new_tokens=3)
+    assert type(cache) is DynamicCache
+    out = model.generate(INPUTS, max_new_tokens=3, return_dict_in_generate=True)
+    assert type(out.past_key_values) is DynamicCache
