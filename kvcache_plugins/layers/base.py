@@ -184,6 +184,7 @@ class PackedLayer(CacheLayerMixin):
         Exact tokens go first. If the cut falls inside a group of packed tokens that share metadata, the
         survivors of that group return to the residual window as their decoded values.
         """
+        tokens_to_remove = int(tokens_to_remove)  # some releases of transformers pass a tensor
         if tokens_to_remove > 0:
             raise ValueError(
                 f"`crop` takes the number of tokens to remove as a negative integer, got {tokens_to_remove}."

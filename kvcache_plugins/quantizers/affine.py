@@ -68,12 +68,12 @@ def choose_qparams_asymmetric(
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: scale and minimum, fp32, of the granularity's scale shape. A
-        group without any valid finite entry, or with a range of zero, has scale 0.
+        group without any valid finite entry, or with a range of zero or beyond fp32, has scale 0.
     """
     groups = granularity.split(states)
     low, high = _range(groups, granularity, valid)
     scale = round_to_half((high - low) / (2**nbits - 1))
-    return scale, round_to_half(low)
+    return scale.masked_fill(torch.isinf(scale), 0.0), round_to_half(low)
 
 
 def quantize_asymmetric(
