@@ -76,6 +76,7 @@ UNSEEN_TOPICS = (
     "specialattrs",
     "specialnames",
 )
+TINY_MODEL = 100_000_000  # parameters up to which a decode step is too short to be shared between threads
 SMALL_MODEL = 1_000_000_000  # parameters up to which a second copy of the model in fp32 is affordable
 WARM_UP_STEPS = 4  # decode steps left out of the time per token: first-use allocations and thread start
 
@@ -104,7 +105,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Python's language reference)")
     add_cache_config_option(parser, "all backends that need no artifact, and transformers' own")
     parser.add_argument("--prompt_tokens", type=int, default=2048, help="default: 2048")
-    parser.add_argument("--new_tokens", type=int, default=64, help="tokens to generate (default: 64)")
+    parser.add_argument("--new_tokens", type=int, default=128, help="tokens to generate (default: 128)")
     parser.add_argument("--score_tokens", type=int, default=512, help="true tokens to score (default: 512)")
     parser.add_argument(
         "--block_length", type=int, default=32, help="tokens read per scoring step (default: 32)"
@@ -113,6 +114,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--dtype", default="auto", help="auto (the checkpoint's), bfloat16, float16 or float32"
     )
     parser.add_argument("--score_dtype", help="default: float32 up to a billion parameters, else --dtype")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: 1 for a tiny model, else torch's)")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument(
         "--output", type=Path, default=Path(), metavar="DIR", help="default: current directory"
@@ -124,6 +126,8 @@ def run(args: argparse.Namespace) -> None:
     """Measure every cache and write the table, `results.json` and `quickstart.png`."""
     started = time.perf_counter()
     # Every option is checked before anything is loaded, so that a typing error costs no time.
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads must be positive, got {args.threads}.")
     if min(args.prompt_tokens, args.new_tokens - WARM_UP_STEPS, args.score_tokens, args.block_length) < 1:
         raise ValueError(
             "--prompt_tokens, --score_tokens and --block_length must be positive, --new_tokens above "
@@ -141,6 +145,11 @@ def run(args: argparse.Namespace) -> None:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).to(device).eval()
+    if args.threads is None and model.num_parameters() <= TINY_MODEL:
+        # waiting for a second thread would cost more than it brings, most of all on a busy machine
+        args.threads = 1
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     scorer = scoring_model(model, args.score_dtype)
     token_ids = encode(tokenizer, text, args, model_config, console).to(device)
 
@@ -610,22 +619,19 @@ def save_picture(document: dict[str, Any], path: Path) -> None:
     # A divergence of exactly zero (nothing was packed) has no place on a logarithmic axis: it is drawn at the
     # bottom.
     floor = min((row["kl_to_dense"] for row in packed if row["kl_to_dense"] > 0), default=1e-6) / 2
+    points: list[tuple[float, float, str, str]] = []
     for name, label in names.items():
         rows = [row for row in packed if owner(row) == name]
         heights = [max(row["kl_to_dense"], floor) for row in rows]
         quality.scatter([r["bits_per_value"] for r in rows], heights, s=55, color=colours[name], label=label)
-        for row, height in zip(rows, heights, strict=True):
-            quality.annotate(
-                row["label"],
-                (row["bits_per_value"], height),
-                xytext=(7, 4),
-                textcoords="offset points",
-                fontsize=9,
-                color=colours[name],
-            )
+        points += [
+            (row["bits_per_value"], height, row["label"], colours[name])
+            for row, height in zip(rows, heights, strict=True)
+        ]
     quality.set_yscale("log")
     quality.margins(x=0.18, y=0.12)
-    quality.set_xlabel("bits per cached value, metadata and exact recent tokens included (dense: 16 in bf16)")
+    dense_bits = results[0]["bits_per_value"]
+    quality.set_xlabel(f"bits per value, metadata and exact recent tokens included (dense: {dense_bits:.0f})")
     quality.set_ylabel("KL divergence to the dense run (nats per token)")
     quality.set_title("Quality against memory (lower left is better)")
     if packed:
@@ -652,8 +658,40 @@ def save_picture(document: dict[str, Any], path: Path) -> None:
         f"{Path(settings['model']).name}, {settings['dtype']}: {settings['prompt_tokens']} prompt tokens, "
         f"{settings['new_tokens']} generated, {settings['score_tokens']} scored"
     )
+    figure.draw_without_rendering()  # fixes the layout, so that the space a label takes is known
+    place_labels(quality, points)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def place_labels(axes: Any, points: list[tuple[float, float, str, str]]) -> None:
+    """Write each label beside its point, on the first side where it covers neither a point nor another
+    label."""
+    from matplotlib.transforms import Bbox
+
+    centres = axes.transData.transform([(x, y) for x, y, _, _ in points]) if points else []
+    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in centres]
+    sides = [
+        ("left", 8, 0),
+        ("right", -8, 0),
+        ("left", 6, 9),
+        ("left", 6, -9),
+        ("right", -6, 9),
+        ("right", -6, -9),
+        ("center", 0, 14),
+        ("center", 0, -14),
+    ]
+    for index, (x, y, label, colour) in enumerate(points):
+        others = taken[:index] + taken[index + 1 :]
+        note = axes.annotate(
+            label, (x, y), textcoords="offset points", fontsize=9, color=colour, va="center", xytext=(0, 0)
+        )
+        for alignment, right, up in [*sides, sides[0]]:  # the first again if every side is taken
+            note.set(ha=alignment, position=(right, up))
+            box = note.get_window_extent()
+            if not any(box.overlaps(other) for other in others):
+                break
+        taken.append(note.get_window_extent())
 
 
 if __name__ == "__main__":

@@ -213,17 +213,20 @@ class RotatedCodec(_WrappedCodec):
     def __init__(self, inner: Codec, rotary: Rotary, period: int) -> None:
         super().__init__(inner)
         self.rotary, self.period = rotary, period
+        self._tables = rotary.tables(torch.arange(period))
 
-    def _deltas(self, states: Tensor, position: int) -> Tensor:
-        slots = torch.arange(position, position + states.shape[2], device=states.device)
-        return slots % self.period
+    def _turn(self, states: Tensor, position: int, *, undo: bool) -> Tensor:
+        if self._tables[0].device != states.device:
+            self._tables = (self._tables[0].to(states.device), self._tables[1].to(states.device))
+        deltas = torch.arange(position, position + states.shape[2], device=states.device) % self.period
+        cos, sin = (table[deltas] for table in self._tables)
+        return self.rotary.turn(states, cos, -sin if undo else sin)
 
     def encode(self, states: Tensor, position: int, valid: Tensor | None = None) -> Encoded:
-        return self.inner.encode(self.rotary.rotate(states, -self._deltas(states, position)), position, valid)
+        return self.inner.encode(self._turn(states, position, undo=True), position, valid)
 
     def decode(self, encoded: Encoded, position: int) -> Tensor:
-        states = self.inner.decode(encoded, position)
-        return self.rotary.rotate(states, self._deltas(states, position))
+        return self._turn(self.inner.decode(encoded, position), position, undo=False)
 
 
 class ScaledCodec(_WrappedCodec):

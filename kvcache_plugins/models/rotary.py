@@ -47,14 +47,16 @@ class Rotary:
         return angles.cos().float(), angles.sin().float()
 
     def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Rotate `states` of shape `(B, H, T, D)` by `positions` of shape `(T,)` (negative undoes
-        positive)."""
-        cos, sin = self.tables(positions)
+        """Rotate `states` of shape `(B, H, T, D)` by `positions` of shape `(T,)` (negative undoes positive)."""
+        return self.turn(states, *self.tables(positions))
+
+    def turn(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate `states` of shape `(B, H, T, D)` by angles whose cosines and sines are `(T, rotary_dim / 2)`."""
         rotated = states.clone()
         first, second = self.pairs(states)
         out_first, out_second = self.pairs(rotated)
-        out_first.copy_(first * cos - second * sin)
-        out_second.copy_(second * cos + first * sin)
+        out_first.mul_(cos).addcmul_(second, sin, value=-1.0)
+        out_second.mul_(cos).addcmul_(first, sin)
         return rotated
 
     def pairs(self, states: Tensor) -> tuple[Tensor, Tensor]:

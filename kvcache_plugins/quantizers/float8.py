@@ -31,5 +31,17 @@ def quantize_float8(
 
 def dequantize_float8(codes: Tensor, scale: Tensor, granularity: Granularity, format: str) -> Tensor:
     """Return fp32 values of shape `(B, H, T, D)` from uint8 bit patterns."""
-    values = granularity.split(codes.view(FLOAT8_DTYPES[format]).to(torch.float32))
+    values = granularity.split(_to_float(codes, format))
     return values.mul_(granularity.spread(scale)).reshape(codes.shape)
+
+
+def _to_float(codes: Tensor, format: str) -> Tensor:
+    """Widen the finite bit patterns to fp32, exactly, through fp16, whose conversion is several times faster.
+
+    e5m2 is the upper byte of an fp16. The exponent and mantissa of e4m3, put in the place of those of an fp16, make
+    a number 2^8 too small, because the exponent biases are 7 and 15.
+    """
+    signed = codes.view(torch.int8).to(torch.int16)
+    if format == "e5m2":
+        return (signed << 8).view(torch.float16).float()
+    return ((signed << 7) & ~0x4000).view(torch.float16).float().mul_(256.0)

@@ -24,7 +24,7 @@ from kvcache_plugins.quantizers.granularity import (
     per_token_group,
     per_token_head,
 )
-from reference import quantizers as oracle
+from tests.reference import quantizers as oracle
 
 INF, NAN = float("inf"), float("nan")
 BITS = (1, 2, 3, 4, 8)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvcache_plugins.quantizers.affine import choose_qparams_symmetric
 from kvcache_plugins.quantizers.float8 import FLOAT8_DTYPES, FLOAT8_MAX, dequantize_float8, quantize_float8
 from kvcache_plugins.quantizers.granularity import Granularity, per_token, per_token_group, per_token_head
-from reference import quantizers as oracle
+from tests.reference import quantizers as oracle
 
 INF, NAN = float("inf"), float("nan")
 FORMATS = ("e4m3", "e5m2")

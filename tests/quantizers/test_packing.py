@@ -23,7 +23,7 @@ from kvcache_plugins.quantizers.packing import (
     unpack_keys,
     unpack_values,
 )
-from reference import packing as oracle
+from tests.reference import packing as oracle
 
 WIDTHS = (16, 48, 64, 80, 96, 128, 192)
 BITS = (1, 2, 3, 4, 8)

@@ -1,0 +1,114 @@
+"""Fidelity on a model whose attention uses its context, and on text it never saw.
+
+Windows of 1024 tokens; the first 512 are read in one forward, the others in blocks of 32 that read the cache. Compared is
+the mean KL divergence from the dense run, of our caches, of caches fake-quantized from the formulas (`tests/reference`),
+and of transformers' own.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import QuantizedCache
+
+import kvcache_plugins as kvp
+
+from .reference.caches import oracle_cache
+from .reference.fidelity import fidelity
+
+MODEL = Path(__file__).parents[1] / "examples" / "models" / "tiny-llama-books"
+UNSEEN = ("attribute-access", "exprlists", "nonlocal", "numeric-types", "operator-summary", "specialattrs",
+          "specialnames", "subscriptions")  # fmt: skip
+WINDOWS = 3
+
+
+@lru_cache(maxsize=1)
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+
+@lru_cache(maxsize=1)
+def token_ids() -> torch.Tensor:
+    # The longest topic is tens of windows long and comes last in every release that has it.
+    text = "\n\n".join(topics[name] for name in sorted(UNSEEN, key=lambda n: (n == "specialnames", n)) if name in topics)
+    return torch.tensor(AutoTokenizer.from_pretrained(MODEL)(text, verbose=False).input_ids)
+
+
+def ours(**options: Any) -> dict[str, float]:
+    return _ours(tuple(sorted(options.items())))
+
+
+@lru_cache(maxsize=None)
+def _ours(items: tuple[tuple[str, Any], ...]) -> dict[str, float]:
+    options = dict(items)
+    return fidelity(model(), token_ids(), lambda: kvp.build_cache(model(), options), max_windows=WINDOWS)
+
+
+def oracle(method: str, **options: Any) -> dict[str, float]:
+    if options.get("rope_mode") == "block":
+        options |= {"inv_freq": model().model.rotary_emb.inv_freq, "rope_period": 32}
+    return fidelity(
+        model(), token_ids(), lambda: oracle_cache(model().config, method, **options), max_windows=WINDOWS
+    )
+
+
+@lru_cache(maxsize=None)
+def theirs(backend: str, nbits: int | None) -> dict[str, float]:
+    options: dict[str, Any] = {} if nbits is None else {"nbits": nbits}
+    if backend == "hqq":
+        options |= {"axis_key": 1, "axis_value": 1}
+    return fidelity(
+        model(), token_ids(), lambda: QuantizedCache(backend, model().config, **options), max_windows=WINDOWS
+    )
+
+
+CASES = {
+    "kivi-4": ({"backend": "kivi", "nbits": 4}, {"method": "kivi"}),
+    "kivi-3": ({"backend": "kivi", "nbits": 3}, {"method": "kivi", "key_bits": 3, "value_bits": 3}),
+    "kivi-2": ({"backend": "kivi", "nbits": 2}, {"method": "kivi", "key_bits": 2, "value_bits": 2}),
+    "kivi-k4v2-block": (
+        {"backend": "kivi", "key_bits": 4, "value_bits": 2, "rope_mode": "block"},
+        {"method": "kivi", "key_bits": 4, "value_bits": 2, "rope_mode": "block"},
+    ),
+    "int8": ({"backend": "int8"}, {"method": "int8"}),
+    "int4": ({"backend": "int4"}, {"method": "int4"}),
+    "int4-smooth": ({"backend": "int4", "smooth": 0.5}, {"method": "int4", "smooth": 0.5}),
+    "int4-k8v4": ({"backend": "int4", "key_bits": 8}, {"method": "int4", "key_bits": 8}),
+    "float8": ({"backend": "float8"}, {"method": "float8"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_faithful_as_the_formulas(name: str) -> None:
+    options, formula = CASES[name]
+    got, expected = ours(**options), oracle(**formula)
+    assert got["kl"] > 1e-7, "no quantization error at all: the cache was not read"
+    assert got["kl"] == pytest.approx(expected["kl"], rel=0.08)
+    assert got["dense_nll"] == pytest.approx(expected["dense_nll"], rel=1e-6)
+
+
+@pytest.mark.allow_deprecation("torch.jit.script", reason="hqq compiles with it when it is imported")
+@pytest.mark.parametrize("nbits", [4, 2])
+@pytest.mark.parametrize(("backend", "module"), [("quanto", "optimum.quanto"), ("hqq", "hqq")])
+def test_kivi_beats_transformers_own_at_the_same_bits(backend: str, module: str, nbits: int) -> None:
+    pytest.importorskip(module)
+    assert ours(backend="kivi", nbits=nbits)["kl"] < theirs(backend, nbits)["kl"]
+
+
+def test_float8_is_no_worse_than_transformers_own() -> None:
+    try:
+        QuantizedCache("fp8", model().config)
+    except ValueError:
+        pytest.skip("this transformers has no fp8 cache")
+    assert ours(backend="float8")["kl"] <= 1.1 * theirs("fp8", None)["kl"]
+
+
+def test_more_bits_are_more_faithful() -> None:
+    kl = [ours(backend="kivi", nbits=nbits)["kl"] for nbits in (2, 3, 4, 8)]
+    assert kl == sorted(kl, reverse=True)
