@@ -78,6 +78,7 @@ UNSEEN_TOPICS = (
 )
 TINY_MODEL = 100_000_000  # parameters up to which a decode step is too short to be shared between threads
 SMALL_MODEL = 1_000_000_000  # parameters up to which a second copy of the model in fp32 is affordable
+SHORTEST_PROMPT = 32
 WARM_UP_STEPS = 4  # decode steps left out of the time per token: first-use allocations and thread start
 
 
@@ -128,10 +129,10 @@ def run(args: argparse.Namespace) -> None:
     # Every option is checked before anything is loaded, so that a typing error costs no time.
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads must be positive, got {args.threads}.")
-    if min(args.prompt_tokens, args.new_tokens - WARM_UP_STEPS, args.score_tokens, args.block_length) < 1:
+    if min(args.prompt_tokens, args.new_tokens - WARM_UP_STEPS - 1, args.score_tokens, args.block_length) < 1:
         raise ValueError(
             "--prompt_tokens, --score_tokens and --block_length must be positive, --new_tokens above "
-            f"{WARM_UP_STEPS}; got {args.prompt_tokens}, {args.score_tokens}, {args.block_length} and "
+            f"{WARM_UP_STEPS + 1}; got {args.prompt_tokens}, {args.score_tokens}, {args.block_length} and "
             f"{args.new_tokens}."
         )
     chosen = DEFAULT_CACHE_CONFIGS if args.cache_config is None else parse_cache_configs(args.cache_config)
@@ -234,19 +235,22 @@ def encode(
     tokenizer: Any, text: str, args: argparse.Namespace, config: Any, console: Console
 ) -> torch.Tensor:
     """Tokenize the prompt and its true continuation; both shrink where the text or the model is too short."""
-    wanted = args.prompt_tokens + max(args.score_tokens, args.new_tokens)
+    wanted = args.prompt_tokens + args.score_tokens
     # 32 characters a token is more than any real text has, and a whole novel need not be tokenized
     token_ids = tokenizer(text[: 32 * wanted], return_tensors="pt")["input_ids"]
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or wanted
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
     available = min(token_ids.shape[1], limit)
-    if available < 64:
-        raise ValueError(f"The text must have at least 64 tokens for this model, got {available}.")
-    if available < wanted:
-        for name in ("prompt_tokens", "score_tokens", "new_tokens"):
-            setattr(args, name, max(WARM_UP_STEPS + 1, getattr(args, name) * available // wanted - 1))
+    prompt_tokens = min(args.prompt_tokens, args.prompt_tokens * available // wanted, limit - args.new_tokens)
+    if prompt_tokens < SHORTEST_PROMPT:
+        raise ValueError(
+            f"The prompt would have {max(prompt_tokens, 0)} tokens and needs {SHORTEST_PROMPT}: the text has "
+            f"{token_ids.shape[1]} tokens, the model {limit} positions, {args.new_tokens} are generated."
+        )
+    if prompt_tokens < args.prompt_tokens:
+        args.prompt_tokens = prompt_tokens
+        args.score_tokens = min(args.score_tokens, available - prompt_tokens)
         console.print(
-            f"only {available} tokens of text fit: prompt {args.prompt_tokens}, scored {args.score_tokens}, "
-            f"generated {args.new_tokens}",
+            f"text or model too short: prompt {prompt_tokens}, scored {args.score_tokens} tokens",
             highlight=False,
         )
     return token_ids[:, : args.prompt_tokens + args.score_tokens]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         KernelUnavailableError,
         UnsupportedOperationError,
     )
-    from .estimate import estimate
+    from .estimation import estimate
     from .report import CacheReport
 
 __version__ = "0.1.0"
@@ -66,7 +66,7 @@ _LAZY = {
     "KernelUnavailableError": "errors",
     "UnsupportedOperationError": "errors",
     "build_cache": "cache",
-    "estimate": "estimate",
+    "estimate": "estimation",
 }
 
 

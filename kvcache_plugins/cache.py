@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .attention import dispatch as _dispatch  # registers how handles are attended to
-from .config import BackendConfig
+from .config import BackendConfig, drop_legacy_keys
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
 from .models.facts import LayerFacts, decoder_config, describe_layers, split_model_or_config
@@ -19,7 +19,7 @@ from .models.layer_plan import key_value_heads, plan_layers
 from .registry import get_backend
 from .report import CacheReport
 
-__all__ = ["KVCache", "build_cache"]
+__all__ = ["KVCache", "build_cache", "tensors_in"]
 
 _ = _dispatch
 
@@ -115,9 +115,9 @@ class KVCache(Cache):
         """Return the state of the cache as a [`CacheReport`]; `print` it for a table."""
         values, dense_bytes = 0, 0
         for layer in self.layers:
-            layer_values, item_bytes = _dense_size(layer)
+            layer_values, layer_bytes = _dense_size(layer)
             values += layer_values
-            dense_bytes += layer_values * item_bytes
+            dense_bytes += layer_bytes
         packed = self.packed_layers
         seen = max(
             (layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0
@@ -161,7 +161,7 @@ class KVCache(Cache):
             if isinstance(layer, PackedLayer):
                 yield from layer.tensors().values()
             else:
-                yield from _tensors_in(vars(layer))
+                yield from tensors_in(vars(layer))
 
 
 def build_cache(
@@ -186,7 +186,7 @@ def build_cache(
             f"`cache_config` must be a dict such as {{'backend': 'kivi', 'nbits': 4}}, got {cache_config!r} "
             f"({type(cache_config).__name__})."
         )
-    options = dict(cache_config)
+    options = drop_legacy_keys(cache_config)
     if "backend" not in options:
         raise ValueError(f"`cache_config` needs a 'backend', got only {sorted(options)}.")
     cache_class = get_backend(options.pop("backend"))
@@ -201,27 +201,26 @@ def _left_padding(attention_mask: Tensor | None) -> Tensor | None:
 
 
 def _dense_size(layer: Any) -> tuple[int, int]:
-    """Number of key and value entries a dense layer would hold, and bytes of each."""
+    """Number of state entries a layer would hold in transformers' own class, and their bytes."""
     if isinstance(layer, PackedLayer):
         if not layer.is_initialized:
             return 0, 0
         batch_size, num_heads = layer.records.data.shape[:2]
         width = sum(stream.head_dim for stream in layer.streams)
-        return batch_size * num_heads * layer.key_stream_.length * width, layer.dtype.itemsize
-    tensors = list(_tensors_in(vars(layer)))
-    if not tensors:
-        return 0, 0
-    return sum(t.numel() for t in tensors), max(t.dtype.itemsize for t in tensors)
+        values = batch_size * num_heads * layer.key_stream_.length * width
+        return values, values * layer.dtype.itemsize
+    states = [t for t in tensors_in(vars(layer)) if t.is_floating_point()]
+    return sum(t.numel() for t in states), sum(t.numel() * t.dtype.itemsize for t in states)
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in the attributes of one of transformers' layers, whose states may sit in lists and
     dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)

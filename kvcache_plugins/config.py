@@ -6,17 +6,35 @@ Every check happens here, when the cache is built, so that a wrong option stops 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from .registry import suggest
 
-__all__ = ["KERNELS", "BackendConfig", "check_choice", "check_integer", "check_number", "uniform_sqnr_db"]
+__all__ = [
+    "KERNELS",
+    "BackendConfig",
+    "check_choice",
+    "check_integer",
+    "check_number",
+    "drop_legacy_keys",
+    "uniform_sqnr_db",
+]
 
+_LEGACY_KEYS = ("compute_dtype", "device")
 KERNELS = ("auto", "torch", "native")
 _PER_CACHE = ("skip_layers", "layer_overrides", "kernel")
 _Self = TypeVar("_Self", bound="BackendConfig")
+
+
+def drop_legacy_keys(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` without the keys older tutorials pass and no cache uses, warning once about them."""
+    dropped = [key for key in _LEGACY_KEYS if key in options]
+    if dropped:
+        warnings.warn(f"cache_config: {dropped} no longer mean anything for a cache and are ignored.", stacklevel=3)
+    return {key: value for key, value in options.items() if key not in _LEGACY_KEYS}
 
 
 def check_choice(owner: object, name: str, value: object, allowed: Iterable[object]) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib.abc import MetaPathFinder
@@ -26,12 +25,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from .config import drop_legacy_keys
 from .errors import IncompatibleTransformersError
 from .registry import TRANSFORMERS_BACKENDS, get_backend
 
 __all__ = ["install", "uninstall"]
 
-_LEGACY_KEYS = ("compute_dtype", "device")
 _OWN_ATTENTION = "kvcache_plugins"
 
 _Undo = Callable[[], None]
@@ -79,13 +78,14 @@ def _quantized_cache_seam(module: ModuleType) -> None:
                 raise ValueError(
                     f"Options of the backend {backend!r} must be given by name, got {args!r} by position."
                 )
-            cache_class = get_backend(backend)  # an unknown name fails here, naming the closest
-            return cache_class(config, **_without_legacy_keys(options))
+            get_backend(backend)  # an unknown name fails here, naming the closest
+            build_cache = importlib.import_module(f"{__package__}.cache").build_cache
+            return build_cache(config, {**options, "backend": backend})
         return object.__new__(klass)
 
     @wraps(original_init)
     def init(self: Any, backend: Any, config: Any, *args: Any, **options: Any) -> None:
-        original_init(self, str(backend).lower(), config, *args, **_without_legacy_keys(options))
+        original_init(self, str(backend).lower(), config, *args, **drop_legacy_keys(options))
 
     cls.__new__ = new
     cls.__init__ = init
@@ -213,15 +213,6 @@ def _bind(model: Any, model_kwargs: dict[str, Any], max_cache_length: int | None
         cache.bind(
             model, attention_mask=model_kwargs.get("attention_mask"), max_cache_length=max_cache_length
         )
-
-
-def _without_legacy_keys(options: dict[str, Any]) -> dict[str, Any]:
-    dropped = [key for key in _LEGACY_KEYS if key in options]
-    if dropped:
-        warnings.warn(
-            f"cache_config: {dropped} have no meaning for a cache any more and are ignored.", stacklevel=4
-        )
-    return {key: value for key, value in options.items() if key not in _LEGACY_KEYS}
 
 
 def _is_flash(name: str) -> bool:

@@ -34,6 +34,7 @@ def test_importing_after_transformers_is_loaded_adds_nothing_heavy() -> None:
     ours = [name for name in eval(added) if name.startswith("kvcache_plugins")]  # our own print
     assert ours == [
         "kvcache_plugins",
+        "kvcache_plugins.config",
         "kvcache_plugins.errors",
         "kvcache_plugins.integration",
         "kvcache_plugins.registry",

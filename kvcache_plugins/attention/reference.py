@@ -173,10 +173,10 @@ def _columns(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 def _add_sinks(best: Tensor, total: Tensor, output: Tensor, sink_logits: Tensor) -> tuple[Tensor, Tensor]:
     sinks = sink_logits.to(best)[None, :, None, None]
-    shift = best.masked_fill(best == -torch.inf, 0.0)
     new_best = torch.maximum(best, sinks)
-    decay = (shift - new_best).exp()
-    return total * decay + (sinks - new_best).exp(), output * decay
+    shift = new_best.masked_fill(new_best == -torch.inf, 0.0)
+    decay = (best - shift).exp()
+    return total * decay + (sinks - shift).exp(), output * decay
 
 
 def _first_visible_slot(options: AttentionOptions, length: int, query_length: int) -> int:

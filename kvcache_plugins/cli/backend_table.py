@@ -15,7 +15,7 @@ from ..registry import get_backend, list_backends
 __all__ = ["SECTIONS", "BackendRow", "backend_rows", "docstring_sections", "markdown_table"]
 
 SECTIONS = ("Paper", "Deviates", "Cost", "Limits")
-"""Sections every backend's docstring has, besides its first line."""
+"""Sections every backend's docstring has, besides its first paragraph."""
 
 # Options of every backend; they are listed once, and in a row only where its default differs.
 _COMMON_DEFAULTS: dict[str, Any] = {
@@ -33,7 +33,7 @@ class BackendRow:
 
     Args:
         name (`str`): Registry name.
-        summary (`str`): First line of its docstring, or why it could not be loaded.
+        summary (`str`): First paragraph of its docstring, or why it could not be loaded.
         sections (`dict[str, str]`): The docstring's `SECTIONS`, each joined into one line.
         options (`dict[str, str]`): Options of its own and their defaults, as JSON-like text.
         native_kernels (`tuple[str, ...]`): Devices on which a native kernel reads its packed codes; empty if
@@ -74,9 +74,9 @@ def docstring_sections(docstring: str) -> tuple[str, dict[str, str]]:
         docstring (`str`): Text with the indentation removed, as `inspect.getdoc` returns it.
 
     Returns:
-        `tuple[str, dict[str, str]]`: The first line, and the text of each section as one line.
+        `tuple[str, dict[str, str]]`: The first paragraph and each section, as one line each.
     """
-    summary, _, body = docstring.strip().partition("\n")
+    first, _, body = docstring.strip().partition("\n\n")
     sections: dict[str, list[str]] = {}
     current: list[str] = []
     for line in body.splitlines():
@@ -85,7 +85,7 @@ def docstring_sections(docstring: str) -> tuple[str, dict[str, str]]:
             current = sections.setdefault(header["name"], [])
             line = header["rest"] or ""
         current.append(line.strip())
-    return summary.strip(), {name: " ".join(filter(None, lines)) for name, lines in sections.items()}
+    return " ".join(first.split()), {name: " ".join(filter(None, lines)) for name, lines in sections.items()}
 
 
 def markdown_table(rows: list[BackendRow]) -> str:

@@ -34,6 +34,7 @@ _METADATA_READS = {
     torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
     torch.Tensor.is_meta.__get__,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.__len__,
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.numel,

@@ -79,6 +79,8 @@ def describe_layers(
         layer_types (`list[str]`): The kind of every layer.
         head_dim (`int`): Channels of a key.
     """
+    if model is not None:  # the towers of a multimodal model have attention layers of their own
+        model = getattr(model, "get_decoder", lambda: None)() or model
     rotaries = {kind: find_rotary(model, config, kind, head_dim) for kind in set(layer_types)}
     attentions = _attention_modules(model) if model is not None else {}
     facts = []

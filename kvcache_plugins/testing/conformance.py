@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from ..attention.reference import AttentionOptions, attend
 from ..cache import KVCache, build_cache
-from ..estimate import estimate
+from ..estimation import estimate
 from ..layers.base import PackedLayer
 from ..layers.handle import KVHandle
 from .comparison import assert_close, relative_rms, sqnr_db

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .cache import build_cache
+from .cache import build_cache, tensors_in
 from .layers.base import PackedLayer
 from .models.facts import decoder_config, split_model_or_config
 from .models.layer_plan import key_value_heads, plan_layers
@@ -53,18 +53,15 @@ def estimate(
         layers: list[Any] = [plan.build_dense() for plan in plan_layers(config)]
     else:
         layers = build_cache(model_or_config, cache_config).layers
-    total = 0
+    storages: dict[int, int] = {}
     for layer_idx, layer in enumerate(layers):
-        if not hasattr(layer, "update") or not hasattr(layer, "get_mask_sizes"):
-            continue  # linear attention or a layer without any state
+        if not hasattr(layer, "get_mask_sizes"):
+            continue  # linear attention, or a layer without any state
         heads, key_dim, value_dim = key_value_heads(config, layer_idx)
-        shape = (batch_size, heads, tokens)
-        keys = torch.empty(*shape, key_dim, dtype=dtype, device="meta")
-        values = torch.empty(*shape, value_dim, dtype=dtype, device="meta")
-        layer.update(keys, values)
-        if isinstance(layer, PackedLayer):
-            total += layer.kv_bytes
-        else:
-            held = (layer.keys, layer.values)
-            total += sum(t.numel() * t.dtype.itemsize for t in held)
-    return total
+        for count in (tokens - 1, 1):
+            keys = torch.empty(batch_size, heads, count, key_dim, dtype=dtype, device="meta")
+            values = torch.empty(batch_size, heads, count, value_dim, dtype=dtype, device="meta")
+            layer.update(keys, values)
+        owned = layer.tensors().values() if isinstance(layer, PackedLayer) else tensors_in(vars(layer))
+        storages |= {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in owned}
+    return sum(storages.values())

@@ -1,0 +1,227 @@
+"""The command line: what it prints, what it refuses, and what importing it costs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvcache_plugins as kvp
+from kvcache_plugins.cli import backend_table, main
+from kvcache_plugins.cli.backend_table import SECTIONS, backend_rows, docstring_sections, markdown_table
+from kvcache_plugins.cli.estimate import PRESETS
+from kvcache_plugins.cli.options import cache_label, parse_cache_configs
+
+ROOT = Path(__file__).resolve().parents[2]
+BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
+
+
+# ---- importing ----
+
+
+def test_importing_the_command_line_imports_nothing_heavy() -> None:
+    code = "import sys, kvcache_plugins.cli; print(*{'torch', 'transformers', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_help_imports_nothing_heavy_and_names_every_command() -> None:
+    code = (
+        "import sys, contextlib, kvcache_plugins.cli as cli\n"
+        "with contextlib.suppress(SystemExit): cli.main(['--help'])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {"list", "estimate"} <= set(done.stdout.split())
+
+
+# ---- list ----
+
+
+def test_list_prints_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    first_words = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert set(kvp.list_backends()) <= first_words
+
+
+def test_list_verbose_prints_the_sections_of_every_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--verbose"]) == 0
+    text = capsys.readouterr().out
+    for name in kvp.list_backends():
+        assert f"\n{name}: " in f"\n{text}"
+    for section in SECTIONS:
+        assert text.count(f"    {section}: ") >= len(_builtin_rows())
+
+
+def _builtin_rows() -> list[backend_table.BackendRow]:
+    files = {path.stem for path in (ROOT / "kvcache_plugins" / "backends").glob("[a-z]*.py")}
+    return [row for row in backend_rows() if row.name in files]
+
+
+@pytest.mark.parametrize("row", _builtin_rows(), ids=lambda row: row.name)
+def test_docstring_of_a_backend_says_what_the_table_needs(row: backend_table.BackendRow) -> None:
+    assert row.summary.endswith(".")
+    assert set(row.sections) == set(SECTIONS)
+    assert all(row.sections.values())
+    assert "residual_length" in row.options
+
+
+def test_a_backend_that_cannot_be_imported_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_backend(name: str) -> type:
+        if name == "broken":
+            raise ImportError("no module\nnamed nothing")
+        return kvp.registry.get_backend(name)
+
+    monkeypatch.setattr(backend_table, "list_backends", lambda: ["broken", "int8"])
+    monkeypatch.setattr(backend_table, "get_backend", get_backend)
+    broken, int8 = backend_rows()
+    assert broken.summary == "cannot be loaded: no module named nothing"
+    assert int8.sections["Paper"]
+
+
+def test_markdown_table_escapes_its_separator() -> None:
+    row = backend_table.BackendRow("name", "a | b", options={"scale": "head"})
+    assert markdown_table([row]).splitlines()[2] == "| `name` | a \\| b |  | `scale=head` | no |"
+
+
+def test_docstring_sections_may_start_on_the_line_of_their_name() -> None:
+    summary, sections = docstring_sections(
+        "First\nline.\n\nMore text: not a section.\n\nPaper: one\n    two\nCost:\n    `8 + 16`\n\n    bits\n"
+    )
+    assert summary == "First line."
+    assert sections["Paper"] == "one two"
+    assert sections["Cost"] == "`8 + 16` bits"
+
+
+# ---- estimate ----
+
+
+def test_estimate_json_is_the_python_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    cache_config = {"backend": "kivi", "nbits": 2}
+    arguments = [
+        "--tokens",
+        "300",
+        "1000",
+        "--batch_size",
+        "3",
+        "--json",
+        "--cache_config",
+        json.dumps(cache_config),
+    ]
+    assert main(["estimate", "--model", str(BUNDLED_MODEL), *arguments]) == 0
+    rows = json.loads(capsys.readouterr().out)
+
+    assert [(row["tokens"], row["cache_config"]["backend"]) for row in rows] == [
+        (300, "dense"),
+        (300, "kivi"),
+        (1000, "dense"),
+        (1000, "kivi"),
+    ]
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(BUNDLED_MODEL)
+    for row in rows:
+        assert row["kv_bytes"] == kvp.estimate(config, row["cache_config"], row["tokens"], batch_size=3)
+        assert row["batch_size"] == 3
+    dense, packed = rows[2:]
+    assert (dense["memory_fraction"], dense["bits_per_value"]) == (1.0, 16.0)
+    assert packed["memory_fraction"] == packed["kv_bytes"] / dense["kv_bytes"]
+    assert packed["bits_per_value"] == pytest.approx(16 * packed["memory_fraction"])
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_estimate_presets(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--preset", preset, "--tokens", "4096", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows[0]["cache_config"] == {"backend": "dense"}
+    assert {row["cache_config"]["backend"] for row in rows} > {"dense", "int8", "kivi"}
+    assert all(row["memory_fraction"] < 0.6 for row in rows[1:])
+
+
+def test_estimate_of_llama3_is_the_known_size(capsys: pytest.CaptureFixture[str]) -> None:
+    """32 layers, 8 key-value heads of 128 channels, keys and values in 2 bytes: 128 KiB a token."""
+    assert main(["estimate", "--preset", "llama3-8b", "--tokens", "1024"]) == 0
+    dense = next(line for line in capsys.readouterr().out.splitlines() if "dense" in line and "MiB" in line)
+    assert "128.00 MiB" in dense
+    assert "16.00" in dense
+
+
+def test_estimate_dtype_widens_the_dense_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--preset", "tiny", "--tokens", "512", "--dtype", "float32", "--json"]) == 0
+    dense = json.loads(capsys.readouterr().out)[0]
+    assert dense["bits_per_value"] == 32
+    assert (
+        dense["kv_bytes"] == 2 * 2 * 2 * 64 * 512 * 4
+    )  # keys and values, layers, heads, channels, tokens, bytes
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cache_config", "{nbits: 2}"], ["JSON", "{nbits: 2}"]),
+        (["--cache_config", "[1]"], ["JSON object", "[1]"]),
+        (["--cache_config", '{"nbits": 2}'], ["backend"]),
+        (["--cache_config", '{"backend": "kiwi"}'], ["kiwi", "kivi"]),
+        (["--cache_config", '{"backend": "kivi", "nbit": 2}'], ["nbit", "nbits"]),
+        (["--cache_config", '{"backend": "kivi", "nbits": 5}'], ["nbits", "5"]),
+        (["--cache_config", '{"backend": "quanto"}'], ["quanto", "measured"]),
+        (["--cache_config", '{"backend": "int8", "kernel": "native"}'], ["kernel", "native"]),
+        (["--tokens", "0"], ["--tokens", "0"]),
+        (["--batch_size", "-1"], ["--batch_size", "-1"]),
+        (["--dtype", "int7"], ["--dtype", "int7"]),
+        (["--model", "no/such/directory/anywhere"], ["no/such/directory/anywhere"]),
+    ],
+    ids=lambda value: " ".join(value)[:60],
+)
+def test_errors_of_the_user_are_one_line(
+    arguments: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    for word in said:
+        assert word in captured.err
+
+
+@pytest.mark.parametrize("arguments", [[], ["lits"], ["estimate", "--preset", "gpt-9"]])
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+# ---- options ----
+
+
+def test_cache_configs_are_collected_and_backends_lower_cased() -> None:
+    given = [['{"backend": "KIVI"}', '{"backend": "HQQ", "nbits": 4}'], ['{"backend": "dense"}']]
+    assert parse_cache_configs(given) == [
+        {"backend": "kivi"},
+        {"backend": "hqq", "nbits": 4},
+        {"backend": "dense"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cache_config", "label"),
+    [
+        ({"backend": "dense"}, "dense"),
+        ({"backend": "kivi", "nbits": 2}, "kivi 2-bit"),
+        ({"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1}, "hqq 4-bit axis 1"),
+        ({"backend": "quanto", "axis_key": 0, "axis_value": -1}, "quanto axis_key=0 axis_value=-1"),
+        ({"backend": "int8", "granularity": "group"}, "int8 granularity=group"),
+    ],
+)
+def test_cache_label(cache_config: dict[str, object], label: str) -> None:
+    before = dict(cache_config)
+    assert cache_label(cache_config) == label
+    assert cache_config == before

@@ -1,0 +1,221 @@
+"""Handles: tensors without data. Asking about them is free, SDPA reads the codes, anything else decodes, once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvcache_plugins.attention import dispatch  # noqa: F401  (teaches handles about SDPA)
+from kvcache_plugins.backends.kivi import KIVIConfig, KIVILayer
+from kvcache_plugins.layers.base import PackedLayer
+from kvcache_plugins.layers.handle import KVHandle
+from kvcache_plugins.models.facts import LayerFacts
+from kvcache_plugins.testing.comparison import assert_close
+
+B, H, T, D, DV = 2, 3, 101, 48, 32
+
+
+@pytest.fixture
+def layer() -> PackedLayer:
+    layer = KIVILayer(KIVIConfig(q_group_size=16, residual_length=32), 7, LayerFacts())
+    layer.update(torch.randn(B, H, T - 1, D), torch.randn(B, H, T - 1, DV))
+    return layer
+
+
+@pytest.fixture
+def handles(layer: PackedLayer) -> tuple[KVHandle, KVHandle]:
+    key, value = layer.update(torch.randn(B, H, 1, D), torch.randn(B, H, 1, DV))
+    assert isinstance(key, KVHandle) and isinstance(value, KVHandle)
+    return key, value
+
+
+@pytest.fixture
+def dense(handles: tuple[KVHandle, KVHandle]) -> tuple[Tensor, Tensor]:
+    """What the handles stand for, read past them, so that nothing is counted."""
+    return handles[0].view.dense(torch.float32), handles[1].view.dense(torch.float32)
+
+
+# -- free of charge
+
+
+def test_asking_about_a_handle_decodes_nothing(layer: PackedLayer, handles: tuple[KVHandle, KVHandle]) -> None:
+    for handle, width in zip(handles, (D, DV), strict=True):
+        assert tuple(handle.shape) == tuple(handle.size()) == (B, H, T, width)
+        assert (handle.shape[-2], handle.size(2), handle.dim(), handle.ndim) == (T, T, 4, 4)
+        assert len(handle) == B
+        assert handle.dtype == torch.float32 and handle.is_floating_point() and handle.element_size() == 4
+        assert handle.device == torch.device("cpu") and not handle.is_cuda and not handle.is_meta
+        assert handle.numel() == B * H * T * width
+        assert handle.is_contiguous() and handle.contiguous() is handle
+        assert not handle.requires_grad and handle.layout == torch.strided
+        assert f"shape=({B}, {H}, {T}, {width})" in repr(handle) and "layer_idx=7" in repr(handle)
+    assert layer.fallback_reads == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=lambda d: str(d)[6:])
+def test_it_has_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    layer = KIVILayer(KIVIConfig(q_group_size=16, residual_length=32), 0, LayerFacts())
+    states = torch.randn(B, H, 40, D).to(dtype)
+    layer.update(states, states)
+    key, value = layer.update(states[:, :, :1], states[:, :, :1])
+    for handle in (key, value):
+        assert isinstance(handle, KVHandle) and handle.dtype == dtype
+        assert (handle * 1).dtype == dtype
+    assert torch.equal((value * 1)[:, :, -1:], states[:, :, :1])
+
+
+# -- reads that decode
+
+
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cat": lambda x: torch.cat([x, torch.ones(B, H, 2, x.shape[3])], dim=2),
+    "cat-itself": lambda x: torch.cat([x, x], dim=-1),
+    "transpose": lambda x: x.transpose(1, 2),
+    "mT-matmul": lambda x: torch.ones(B, H, 1, x.shape[3]) @ x.mT,
+    "slice": lambda x: x[:, :, -3:],
+    "to-float64": lambda x: x.to(torch.float64),
+    "expand": lambda x: x[:, :, None].expand(-1, -1, 2, -1, -1),
+    "add": lambda x: x + 1,
+    "radd": lambda x: 1 + x,
+    "reshape": lambda x: x.reshape(B, -1),
+    "repeat": lambda x: x.repeat(1, 2, 1, 1),
+    "linear": lambda x: F.linear(x, torch.ones(5, x.shape[3])),
+    "einsum": lambda x: torch.einsum("bhtd->btd", x),
+    "out-of-place-index": lambda x: x.index_select(2, torch.tensor([5, 0])),
+    "keyword": lambda x: torch.softmax(input=x, dim=-1),
+    "numpy": lambda x: torch.from_numpy(x.numpy()),
+    "clone": lambda x: x.clone(),
+    "detach": lambda x: x.detach(),
+    "deepcopy": lambda x: copy.deepcopy(x),
+    "unbind": lambda x: torch.stack(list(x)),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_an_unknown_operation_decodes_and_is_counted(
+    layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: tuple[Tensor, Tensor], name: str
+) -> None:
+    for count, (handle, exact) in enumerate(zip(handles, dense, strict=True), start=1):
+        got = READS[name](handle)
+        assert not isinstance(got, KVHandle)
+        expected = READS[name](exact)
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+        assert layer.fallback_reads == count
+
+
+def test_a_second_read_is_not_decoded_again(
+    layer: PackedLayer, handles: tuple[KVHandle, KVHandle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, _ = handles
+    first = key * 1
+    assert layer.fallback_reads == 1
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("decoded again")
+
+    monkeypatch.setattr(layer.key_stream_, "decode", refuse)
+    assert torch.equal(key[:, :, 5:9], first[:, :, 5:9])
+    assert key.dense() is key.dense()
+    assert layer.fallback_reads == 1
+
+
+def test_what_is_read_does_not_change_the_cache(
+    layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: tuple[Tensor, Tensor]
+) -> None:
+    handles[0].dense().fill_(7.0)
+    assert torch.equal(handles[0].view.dense(torch.float32), dense[0])
+
+
+def test_handles_refuse_no_gradient_mode(layer: PackedLayer) -> None:
+    # Outside `no_grad`, as in an own loop: states that require gradients are cached without their history.
+    states = torch.randn(B, H, 1, D, requires_grad=True)
+    key, _ = layer.update(states, torch.randn(B, H, 1, DV))
+    assert not key.requires_grad
+    assert not (key * 1).requires_grad
+
+
+# -- scaled dot product attention
+
+
+SDPA: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, int]]] = {
+    # arguments, (query heads, query length)
+    "decode-gqa": (lambda: {"enable_gqa": True}, (6, 1)),
+    "decode": (lambda: {}, (3, 1)),
+    "packed-queries": (lambda: {}, (3, 4)),
+    "scale": (lambda: {"scale": 0.3}, (3, 2)),
+    "boolean-mask": (lambda: {"attn_mask": torch.rand(B, 1, 5, T) > 0.5}, (3, 5)),
+    "additive-mask": (lambda: {"attn_mask": torch.randn(5, T)}, (3, 5)),
+    "mask-of-one-row-gqa": (lambda: {"attn_mask": torch.rand(1, T) > 0.3, "enable_gqa": True}, (9, 2)),
+    # torch aligns its causal mask to the upper left, and so must we
+    "causal": (lambda: {"is_causal": True}, (3, 5)),
+    "causal-gqa": (lambda: {"is_causal": True, "enable_gqa": True, "scale": 1.0}, (6, 33)),
+}
+
+
+@pytest.mark.parametrize("name", SDPA)
+def test_sdpa_reads_the_codes(
+    layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: tuple[Tensor, Tensor], name: str
+) -> None:
+    build, (heads, length) = SDPA[name]
+    options, query = build(), torch.randn(B, heads, length, D)
+    got = F.scaled_dot_product_attention(query, *handles, **options)
+    assert type(got) is Tensor and got.dtype == query.dtype
+    assert_close(name, F.scaled_dot_product_attention(query, *dense, **options), got, 1e-5)
+    assert layer.fallback_reads == 0
+
+
+def test_sdpa_with_a_positional_mask(layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: Any) -> None:
+    query, mask = torch.randn(B, H, 3, D), torch.rand(3, T) > 0.5
+    got = F.scaled_dot_product_attention(query, *handles, mask, 0.0, False)
+    assert_close("positional", F.scaled_dot_product_attention(query, *dense, mask), got, 1e-5)
+    assert layer.fallback_reads == 0
+
+
+def test_sdpa_with_dropout_decodes(layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: Any) -> None:
+    query = torch.randn(B, H, 3, D)
+    outputs = []
+    for key, value in (handles, dense):
+        torch.manual_seed(3)
+        outputs.append(F.scaled_dot_product_attention(query, key, value, dropout_p=0.5))
+    assert torch.equal(*outputs)
+    assert not torch.allclose(outputs[0], F.scaled_dot_product_attention(query, *dense))
+    assert layer.fallback_reads == 2
+
+
+def test_sdpa_with_one_handle_decodes_it(layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: Any) -> None:
+    query = torch.randn(B, H, 1, D)
+    got = F.scaled_dot_product_attention(query, handles[0], dense[1])
+    assert torch.equal(got, F.scaled_dot_product_attention(query, *dense))
+    assert layer.fallback_reads == 1
+
+
+def test_sdpa_needs_enable_gqa_as_torch_does(handles: tuple[KVHandle, KVHandle]) -> None:
+    with pytest.raises(ValueError, match="6 query heads for 3 key heads without enable_gqa"):
+        F.scaled_dot_product_attention(torch.randn(B, 6, 1, D), *handles)
+
+
+# -- copies
+
+
+def test_copies_of_a_layer_are_independent_of_its_handles(
+    layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: tuple[Tensor, Tensor]
+) -> None:
+    twin = copy.deepcopy(layer)
+    assert layer.fallback_reads == 0
+    step = torch.randn(B, H, 1, D), torch.randn(B, H, 1, DV)
+    ours, theirs = layer.update(*step), twin.update(*step)
+    for one, other in zip(ours, theirs, strict=True):
+        assert isinstance(one, KVHandle) and isinstance(other, KVHandle)
+        assert one.layer is layer and other.layer is twin
+        assert torch.equal(one.dense(), other.dense())
+    assert layer.fallback_reads == twin.fallback_reads == 2
+    twin.crop(-90)
+    twin.update(torch.full((B, H, 1, D), 1e3), torch.full((B, H, 1, DV), 1e3))
+    assert torch.equal(layer.update(*step)[0][:, :, :T], ours[0].dense()[:, :, :T])

@@ -1,0 +1,92 @@
+"""Bytes: what a cache takes, what it takes while it is filled, and what it says of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig
+
+import kvcache_plugins as kvp
+
+CONFIG = LlamaConfig(
+    num_hidden_layers=1, hidden_size=1024, num_attention_heads=8, num_key_value_heads=8, head_dim=128,
+    vocab_size=128, dtype=torch.bfloat16, max_position_embeddings=65536,
+)  # fmt: skip
+
+
+def filled(options: dict[str, Any], tokens: int) -> kvp.KVCache:
+    cache = kvp.build_cache(CONFIG, options)
+    states = torch.randn(1, 8, tokens, 128, dtype=torch.bfloat16)
+    cache.layers[0].update(states, states)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "most"),
+    [
+        ({"backend": "kivi", "nbits": 4, "q_group_size": 64}, 4096, 5.1),
+        ({"backend": "kivi", "nbits": 4, "q_group_size": 64}, 32768, 4.65),
+        ({"backend": "kivi", "nbits": 2, "q_group_size": 32}, 4096, 3.6),
+        ({"backend": "kivi", "nbits": 2, "q_group_size": 32}, 32768, 3.15),
+        ({"backend": "int8"}, 4096, 8.5),
+        ({"backend": "int4"}, 4096, 4.75),
+        ({"backend": "float8"}, 4096, 8.5),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_effective_bits(options: dict[str, Any], tokens: int, most: float) -> None:
+    cache = filled(options, tokens)
+    report = cache.report()
+    assert report.dense_bytes == 2 * 8 * tokens * 128 * 2
+    assert report.bits_per_value == 8 * cache.kv_bytes() / (2 * 8 * tokens * 128)
+    assert report.memory_fraction == pytest.approx(report.bits_per_value / 16)
+    assert report.bits_per_value <= most
+    assert kvp.estimate(CONFIG, options, tokens) == cache.kv_bytes()
+
+
+@pytest.mark.parametrize("options", [{"backend": "kivi"}, {"backend": "kivi", "rope_mode": "block"}, {"backend": "int8"}])
+def test_a_long_prompt_is_encoded_in_slabs(options: dict[str, Any]) -> None:
+    tokens = 16384
+    states = torch.randn(1, 8, tokens, 128, dtype=torch.bfloat16)
+    cache = kvp.build_cache(CONFIG, options)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        cache.layers[0].update(states, states)
+    allocated = peak = 0
+    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    assert peak > cache.kv_bytes()
+    assert peak <= 1.25 * cache.kv_bytes() + 64 * 2**20
+
+
+@pytest.mark.parametrize("backend", ["kivi", "int8", "int4", "float8"])
+def test_estimate_equals_what_is_taken(backend: str) -> None:
+    for tokens in (1, 63, 129, 1000):
+        assert kvp.estimate(CONFIG, {"backend": backend}, tokens) == filled({"backend": backend}, tokens).kv_bytes()
+
+
+def test_estimate_of_the_dense_cache() -> None:
+    assert kvp.estimate(CONFIG, {"backend": "dense"}, 1000, batch_size=3) == 3 * 1000 * 8 * 128 * 2 * 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("tokens", 1.5), ("batch_size", -1), ("tokens", True)])
+def test_estimate_names_a_wrong_count(name: str, value: object) -> None:
+    arguments: dict[str, Any] = {"tokens": 10, "batch_size": 1, name: value}
+    with pytest.raises(ValueError, match=rf"{name} must be an integer >= 1, got {value!r}"):
+        kvp.estimate(CONFIG, {"backend": "kivi"}, **arguments)
+
+
+def test_a_known_final_length_is_allocated_once() -> None:
+    cache = kvp.build_cache(CONFIG, {"backend": "int8"}, max_cache_length=1500)
+    layer = cache.layers[0]
+    states = torch.randn(1, 8, 1500, 128, dtype=torch.bfloat16)
+    layer.update(states[:, :, :1000], states[:, :, :1000])
+    where = layer.records.data.data_ptr()
+    for start in range(1000, 1500):
+        layer.update(states[:, :, start : start + 1], states[:, :, start : start + 1])
+    assert layer.records.data.data_ptr() == where
+    assert layer.records.num_blocks == -(-1500 // 64)

@@ -1,0 +1,207 @@
+"""examples/quickstart.py: the numbers it counts, what it writes, and what it refuses before any work."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoConfig, DynamicCache, QuantizedCache, cache_utils
+from transformers.utils import logging as transformers_logging
+
+import kvcache_plugins as kvp
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_only_here() -> Iterator[None]:
+    """The example silences transformers, which must not reach other tests: they look for its deprecations."""
+    verbosity = transformers_logging.get_verbosity()
+    yield
+    transformers_logging.set_verbosity(verbosity)
+    transformers_logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quickstart", ROOT / "examples" / "quickstart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def config(quickstart: ModuleType) -> AutoConfig:
+    return AutoConfig.from_pretrained(quickstart.BUNDLED_MODEL)
+
+
+def _fill(cache: object, tokens: int) -> None:
+    for layer_idx in range(6):
+        states = torch.randn(1, 2, tokens, 64, dtype=torch.bfloat16)
+        cache.update(states, states.clone(), layer_idx)  # type: ignore[attr-defined]
+
+
+def test_bytes_of_a_dense_cache(quickstart: ModuleType, config: AutoConfig) -> None:
+    cache = DynamicCache(config=config)
+    _fill(cache, 100)
+    assert quickstart.cache_bytes(cache) == 6 * 2 * (2 * 100 * 64 * 2)
+
+
+def test_bytes_of_quanto_are_those_of_its_packed_tensors(quickstart: ModuleType, config: AutoConfig) -> None:
+    pytest.importorskip("optimum.quanto")
+    cache = QuantizedCache("quanto", config, nbits=4, q_group_size=64)
+    _fill(cache, 128)
+    values = 2 * 128 * 64
+    codes, scale_and_shift = values // 2, 2 * 2 * values // 64
+    # the first update packs everything, later ones stay exact until there are enough of them
+    assert quickstart.cache_bytes(cache) == 6 * 2 * (codes + scale_and_shift)
+    _fill(cache, 3)
+    assert quickstart.cache_bytes(cache) == 6 * 2 * (codes + scale_and_shift + 2 * 3 * 64 * 2)
+
+
+def test_bytes_of_hqq_include_scale_and_zero(quickstart: ModuleType, config: AutoConfig) -> None:
+    pytest.importorskip("hqq")
+    cache = QuantizedCache("hqq", config, nbits=4, q_group_size=64, axis_key=1, axis_value=1)
+    _fill(cache, 128)
+    values = 2 * 128 * 64
+    assert quickstart.cache_bytes(cache) == 6 * 2 * (values // 2 + 2 * 2 * values // 64)
+
+
+def test_bytes_of_ours_are_kv_bytes(quickstart: ModuleType, config: AutoConfig) -> None:
+    cache = kvp.build_cache(config, {"backend": "int8"})
+    _fill(cache, 100)
+    assert quickstart.cache_bytes(cache) == cache.kv_bytes() > 0
+
+
+def test_missing_package_is_a_row_and_no_failure(
+    quickstart: ModuleType, config: AutoConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_utils, "is_hqq_available", lambda: False)
+    assert quickstart.why_unavailable(config, {"backend": "hqq", "nbits": 4}) == "not installed"
+    assert quickstart.why_unavailable(config, {"backend": "kivi"}) is None
+
+
+def test_a_backend_of_a_later_transformers_is_named(
+    quickstart: ModuleType, config: AutoConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise ValueError("Unknown quantization backend `fp8`")
+
+    monkeypatch.setattr(quickstart, "QuantizedCache", refuse)
+    assert quickstart.why_unavailable(config, {"backend": "fp8"}).startswith("not in transformers ")
+
+
+def test_run_writes_results_and_picture(
+    quickstart: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["examples/quickstart.py"])
+    sizes = ["--prompt_tokens", "300", "--new_tokens", "8", "--score_tokens", "48", "--block_length", "16"]
+    wanted = [
+        "--cache_config",
+        '{"backend": "int8"}',
+        '{"backend": "KIVI", "nbits": 2, "residual_length": 32}',
+    ]
+    assert quickstart.main([*sizes, *wanted, "--output", str(tmp_path)]) == 0
+
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert document["schema_version"] == 1
+    assert document["task"] == "quickstart"
+    dense, int8, kivi = document["results"]
+    assert dense["cache_config"] == {"backend": "dense"}
+    assert (dense["memory_fraction"], dense["agreement"], dense["kl_to_dense"]) == (1.0, 1.0, 0.0)
+    assert dense["bits_per_value"] == 16
+    assert dense["kv_bytes"] == 6 * 2 * 2 * (300 + 8 - 1) * 64 * 2
+    assert int8["perplexity"] == pytest.approx(dense["perplexity"], rel=0.01)
+    # read through the cache, so never exactly the dense run's; the coarser cache is further away
+    assert 0 < int8["kl_to_dense"] < kivi["kl_to_dense"]
+    assert kivi["memory_fraction"] < int8["memory_fraction"] < 1
+    for row in (int8, kivi):
+        assert row["tokens"] == 48
+        assert row["ms_per_token"] > 0
+        assert row["seconds"] > 0
+        assert row["kernel"] == ["torch"]
+    assert {"versions", "device", "commit", "dirty", "command"} <= set(document["environment"])
+    assert document["settings"]["model"] == "examples/models/tiny-llama-books"
+
+    picture = (tmp_path / "quickstart.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000
+    printed = capsys.readouterr().out
+    for word in ("dense", "int8", "kivi 2-bit", "perplexity", "quickstart.png"):
+        assert word in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cache_config", "{'backend': 'kivi'}"], "JSON"),
+        (["--cache_config", '{"backend": "kivvi"}'], "kivi"),
+        (["--cache_config", '{"backend": "kivi", "nbits": 5}'], "nbits"),
+        (["--cache_config", '{"backend": "int8", "budget": 3}'], "budget"),
+        (["--cache_config", '{"backend": "fp8", "nbits": 3}'], "nbits"),
+        (["--prompt_tokens", "0"], "--prompt_tokens"),
+        (["--new_tokens", "5"], "--new_tokens"),
+        (["--threads", "0"], "--threads"),
+        (["--text", "no_such_file.txt"], "no_such_file.txt"),
+        (["--model", "no/such/model/here"], "no/such/model/here"),
+    ],
+)
+def test_errors_stop_before_any_work(
+    quickstart: ModuleType,
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def forbidden(*args: object, **options: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(quickstart.AutoModelForCausalLM, "from_pretrained", forbidden)
+    if "fp8" in " ".join(arguments) and not hasattr(cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this transformers has no fp8 backend")
+    assert quickstart.main([*arguments, "--output", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert said in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_short_text_shortens_the_run(
+    quickstart: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("It was a dark and stormy night. " * 20)
+    sizes = ["--prompt_tokens", "1000", "--new_tokens", "20", "--score_tokens", "100"]
+    wanted = ["--cache_config", '{"backend": "int8"}']
+    assert quickstart.main([*sizes, *wanted, "--text", str(text), "--output", str(tmp_path)]) == 0
+    settings = json.loads((tmp_path / "results.json").read_text())["settings"]
+    assert 100 < settings["prompt_tokens"] < 300
+    assert "too short" in capsys.readouterr().out
+
+
+def test_a_text_that_is_no_text_is_refused(
+    quickstart: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "word.txt"
+    text.write_text("word")
+    assert quickstart.main(["--text", str(text), "--output", str(tmp_path)]) == 2
+    assert "needs 32" in capsys.readouterr().err
+
+
+def test_default_text_is_what_the_bundled_model_never_saw(quickstart: ModuleType) -> None:
+    text = quickstart.read_text(None)
+    assert len(text) > 20_000
+    assert "object.__getattribute__" in text

@@ -1,0 +1,118 @@
+"""The README says what the code does: its examples run, its tables are rendered, its links lead somewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvcache_plugins.registry import get_backend, list_backends
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def _load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    status = _load_script("render_readme").main(["--check"])
+    assert status == 0, f"run `python scripts/render_readme.py`:\n{capsys.readouterr().out}"
+
+
+def test_python_examples_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All blocks in order and in one namespace, as a reader would paste them, from the root of the
+    checkout."""
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 2
+    namespace: dict[str, Any] = {}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"README.md, example {number + 1}", "exec"), namespace)
+    printed = capsys.readouterr().out
+    assert "kivi" in printed
+    assert "bits per value" in printed
+
+
+def test_the_first_example_is_short() -> None:
+    first = re.search(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    assert first is not None
+    assert len(first[1].splitlines()) <= 10
+
+
+def _options_table() -> dict[str, str]:
+    """Return key -> backends, of every key in the table of options."""
+    table = README.partition("<!-- options:begin -->")[2].partition("<!-- options:end -->")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    return {key: row[1] for row in rows for key in re.findall(r"`(\w+)`", row[0])}
+
+
+# Backends registered by other tests, or by packages of the environment, are not the README's business.
+BUILTIN = sorted(
+    path.stem
+    for path in (ROOT / "kvcache_plugins" / "backends").glob("[a-z]*.py")
+    if path.stem in list_backends()
+)
+
+
+@pytest.mark.parametrize("backend", BUILTIN)
+def test_options_table_names_every_option(backend: str) -> None:
+    table = _options_table()
+    for option in dataclasses.fields(get_backend(backend).config_class):
+        assert option.name in table
+        assert table[option.name].startswith("all") or backend in table[option.name]
+
+
+def test_options_table_names_nothing_else() -> None:
+    known = {"backend"}
+    for backend in BUILTIN:
+        known |= {option.name for option in dataclasses.fields(get_backend(backend).config_class)}
+    assert set(_options_table()) == known
+
+
+def test_backend_table_has_one_row_per_backend() -> None:
+    table = README.partition("<!-- backends:begin -->")[2].partition("<!-- backends:end -->")[0]
+    assert re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE) == BUILTIN
+
+
+@pytest.mark.parametrize("document", ["README.md", ".github/CONTRIBUTING.md"])
+def test_links_and_named_files_exist(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    targets = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
+    for target in targets:
+        assert ((ROOT / document).parent / target).exists(), target
+    for path in re.findall(r"(?<![\w./-])(?:examples|scripts|tests|kvcache_plugins|configs)/[\w./-]+", text):
+        assert (ROOT / path.rstrip(".")).exists(), path
+
+
+def test_replacing_a_part_needs_its_markers() -> None:
+    render = _load_script("render_readme")
+    text = "a\n<!-- x:begin -->\nold\n<!-- x:end -->\nb\n"
+    assert render.replace_part(text, "x", "new") == "a\n<!-- x:begin -->\nnew\n<!-- x:end -->\nb\n"
+    with pytest.raises(ValueError, match="y:begin"):
+        render.replace_part(text, "y", "new")
+
+
+def test_only_committed_code_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    render = _load_script("render_readme")
+    monkeypatch.setattr(render, "RECORDED", tmp_path / "kept" / "quickstart.json")
+    results = tmp_path / "results.json"
+    results.write_text('{"schema_version": 1, "task": "quickstart", "environment": {"dirty": true}}')
+    with pytest.raises(ValueError, match="not committed"):
+        render.record(results, allow_dirty=False)
+    render.record(results, allow_dirty=True)
+    assert render.RECORDED.exists()
+    results.write_text('{"schema_version": 1, "task": "perplexity", "environment": {"dirty": false}}')
+    with pytest.raises(ValueError, match="not a results"):
+        render.record(results, allow_dirty=False)
