@@ -2,9 +2,9 @@
 
     python examples/add_a_backend.py
 
-Everything else comes with it: beam search, padding, cropping, saving, honest bytes, attention over the packed codes. The
-conformance suite (`kvcache_plugins.testing.BackendConformance`) checks a backend against all of that; see
-`tests/test_examples.py`.
+Everything else comes with it: beam search, padding, cropping, saving, honest bytes, attention over the packed
+codes. The conformance suite (`kvcache_plugins.testing.BackendConformance`) checks a backend against all of
+that; see `tests/test_examples.py`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class MuLawLayer(PackedLayer):
 class MuLawCache(kvp.KVCache):
     """Companded 8-bit codes per token and head.
 
-    Paper: none; an example. Deviates: nothing. Cost: `8 + 16 / head_dim` bits per value. Limits: pads take part in
-    nothing but their own scale.
+    Paper: none; an example. Deviates: nothing. Cost: `8 + 16 / head_dim` bits per value. Limits: pads take
+    part in nothing but their own scale.
     """
 
     config_class, layer_class = MuLawConfig, MuLawLayer

@@ -20,6 +20,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import os
 import platform
 import shlex
 import statistics
@@ -85,6 +86,8 @@ WARM_UP_STEPS = 4  # decode steps left out of the time per token: first-use allo
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison; return 0, or 2 for an error of the user."""
     args = parse_args(argv)
+    # quanto compiles an extension with ninja, which is installed beside the interpreter and not always on the PATH
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

@@ -214,8 +214,7 @@ def _dense_size(layer: Any) -> tuple[int, int]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in the attributes of one of transformers' layers, whose states may sit in lists and
-    dicts."""
+    """Yield every tensor in the attributes of a layer of transformers', in lists and dicts too."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

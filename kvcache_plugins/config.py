@@ -33,7 +33,9 @@ def drop_legacy_keys(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return `options` without the keys older tutorials pass and no cache uses, warning once about them."""
     dropped = [key for key in _LEGACY_KEYS if key in options]
     if dropped:
-        warnings.warn(f"cache_config: {dropped} no longer mean anything for a cache and are ignored.", stacklevel=3)
+        warnings.warn(
+            f"cache_config: {dropped} no longer mean anything for a cache and are ignored.", stacklevel=3
+        )
     return {key: value for key, value in options.items() if key not in _LEGACY_KEYS}
 
 
@@ -60,10 +62,9 @@ def check_number(owner: object, name: str, value: object, *, minimum: float, max
 
 
 def uniform_sqnr_db(nbits: int) -> float:
-    """Least SQNR (dB) of uniform codes over groups of up to 128 Gaussian numbers, whose range is about 5.5
-    deviations.
+    """Least SQNR (dB) of uniform codes over groups of up to 128 Gaussian numbers.
 
-    A step is `range / (2^nbits - 1)` and its error `step^2 / 12`.
+    Their range is about 5.5 deviations, a step is `range / (2^nbits - 1)` and its error `step^2 / 12`.
     """
     return 20.0 * math.log10(2**nbits - 1) - 4.0
 
@@ -92,7 +93,8 @@ class BackendConfig:
         check_choice(self, "kernel", self.kernel, KERNELS)
         check_integer(self, "residual_length", self.residual_length)
         check_integer(self, "sink_length", self.sink_length)
-        if isinstance(self.skip_layers, (str, bytes)) or not isinstance(self.skip_layers, Iterable):
+        given: object = self.skip_layers  # whatever a dictionary held
+        if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
             raise ValueError(
                 f"{type(self).__name__}.skip_layers must be a list of integers, got {self.skip_layers!r}."
             )
@@ -115,8 +117,7 @@ class BackendConfig:
 
     @property
     def sqnr_floor_db(self) -> float:
-        """Signal-to-quantization-noise ratio (dB) these options promise on Gaussian states of up to 128
-        channels."""
+        """SQNR (dB) these options promise on Gaussian states of up to 128 channels."""
         return 0.0
 
     @classmethod
@@ -162,20 +163,22 @@ class BackendConfig:
             for option, value in override.items():
                 if option not in allowed:
                     raise ValueError(
-                        f"{name}: {option!r} cannot be set for a single layer.{suggest(str(option), allowed)} "
-                        f"Allowed are {allowed}, got {option}={value!r}."
+                        f"{name}: {option!r} cannot be set for a single layer."
+                        f"{suggest(str(option), allowed)} Allowed are {allowed}, got {option}={value!r}."
                     )
             if self._layer_index("layer_overrides", key, num_layers) == layer_idx:
                 merged.update(override)
         return replace(self, **merged, layer_overrides={}, skip_layers=()) if merged else self
 
     def _layer_index(self, name: str, index: object, num_layers: int) -> int:
-        try:
-            number = int(index)  # type: ignore[call-overload]  # JSON turns the keys of a dict into strings
+        number: int
+        try:  # JSON turns the keys of a dict into strings
+            number = int(index)  # type: ignore[call-overload]  # anything else is refused below
         except (TypeError, ValueError):
             number = num_layers
         if not -num_layers <= number < num_layers:
             raise ValueError(
-                f"{type(self).__name__}.{name} must name layers from {-num_layers} to {num_layers - 1}, got {index!r}."
+                f"{type(self).__name__}.{name} must name layers from {-num_layers} to {num_layers - 1}, "
+                f"got {index!r}."
             )
         return number % num_layers

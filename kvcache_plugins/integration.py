@@ -66,7 +66,7 @@ def uninstall() -> None:
 
 
 def _quantized_cache_seam(module: ModuleType) -> None:
-    """`transformers.cache_utils`"""
+    """Install into `transformers.cache_utils`."""
     cls = _expect(module, "QuantizedCache")
     _expect_parameters(cls.__init__, ("self", "backend", "config"))
     original_init = cls.__init__
@@ -100,7 +100,7 @@ def _quantized_cache_seam(module: ModuleType) -> None:
 
 
 def _generation_seam(module: ModuleType) -> None:
-    """`transformers.generation.utils`"""
+    """Install into `transformers.generation.utils`."""
     cls = _expect(module, "GenerationMixin")
     original = _expect(cls, "_prepare_cache_for_generation")
     _expect_parameters(original, ("self", "generation_config", "model_kwargs", "max_cache_length"))
@@ -119,7 +119,7 @@ def _generation_seam(module: ModuleType) -> None:
 
 
 def _attention_seam(module: ModuleType) -> None:
-    """`transformers.modeling_utils`"""
+    """Install into `transformers.modeling_utils`."""
     mapping = _expect(_expect(module, "AttentionInterface"), "_global_mapping")
     replaced = {
         name: fn for name, fn in mapping.items() if name in ("sdpa", "flex_attention") or _is_flash(name)
@@ -136,7 +136,7 @@ def _attention_seam(module: ModuleType) -> None:
 
 
 def _mask_seam(module: ModuleType) -> None:
-    """`transformers.masking_utils`: our attention function wants the masks of `sdpa`."""
+    """Install into `transformers.masking_utils`: our attention function wants the masks of `sdpa`."""
     mapping = _expect(_expect(module, "AttentionMaskInterface"), "_global_mapping")
     if "sdpa" not in mapping:
         raise _incompatible("masking_utils.AttentionMaskInterface['sdpa']")
@@ -170,7 +170,7 @@ class _ImportWatcher(MetaPathFinder):
                 loader = spec.loader
                 execute = loader.exec_module
 
-                def exec_module(module: ModuleType) -> None:
+                def exec_module(module: ModuleType, execute: Any = execute) -> None:
                     execute(module)
                     seam(module)
 
@@ -220,8 +220,7 @@ def _is_flash(name: str) -> bool:
 
 
 def _lazy_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`attention.dispatch.wrap_attention_function`, imported when a model first attends through our
-    caches."""
+    """Wrap `original` by `attention.dispatch`, which is imported with the first cache of ours."""
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from .artifacts.files import write_json, write_tensors
 from .cache import KVCache, build_cache
 from .errors import ArtifactError, UnsupportedOperationError
 from .layers.base import PackedLayer
@@ -50,12 +51,8 @@ def save_cache(cache: KVCache, directory: str | os.PathLike[str]) -> None:
         "model": _fingerprint(cache.model_config),
         "layers": layers,
     }
-    unfinished = folder / f"{_TENSORS}.unfinished"
-    save_file(tensors, unfinished)
-    unfinished.replace(folder / _TENSORS)
-    unfinished = folder / f"{_FACTS}.unfinished"
-    unfinished.write_text(json.dumps(facts, indent=2) + "\n")
-    unfinished.replace(folder / _FACTS)
+    write_tensors(folder / _TENSORS, tensors)
+    write_json(folder / _FACTS, facts)
 
 
 def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCache:
@@ -114,7 +111,8 @@ def _dense_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         or getattr(layer, "recurrent_states", None) is not None
     ):
         raise UnsupportedOperationError(
-            f"save_pretrained: a layer of type {type(layer).__name__} keeps recurrent states, which are not saved."
+            f"save_pretrained: a layer of type {type(layer).__name__} keeps recurrent states, "
+            "which are not saved."
         )
     if getattr(layer, "keys", None) is None:
         return {}, {}

@@ -39,7 +39,11 @@ class TestAddABackend(BackendConformance):
 
 def test_add_a_backend_runs_as_a_script() -> None:
     done = subprocess.run(
-        [sys.executable, EXAMPLES / "add_a_backend.py"], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, EXAMPLES / "add_a_backend.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert "backend               mulaw" in done.stdout
     assert "bits per value" in done.stdout

@@ -1,13 +1,13 @@
 """Fidelity on a model whose attention uses its context, and on text it never saw.
 
-Windows of 1024 tokens; the first 512 are read in one forward, the others in blocks of 32 that read the cache. Compared is
-the mean KL divergence from the dense run, of our caches, of caches fake-quantized from the formulas (`tests/reference`),
-and of transformers' own.
+Windows of 1024 tokens; the first 512 are read in one forward, the others in blocks of 32 that read the cache.
+Compared is the mean KL divergence from the dense run, of our caches, of caches fake-quantized from the
+formulas (`tests/reference`), and of transformers' own.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -36,7 +36,9 @@ def model() -> Any:
 @lru_cache(maxsize=1)
 def token_ids() -> torch.Tensor:
     # The longest topic is tens of windows long and comes last in every release that has it.
-    text = "\n\n".join(topics[name] for name in sorted(UNSEEN, key=lambda n: (n == "specialnames", n)) if name in topics)
+    text = "\n\n".join(
+        topics[name] for name in sorted(UNSEEN, key=lambda n: (n == "specialnames", n)) if name in topics
+    )
     return torch.tensor(AutoTokenizer.from_pretrained(MODEL)(text, verbose=False).input_ids)
 
 
@@ -44,7 +46,7 @@ def ours(**options: Any) -> dict[str, float]:
     return _ours(tuple(sorted(options.items())))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _ours(items: tuple[tuple[str, Any], ...]) -> dict[str, float]:
     options = dict(items)
     return fidelity(model(), token_ids(), lambda: kvp.build_cache(model(), options), max_windows=WINDOWS)
@@ -58,7 +60,7 @@ def oracle(method: str, **options: Any) -> dict[str, float]:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def theirs(backend: str, nbits: int | None) -> dict[str, float]:
     options: dict[str, Any] = {} if nbits is None else {"nbits": nbits}
     if backend == "hqq":

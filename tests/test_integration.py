@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_without_a_backend_transformers_default_serves(model: Any) -> None:
 def test_bad_options_stop_before_any_forward(
     model: Any, no_forward: None, cache_config: dict[str, Any], said: list[str]
 ) -> None:
-    with pytest.raises(ValueError) as failure:
+    with pytest.raises(ValueError, match=re.escape(said[0])) as failure:
         generate(model, cache_config)
     for part in said:
         assert part in str(failure.value)

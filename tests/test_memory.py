@@ -47,7 +47,9 @@ def test_effective_bits(options: dict[str, Any], tokens: int, most: float) -> No
     assert kvp.estimate(CONFIG, options, tokens) == cache.kv_bytes()
 
 
-@pytest.mark.parametrize("options", [{"backend": "kivi"}, {"backend": "kivi", "rope_mode": "block"}, {"backend": "int8"}])
+@pytest.mark.parametrize(
+    "options", [{"backend": "kivi"}, {"backend": "kivi", "rope_mode": "block"}, {"backend": "int8"}]
+)
 def test_a_long_prompt_is_encoded_in_slabs(options: dict[str, Any]) -> None:
     tokens = 16384
     states = torch.randn(1, 8, tokens, 128, dtype=torch.bfloat16)
@@ -66,14 +68,19 @@ def test_a_long_prompt_is_encoded_in_slabs(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("backend", ["kivi", "int8", "int4", "float8"])
 def test_estimate_equals_what_is_taken(backend: str) -> None:
     for tokens in (1, 63, 129, 1000):
-        assert kvp.estimate(CONFIG, {"backend": backend}, tokens) == filled({"backend": backend}, tokens).kv_bytes()
+        assert (
+            kvp.estimate(CONFIG, {"backend": backend}, tokens)
+            == filled({"backend": backend}, tokens).kv_bytes()
+        )
 
 
 def test_estimate_of_the_dense_cache() -> None:
     assert kvp.estimate(CONFIG, {"backend": "dense"}, 1000, batch_size=3) == 3 * 1000 * 8 * 128 * 2 * 2
 
 
-@pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("tokens", 1.5), ("batch_size", -1), ("tokens", True)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("tokens", 0), ("tokens", 1.5), ("batch_size", -1), ("tokens", True)]
+)
 def test_estimate_names_a_wrong_count(name: str, value: object) -> None:
     arguments: dict[str, Any] = {"tokens": 10, "batch_size": 1, name: value}
     with pytest.raises(ValueError, match=rf"{name} must be an integer >= 1, got {value!r}"):

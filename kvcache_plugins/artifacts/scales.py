@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import ArtifactError
 from ..quantizers.affine import SMALLEST_SCALE
 from ..quantizers.float8 import FLOAT8_MAX
+from .files import write_json, write_tensors
 
 __all__ = ["FORMAT_VERSION", "Scales", "load_scales", "save_scales"]
 
@@ -78,13 +79,8 @@ def save_scales(directory: str | os.PathLike[str], scales: Scales) -> None:
     tensors = {f"layers.{i}.key_absmax": t.float().contiguous() for i, t in scales.key_absmax.items()}
     tensors |= {f"layers.{i}.value_absmax": t.float().contiguous() for i, t in scales.value_absmax.items()}
     facts = {"format_version": FORMAT_VERSION, "kind": "kv_scales", **scales.facts}
-    for name, write in (
-        (_TENSORS, lambda path: save_file(tensors, path)),
-        (_FACTS, lambda path: path.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")),
-    ):
-        unfinished = folder / f"{name}.unfinished"
-        write(unfinished)
-        unfinished.replace(folder / name)
+    write_tensors(folder / _TENSORS, tensors)
+    write_json(folder / _FACTS, facts)
 
 
 def load_scales(name_or_path: str) -> Scales:

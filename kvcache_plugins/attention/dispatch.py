@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_mask
 
 from ..layers.handle import KVHandle, intercept
 from .reference import AttentionOptions, DenseView, TokenView, attend
@@ -46,14 +47,15 @@ def _scaled_dot_product_attention(
         )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
-            f"scaled_dot_product_attention got {query.shape[1]} query heads for {key.shape[1]} key heads without enable_gqa."
+            f"scaled_dot_product_attention got {query.shape[1]} query heads for {key.shape[1]} key heads "
+            "without enable_gqa."
         )
     mask = attn_mask
     if is_causal:  # torch aligns its causal mask to the upper left
         shape = (query.shape[2], key.shape[2])
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
     with torch.no_grad():
-        return attend(query, key.view, value.view, AttentionOptions(scaling=scale, mask=mask))
+        return attend(query, key.tokens, value.tokens, AttentionOptions(scaling=scale, mask=mask))
 
 
 def forward_over_handles(
@@ -70,9 +72,10 @@ def forward_over_handles(
     Args:
         module (`torch.nn.Module`): The attention module.
         query (`torch.Tensor` of shape `(B, Hq, q, D)`): Queries of the newest tokens.
-        key, value (`KVHandle` of shape `(B, Hkv, T, D)`): What to attend to.
-        attention_mask (`torch.Tensor`, *optional*): `(B, 1 or Hq, q, T)`, or `(B, T)` as the flash functions
-            get.
+        key (`KVHandle` of shape `(B, Hkv, T, D)`): Keys to attend to.
+        value (`KVHandle` of shape `(B, Hkv, T, Dv)`): Their values.
+        attention_mask (`torch.Tensor`, *optional*): `(B, 1 or Hq, q, T)`, `(B, T)` as the flash functions
+            get, or the `BlockMask` of flex attention.
         scaling (`float`, *optional*): Factor of the logits.
         kwargs: `softcap`, `s_aux`, `sliding_window`, `position_bias`, `alibi_slopes`, `is_causal` are
             honoured.
@@ -80,9 +83,9 @@ def forward_over_handles(
     Returns:
         `tuple[torch.Tensor, None]`: `(B, q, Hq, Dv)`, and no attention weights.
     """
-    options = _options(module, query, attention_mask, scaling, kwargs)
+    options = _options(module, query, key.shape[2], attention_mask, scaling, kwargs)
     with torch.no_grad():
-        output = attend(query, key.view, value.view, options)
+        output = attend(query, key.tokens, value.tokens, options)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -96,12 +99,11 @@ def attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function registered as `"kvcache_plugins"`: handles or dense tensors, any of the options
-    above."""
+    """Attend as the function registered as `"kvcache_plugins"`: over handles or dense tensors."""
     if isinstance(key, KVHandle) and isinstance(value, KVHandle):
         return forward_over_handles(module, query, key, value, attention_mask, scaling, **kwargs)
     key, value = (x.dense() if isinstance(x, KVHandle) else x for x in (key, value))
-    options = _options(module, query, attention_mask, scaling, kwargs)
+    options = _options(module, query, key.shape[2], attention_mask, scaling, kwargs)
     is_plain = (options.softcap, options.sink_logits, options.alibi_slopes) == (None, None, None)
     if is_plain or (dropout > 0.0 and module.training):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -141,17 +143,20 @@ def _needs_dropout(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 def _options(
     module: nn.Module,
     query: Tensor,
-    attention_mask: Tensor | None,
+    kv_length: int,
+    attention_mask: Any,
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> AttentionOptions:
-    if (
-        attention_mask is not None and attention_mask.dim() == 2
-    ):  # (B, T), of the flash functions: which keys are real
-        attention_mask = attention_mask.bool()[:, None, None, :]
-        is_causal = True
-    else:
-        is_causal = attention_mask is None
+    is_causal = attention_mask is None
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        # The block mask of flex attention: a function of the slots.
+        attention_mask = create_mask(
+            attention_mask.mask_mod, query.shape[0], 1, query.shape[2], kv_length, query.device
+        )
+    elif attention_mask is not None and attention_mask.dim() == 2:
+        # (B, T), of the flash functions: which keys are real.
+        attention_mask, is_causal = attention_mask.bool()[:, None, None, :], True
     requested = kwargs.get("is_causal")
     if requested is None:
         requested = getattr(module, "is_causal", True)

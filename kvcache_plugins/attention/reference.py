@@ -11,6 +11,7 @@ position bias, mask. Sink logits add `exp(sink)` to the denominator and no value
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -200,7 +201,5 @@ def _tiles(
     cuts = sorted({first, keys.length, *keys.boundaries, *values.boundaries})
     cuts = [cut for cut in cuts if first <= cut <= keys.length]
     return [
-        (start, min(start + step, high))
-        for low, high in zip(cuts, cuts[1:], strict=False)
-        for start in range(low, high, step)
+        (start, min(start + step, high)) for low, high in pairwise(cuts) for start in range(low, high, step)
     ]

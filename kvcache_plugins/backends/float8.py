@@ -75,8 +75,7 @@ class Float8Layer(PackedLayer):
 
 @register_backend("float8")
 class Float8Cache(KVCache):
-    """8-bit floating point, e4m3 or e5m2, with dynamic scales per token and head, or static ones from an
-    artifact.
+    """8-bit floating point, e4m3 or e5m2, with scales per token and head, or static ones.
 
     Paper: the 8-bit floating point caches of vLLM and TensorRT-LLM (OCP formats).
     Deviates: scales are dynamic by default, so no later token is clipped; they are rounded up to fp16.

@@ -58,7 +58,8 @@ class Int8Layer(PackedLayer):
         group = self.config.q_group_size
         if self.config.granularity == "group" and head_dim % group:
             raise ValueError(
-                f"Int8Config.q_group_size must divide the head dimension {head_dim} of layer {self.layer_idx}, got {group}."
+                f"Int8Config.q_group_size must divide the head dimension {head_dim} of layer "
+                f"{self.layer_idx}, got {group}."
             )
         return {
             "head": per_token_head(),

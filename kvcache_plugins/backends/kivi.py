@@ -114,8 +114,7 @@ class KIVICache(KVCache):
 
 
 def _value_group(q_group_size: int, head_dim: int) -> int:
-    """Largest group of channels that divides the head: a multiple of 16 up to `q_group_size`, else the
-    head."""
+    """Largest multiple of 16 up to `q_group_size` that divides the head; the head if none does."""
     for size in range(q_group_size, 15, -16):
         if head_dim % size == 0:
             return size

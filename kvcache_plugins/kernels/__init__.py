@@ -1,2 +1,1 @@
-"""Choice of the kernel that serves a layer. Native kernels register here; the torch reference always
-works."""
+"""Choice of the kernel that serves a layer; the torch reference always works."""

@@ -26,7 +26,7 @@ def select_kernel(requested: str, backend: str) -> str:
     available = native_kernels(backend)
     if requested == "native" and not available:
         raise KernelUnavailableError(
-            f"kernel='native' was given, but no native kernel for the backend {backend!r} is available in this "
-            "installation. Allowed here are kernel='auto' and kernel='torch'."
+            f"kernel='native' was given, but no native kernel for the backend {backend!r} is available in "
+            "this installation. Allowed here are kernel='auto' and kernel='torch'."
         )
     return "torch" if requested == "torch" or not available else available[0]

@@ -63,8 +63,7 @@ class PackedLayer(CacheLayerMixin):
         """How values of `head_dim` channels are stored."""
 
     def prepare(self, key_dim: int, value_dim: int) -> None:
-        """Build the streams for the head sizes the model announces, so that options which do not fit fail
-        now.
+        """Build the streams for the head sizes the model announces, so that wrong options fail now.
 
         Raises:
             ValueError: If an option does not fit the head size, or an artifact cannot be read.
@@ -97,8 +96,8 @@ class PackedLayer(CacheLayerMixin):
         batch_size, num_heads = key_states.shape[:2]
         if value_states.shape[:3] != key_states.shape[:3]:
             raise ValueError(
-                f"Keys and values of a layer must agree in all but head_dim, got {tuple(key_states.shape)} and "
-                f"{tuple(value_states.shape)}."
+                f"Keys and values of a layer must agree in all but head_dim, got {tuple(key_states.shape)} "
+                f"and {tuple(value_states.shape)}."
             )
         key_dim, value_dim = key_states.shape[-1], value_states.shape[-1]
         if self._prepared is None or self._prepared[0] != (key_dim, value_dim):
@@ -298,12 +297,13 @@ class PackedLayer(CacheLayerMixin):
         if key_states.shape[:2] != expected:
             raise ValueError(
                 f"Layer {self.layer_idx} holds (batch, heads) = {tuple(expected)}, got states of "
-                f"{tuple(key_states.shape[:2])}. Use batch_repeat_interleave or batch_select_indices to change the batch."
+                f"{tuple(key_states.shape[:2])}. batch_repeat_interleave and batch_select_indices "
+                "change the batch."
             )
         if self.padding.lengths is not None and len(self.padding.lengths) != expected[0]:
             raise ValueError(
-                f"The cache was bound to an attention mask of {len(self.padding.lengths)} rows, got a batch of "
-                f"{expected[0]}."
+                f"The cache was bound to an attention mask of {len(self.padding.lengths)} rows, got a batch "
+                f"of {expected[0]}."
             )
 
 

@@ -58,14 +58,12 @@ class Codec(ABC):
 
     @property
     def rows_per_block(self) -> int:
-        """Metadata rows stored with every block; a group longer than a block is stored with each of its
-        blocks."""
+        """Metadata rows stored with a block; those of a longer group are stored with each of its blocks."""
         return BLOCK_TOKENS // min(self.group_tokens, BLOCK_TOKENS)
 
     @property
     def stored_granularity(self) -> Granularity:
-        """The granularity as metadata rows are stored, i.e. with groups no longer than a block and per
-        head."""
+        """The granularity of stored metadata rows: groups within a block, per head."""
         return Granularity(min(self.group_tokens, BLOCK_TOKENS), self.granularity.channels)
 
     @abstractmethod
@@ -124,17 +122,18 @@ class AffineCodec(Codec):
 
 
 class _ScaleOnlyCodec(Codec):
-    """Codes with one scale per group and no offset; a static scale takes no room in the blocks."""
+    """Codes with one scale per group and no offset.
+
+    Args:
+        granularity (`Granularity`): What shares a scale.
+        static_scale (`torch.Tensor`, *optional*): fp32 scales broadcastable to `(1, H, 1, 1)`, chosen
+            offline. They take no room in the blocks; values beyond `largest_code` times them saturate.
+    """
 
     nbits = 8
     largest_code: float
 
     def __init__(self, granularity: Granularity, static_scale: Tensor | None = None) -> None:
-        """Args:
-        granularity (`Granularity`): What shares a scale.
-        static_scale (`torch.Tensor`, *optional*): fp32 scales broadcastable to `(1, H, 1, 1)`, chosen
-            offline; values beyond `largest_code` times it saturate.
-        """
         self.granularity, self.static_scale = granularity, static_scale
         self.metadata_names = () if static_scale is not None else ("scale",)
 

@@ -26,22 +26,19 @@ _Interceptor = Callable[..., Any]
 _interceptors: dict[Callable[..., Any], _Interceptor] = {}
 
 _METADATA_READS = {
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_meta.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.__len__,
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.element_size,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_contiguous,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_meta", "requires_grad")
+    ),
+    Tensor.__len__,
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_contiguous,
 }
+"""Reads that concern the shape and kind of a tensor and not its content."""
 
 
 def intercept(function: Callable[..., Any]) -> Callable[[_Interceptor], _Interceptor]:
@@ -59,21 +56,19 @@ class KVHandle(Tensor):
 
     Attributes:
         layer (`PackedLayer`): The layer it stands for.
-        view (`StreamView`): What to read.
+        tokens (`StreamView`): What to read.
     """
 
     layer: PackedLayer
-    view: StreamView
+    tokens: StreamView
     _dense: Tensor | None
 
     @staticmethod
-    def __new__(cls, layer: PackedLayer, view: StreamView) -> KVHandle:
-        newest = view.segments[-1]
-        shape = (newest.shape[0], newest.shape[1], view.length, newest.shape[3])
-        handle: KVHandle = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=newest.dtype, device=newest.device
-        )
-        handle.layer, handle.view, handle._dense = layer, view, None
+    def __new__(cls, layer: PackedLayer, tokens: StreamView) -> KVHandle:
+        newest = tokens.segments[-1]
+        shape = (newest.shape[0], newest.shape[1], tokens.length, newest.shape[3])
+        handle: KVHandle = Tensor._make_wrapper_subclass(cls, shape, dtype=newest.dtype, device=newest.device)
+        handle.layer, handle.tokens, handle._dense = layer, tokens, None
         return handle
 
     def dense(self) -> Tensor:
@@ -81,11 +76,11 @@ class KVHandle(Tensor):
         if self._dense is None:
             self.layer.fallback_reads += 1
             with torch.no_grad():
-                self._dense = self.view.dense(self.view.segments[-1].dtype)
+                self._dense = self.tokens.dense(self.tokens.segments[-1].dtype)
         return self._dense
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"KVHandle(shape={tuple(self.shape)}, packed_length={self.view.packed_length}, layer={self.layer!r})"
+        return f"KVHandle(shape={tuple(self.shape)}, packed_length={self.tokens.packed_length}, layer={self.layer!r})"
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -100,7 +95,9 @@ class KVHandle(Tensor):
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(  # type: ignore[no-untyped-def, override]
+        cls, func, types, args=(), kwargs=None
+    ):
         # Reached only by operations that bypass `__torch_function__`, such as calls from C++.
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs or {}))
 

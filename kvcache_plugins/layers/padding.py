@@ -65,8 +65,7 @@ class Padding:
         return slots >= self._starts(states)[:, None] + self.sink_length
 
     def first_tokens(self, count: int, states: Tensor) -> Tensor:
-        """Which tokens of `states` `(B, H, n, D)`, from slot 0 on, are the first `count` real ones: bool `(B,
-        n)`."""
+        """Which tokens of `states` `(B, H, n, D)`, from slot 0, are the first `count` real ones: `(B, n)`."""
         slots = torch.arange(states.shape[2], device=states.device)
         begin = self._starts(states)[:, None]
         return (slots >= begin) & (slots < begin + count)

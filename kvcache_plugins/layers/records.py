@@ -1,5 +1,6 @@
-"""One growable byte buffer per layer: `(B, H, N, record_bytes)`, a record being one 64-token block of one
-(row, head).
+"""One growable byte buffer per layer, of records: a record is one 64-token block of one (row, head).
+
+The buffer has the shape `(B, H, N, record_bytes)`.
 
 A record holds key codes, key metadata, value codes and value metadata, in this order, and is padded to 64
 bytes, so that a kernel walks one forward stream per (row, head), and so that every batch operation is an
@@ -101,9 +102,9 @@ class Records:
         offset, size = self.layout.fields[f"{side}_{name}"]
         codec, _ = self.layout.codecs[side]
         raw = self.data[:, :, start:stop, offset : offset + size]
-        return raw.view(_METADATA_DTYPES[self.layout.metadata_bytes]).unflatten(
-            -1, (codec.rows_per_block, -1)
-        )
+        rows = raw.view(_METADATA_DTYPES[self.layout.metadata_bytes])
+        width = rows.shape[-1] // codec.rows_per_block
+        return rows.view(*rows.shape[:-1], codec.rows_per_block, width)
 
     def widen_metadata(self) -> None:
         """Turn fp16 metadata into fp32 in place of the old buffer; codes and values stay what they are."""

@@ -12,7 +12,7 @@ before it, plus everything else exact; then the tokens that are due are packed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -92,8 +92,7 @@ class StreamView:
         return tuple(ends)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return tokens `[start, stop)`: fp32 where they come from codes, else the exact tensor's own
-        values."""
+        """Return tokens `[start, stop)`, fp32 where they come from codes, else in their own dtype."""
         parts = (
             [self.stream.decode(start, min(stop, self.packed_length))] if start < self.packed_length else []
         )
@@ -334,11 +333,11 @@ class Stream:
             else:
                 target.copy_(part.expand(-1, target.shape[1], -1, -1).unflatten(2, (last - first, per_block)))
 
-    def _fit_metadata(self, metadata: Sequence[Tensor] | object) -> None:
+    def _fit_metadata(self, metadata: Iterable[Tensor]) -> None:
         """Widen the records to fp32 metadata at the first value fp16 cannot hold."""
         if self.records.layout.metadata_bytes == 4 or self.records.data.is_meta:
             return
-        if any(bool(values.abs().max() > _HALF_MAX) for values in metadata):  # type: ignore[attr-defined]
+        if any(bool(values.abs().max() > _HALF_MAX) for values in metadata):
             self.records.widen_metadata()
 
     def _pack_codes(self, codes: Tensor) -> Tensor:

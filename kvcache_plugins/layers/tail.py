@@ -1,5 +1,4 @@
-"""The residual window of a stream: the newest tokens, exact, in one preallocated buffer without a `cat` per
-token."""
+"""The residual window of a stream: its newest tokens, exact, in one buffer, without a `cat` per token."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class Tail:
             self._move(room)
 
     def _move(self, capacity: int) -> None:
-        """Bring the tokens to the front of a buffer of `capacity` tokens, the present one if it has that
-        size."""
+        """Bring the tokens to the front of a buffer of `capacity` tokens, the present one if it fits."""
         held = self.view()
         if capacity != self.capacity:
             shape = (*self.buffer.shape[:2], capacity, self.buffer.shape[3])

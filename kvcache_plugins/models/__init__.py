@@ -1,2 +1,1 @@
-"""What differs between model families: rotary layouts, key biases, layer kinds. The only family-aware
-code."""
+"""What differs between model families: rotary layouts, key biases, layer kinds."""

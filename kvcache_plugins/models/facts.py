@@ -49,7 +49,8 @@ def split_model_or_config(model_or_config: Any) -> tuple[nn.Module | None, Any]:
     elif hasattr(model_or_config, "get_text_config"):
         return None, model_or_config
     raise ValueError(
-        f"Expected a transformers model or its configuration, got {type(model_or_config).__name__}: {model_or_config!r}."
+        f"Expected a transformers model or its configuration, got {type(model_or_config).__name__}: "
+        f"{model_or_config!r}."
     )
 
 

@@ -42,6 +42,7 @@ def plan_layers(config: Any, skipped: frozenset[int] = frozenset()) -> list[Laye
     """
     from transformers.cache_utils import get_layer_types_and_kwargs
 
+    kwargs: Any
     layer_types, kwargs = get_layer_types_and_kwargs(config)
     if isinstance(kwargs, dict):  # transformers < 5.18 shares one set of arguments between the layers
         kwargs = [kwargs] * len(layer_types)

@@ -47,11 +47,11 @@ class Rotary:
         return angles.cos().float(), angles.sin().float()
 
     def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Rotate `states` of shape `(B, H, T, D)` by `positions` of shape `(T,)` (negative undoes positive)."""
+        """Rotate `states` `(B, H, T, D)` by `positions` `(T,)`; negative ones undo positive ones."""
         return self.turn(states, *self.tables(positions))
 
     def turn(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate `states` of shape `(B, H, T, D)` by angles whose cosines and sines are `(T, rotary_dim / 2)`."""
+        """Rotate `states` `(B, H, T, D)` by angles whose `cos` and `sin` are `(T, rotary_dim / 2)`."""
         rotated = states.clone()
         first, second = self.pairs(states)
         out_first, out_second = self.pairs(rotated)
@@ -145,8 +145,7 @@ def _attention_module_name(model: nn.Module | None, config: Any) -> str | None:
 
 @cache
 def _layout_is_interleaved(module_name: str | None) -> bool | None:
-    """Tell the pairing by applying the family's own `rotate_half` to a ramp; `None` if it is neither known
-    one."""
+    """Tell the pairing by applying the family's own `rotate_half` to a ramp; `None` if unknown."""
     module = importlib.import_module(module_name) if module_name else None
     if hasattr(module, "rotate_half"):
         ramp = torch.arange(1.0, 9.0).view(1, 1, 1, 8)

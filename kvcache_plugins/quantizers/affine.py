@@ -2,11 +2,11 @@
 
 Asymmetric, `b` bits, `Q = 2^b - 1` (KIVI, LMDeploy, QServe):
 
-    scale = (max - min) / Q        code = clamp(round((x - min) / scale), 0, Q)        x' = code * scale + min
+    scale = (max - min) / Q     code = clamp(round((x - min) / scale), 0, Q)        x' = code * scale + min
 
 Symmetric, 8 bits:
 
-    scale = max|x| / 127           code = clamp(round(x / scale), -127, 127) + 128     x' = (code - 128) * scale
+    scale = max|x| / 127        code = clamp(round(x / scale), -127, 127) + 128     x' = (code - 128) * scale
 
 Rounding is half to even. The division is by the *stored* scale, which is the fp16 rounding of the ideal one
 (fp32 where

@@ -38,8 +38,8 @@ def dequantize_float8(codes: Tensor, scale: Tensor, granularity: Granularity, fo
 def _to_float(codes: Tensor, format: str) -> Tensor:
     """Widen the finite bit patterns to fp32, exactly, through fp16, whose conversion is several times faster.
 
-    e5m2 is the upper byte of an fp16. The exponent and mantissa of e4m3, put in the place of those of an fp16, make
-    a number 2^8 too small, because the exponent biases are 7 and 15.
+    e5m2 is the upper byte of an fp16. The exponent and mantissa of e4m3, put in the place of those of an
+    fp16, make a number 2^8 too small, because the exponent biases are 7 and 15.
     """
     signed = codes.view(torch.int8).to(torch.int16)
     if format == "e5m2":

@@ -62,8 +62,7 @@ def per_token_head() -> Granularity:
 
 
 def per_token_group(channels: int) -> Granularity:
-    """One scale per token and `channels` consecutive channels: -> `(B, H, T, D / channels)`. KIVI's
-    values."""
+    """One scale per token and `channels` of a head: -> `(B, H, T, D / channels)`. KIVI's values."""
     return Granularity(channels=channels)
 
 

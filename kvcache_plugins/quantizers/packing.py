@@ -20,6 +20,8 @@ h)`, or `(2i, 2i + 1)` with `interleaved=True`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -125,8 +127,10 @@ def unpack_values(data: Tensor, nbits: int, head_dim: int) -> Tensor:
 
 def _split_channels(codes: Tensor, parts: int, interleaved: bool) -> Tensor:
     if interleaved:
-        return codes.unflatten(-1, (-1, parts, 2)).movedim(-1, -3)
-    return codes.unflatten(-1, (2, -1, parts))
+        codes = codes.unflatten(-1, (-1, parts, 2)).movedim(-1, -3)
+    else:
+        codes = codes.unflatten(-1, (2, -1, parts))
+    return codes
 
 
 def _permute_last(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
@@ -135,11 +139,11 @@ def _permute_last(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     return tensor.permute(*range(lead), *(lead + i for i in order))
 
 
-def _pack_planes(pack, codes: Tensor, **options) -> Tensor:  # type: ignore[no-untyped-def]  # pack_keys or pack_values
+def _pack_planes(pack: Callable[..., Tensor], codes: Tensor, **options: bool) -> Tensor:
     return torch.cat([pack(codes & 3, 2, **options), pack(codes >> 2, 1, **options)], dim=-1)
 
 
-def _unpack_planes(unpack, data: Tensor, head_dim: int, **options) -> Tensor:  # type: ignore[no-untyped-def]
+def _unpack_planes(unpack: Callable[..., Tensor], data: Tensor, head_dim: int, **options: bool) -> Tensor:
     low_bytes = packed_bytes(head_dim, 2)
     low = unpack(data[..., :low_bytes], 2, head_dim, **options)
     return low | (unpack(data[..., low_bytes:], 1, head_dim, **options) << 2)

@@ -1,5 +1,4 @@
-"""Test tools, public so that third-party backends reuse them: the conformance suite, tiny models,
-comparisons."""
+"""Test tools for backends, ours and third parties': conformance suite, tiny models, comparisons."""
 
 from .comparison import assert_close, sqnr_db
 from .conformance import BackendConformance

@@ -22,8 +22,7 @@ def sqnr_db(reference: Tensor, got: Tensor) -> float:
 
 
 def assert_close(name: str, reference: Tensor, got: Tensor, ratio: float) -> None:
-    """Fail, naming `name`, unless shapes agree, everything is finite and the relative RMS error is at most
-    `ratio`."""
+    """Fail unless shapes agree, everything is finite, and the relative RMS error is at most `ratio`."""
     assert reference.shape == got.shape, (
         f"{name}: expected shape {tuple(reference.shape)}, got {tuple(got.shape)}"
     )

@@ -47,8 +47,7 @@ def feed(layer: PackedLayer, keys: Tensor, values: Tensor, chunks: Iterable[int]
 
 
 def decoded(layer: PackedLayer) -> tuple[Tensor, Tensor]:
-    """Everything a layer holds, as attention would read it after the last call: two `(B, H, T, D)`
-    tensors."""
+    """Everything a layer holds, as attention would read it next: two `(B, H, T, D)` tensors."""
     read = []
     for stream in layer.streams:
         parts = [stream.decode(0, stream.packed_length)] if stream.packed_length else []
@@ -184,16 +183,14 @@ class BackendConformance:
             start += count
             query = torch.randn(self.batch_size, keys.shape[1] * groups, count, keys.shape[3])
             mask = torch.ones(count, start, dtype=torch.bool).tril(start - count)
+            assert isinstance(got[0], KVHandle) and isinstance(got[1], KVHandle)
+            exact_keys, exact_values = got[0].dense(), got[1].dense()
             expected = F.scaled_dot_product_attention(
-                query,
-                got[0].dense(),
-                got[1].dense(),
-                attn_mask=mask,
-                enable_gqa=True,  # type: ignore[attr-defined]
+                query, exact_keys, exact_values, attn_mask=mask, enable_gqa=True
             )
             fused = F.scaled_dot_product_attention(query, got[0], got[1], attn_mask=mask, enable_gqa=True)
             assert_close("fused attention", expected, fused, 1e-5)
-            causal = attend(query, got[0].view, got[1].view, AttentionOptions(is_causal=True))  # type: ignore[attr-defined, arg-type]
+            causal = attend(query, got[0].tokens, got[1].tokens, AttentionOptions(is_causal=True))
             assert_close("causal attention", expected, causal, 1e-5)
 
     def test_with_nothing_packed_it_is_the_dense_cache(
@@ -390,8 +387,9 @@ class BackendConformance:
         ("option", "value"),
         [
             ("residual_length", -1), ("residual_length", "many"), ("sink_length", 1.5), ("kernel", "fast"),
-            ("skip_layers", 3), ("skip_layers", [99]), ("layer_overrides", {"99": {}}), ("layer_overrides", [1]),
-            ("layer_overrides", {"0": {"no_such_option": 1}}), ("no_such_option", 1), ("budget", 128),
+            ("skip_layers", 3), ("skip_layers", [99]), ("layer_overrides", {"99": {}}),
+            ("layer_overrides", [1]), ("layer_overrides", {"0": {"no_such_option": 1}}), ("no_such_option", 1),
+            ("budget", 128),
         ],
     )  # fmt: skip
     def test_wrong_options_are_named(

@@ -294,7 +294,7 @@ def test_keys_and_values_packed_to_different_extents(held: int, query_length: in
         assert torch.equal(key, keys) and torch.equal(value, values)  # nothing is packed yet
         return
     assert isinstance(key, KVHandle) and isinstance(value, KVHandle)
-    got = attend(query, key.view, value.view, AttentionOptions(is_causal=True))
+    got = attend(query, key.tokens, value.tokens, AttentionOptions(is_causal=True))
     dense = key.dense(), value.dense()
     assert not torch.equal(dense[0], keys)
     assert_near(naive_attention(query, *dense, is_causal=True), got)
@@ -306,7 +306,7 @@ def test_no_tile_mixes_codes_and_exact_tokens() -> None:
     layer.update(keys[:, :, :149], values[:, :, :149])
     key, value = layer.update(keys[:, :, 149:], values[:, :, 149:])
     assert isinstance(key, KVHandle) and isinstance(value, KVHandle)
-    watched = Watched(key.view), Watched(value.view)
+    watched = Watched(key.tokens), Watched(value.tokens)
     attend(torch.randn(B, HEADS, 1, 48), *watched, AttentionOptions())
     assert watched[1].reads == [(0, 117), (117, 128), (128, 150)]
     assert watched[0].reads[1:] == watched[1].reads

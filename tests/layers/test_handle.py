@@ -38,7 +38,7 @@ def handles(layer: PackedLayer) -> tuple[KVHandle, KVHandle]:
 @pytest.fixture
 def dense(handles: tuple[KVHandle, KVHandle]) -> tuple[Tensor, Tensor]:
     """What the handles stand for, read past them, so that nothing is counted."""
-    return handles[0].view.dense(torch.float32), handles[1].view.dense(torch.float32)
+    return handles[0].tokens.dense(torch.float32), handles[1].tokens.dense(torch.float32)
 
 
 # -- free of charge
@@ -84,6 +84,7 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
     "add": lambda x: x + 1,
     "radd": lambda x: 1 + x,
     "reshape": lambda x: x.reshape(B, -1),
+    "view": lambda x: x.view(B * H, T, -1),
     "repeat": lambda x: x.repeat(1, 2, 1, 1),
     "linear": lambda x: F.linear(x, torch.ones(5, x.shape[3])),
     "einsum": lambda x: torch.einsum("bhtd->btd", x),
@@ -130,7 +131,7 @@ def test_what_is_read_does_not_change_the_cache(
     layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: tuple[Tensor, Tensor]
 ) -> None:
     handles[0].dense().fill_(7.0)
-    assert torch.equal(handles[0].view.dense(torch.float32), dense[0])
+    assert torch.equal(handles[0].tokens.dense(torch.float32), dense[0])
 
 
 def test_handles_refuse_no_gradient_mode(layer: PackedLayer) -> None:
@@ -219,3 +220,8 @@ def test_copies_of_a_layer_are_independent_of_its_handles(
     twin.crop(-90)
     twin.update(torch.full((B, H, 1, D), 1e3), torch.full((B, H, 1, DV), 1e3))
     assert torch.equal(layer.update(*step)[0][:, :, :T], ours[0].dense()[:, :, :T])
+
+
+def test_no_attribute_of_a_handle_hides_one_of_tensors() -> None:
+    own = {"dense", "layer", "tokens", "_dense"}
+    assert not [name for name in own if hasattr(torch.Tensor, name)]
