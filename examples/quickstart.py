@@ -86,7 +86,7 @@ WARM_UP_STEPS = 4  # decode steps left out of the time per token: first-use allo
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison; return 0, or 2 for an error of the user."""
     args = parse_args(argv)
-    # quanto compiles an extension with ninja, which is installed beside the interpreter and not always on the PATH
+    # quanto compiles an extension with ninja, which is installed beside the interpreter, often not on the PATH
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> None:
                 # divide, say) is shown in the table; one of ours that fails is a bug and stops the run.
                 if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
                     raise
-                message = " ".join(str(error).split())[:80]
+                message = " ".join(str(error).split())[:200]
                 skipped.append({"cache_config": cache_config, "reason": f"failed: {message}"})
                 progress.advance(task)
                 continue
@@ -414,7 +414,7 @@ def generate(
     """Call `model.generate()` the way any user would; only the cache differs."""
     options: dict[str, Any] = {}
     if cache_config != DENSE:
-        options = {"cache_implementation": "quantized", "cache_config": cache_config}
+        options = {"cache_implementation": "quantized", "cache_config": dict(cache_config)}
     return model.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),
@@ -564,7 +564,7 @@ def print_table(console: Console, document: dict[str, Any]) -> None:
             if group == "transformers":
                 table.add_row(Text("transformers' own:"))
         previous = group
-        cells = [row["reason"]] if "reason" in row else [show(row) for _, show in COLUMNS]
+        cells = [row["reason"].partition(":")[0]] if "reason" in row else [show(row) for _, show in COLUMNS]
         table.add_row(Text(cache_label(row["cache_config"])), *cells)
     console.print(table)
     console.print(
@@ -574,6 +574,9 @@ def print_table(console: Console, document: dict[str, Any]) -> None:
         f"in {settings['score_dtype']}",
         highlight=False,
     )
+    for row in document["skipped"]:
+        said = f"{cache_label(row['cache_config'])}: {row['reason']}"
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
     kernels = {kernel for row in document["results"] for kernel in row["kernel"] or ()}
     if kernels:
         native = sorted(kernels - {"torch", "dense"})
@@ -635,14 +638,14 @@ def save_picture(document: dict[str, Any], path: Path) -> None:
             (row["bits_per_value"], height, row["label"], colours[name])
             for row, height in zip(rows, heights, strict=True)
         ]
-    quality.set_yscale("log")
-    quality.margins(x=0.18, y=0.12)
+    if points:
+        quality.set_yscale("log")
+        quality.margins(x=0.18, y=0.12)
+        quality.legend(loc="upper right", frameon=False)
     dense_bits = results[0]["bits_per_value"]
     quality.set_xlabel(f"bits per value, metadata and exact recent tokens included (dense: {dense_bits:.0f})")
     quality.set_ylabel("KL divergence to the dense run (nats per token)")
     quality.set_title("Quality against memory (lower left is better)")
-    if packed:
-        quality.legend(loc="upper right", frameon=False)
 
     rows = list(reversed(results))
     bars = speed.barh(

@@ -192,6 +192,29 @@ def test_a_short_text_shortens_the_run(
     assert "too short" in capsys.readouterr().out
 
 
+def test_a_failure_of_transformers_own_cache_is_a_row(
+    quickstart: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("hqq")
+
+    def broken(self: object, tensor: torch.Tensor, axis: int) -> None:
+        raise RuntimeError("the extension\ncannot be built: no compiler")
+
+    monkeypatch.setattr(cache_utils.HQQQuantizedLayer, "_quantize", broken)
+    sizes = ["--prompt_tokens", "100", "--new_tokens", "8", "--score_tokens", "16"]
+    wanted = ["--cache_config", '{"backend": "hqq"}']
+    assert quickstart.main([*sizes, *wanted, "--output", str(tmp_path)]) == 0
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert [row["label"] for row in document["results"]] == ["dense"]
+    reason = "failed: the extension cannot be built: no compiler"
+    assert document["skipped"] == [{"cache_config": {"backend": "hqq"}, "reason": reason}]
+    assert f"hqq: {reason}" in capsys.readouterr().out
+    assert (tmp_path / "quickstart.png").exists()
+
+
 def test_a_text_that_is_no_text_is_refused(
     quickstart: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,7 @@ Tokens are decoded a tile at a time and never all at once, so the temporary memo
 length. All query heads of a group share one pass over the keys and values; nothing is repeated. Every kernel
 is checked against this file.
 
-Per logit, in this order: `z = scaling * q.k`, softcap `z = cap * tanh(z / cap)`, ALiBi `z + slope * slot`,
+Per logit, in this order: `z = scaling * q.k`, softcap `z = cap * tanh(z / cap)`, ALiBi `z - slope * distance`,
 position bias, mask. Sink logits add `exp(sink)` to the denominator and no value (gpt-oss).
 """
 
@@ -151,13 +151,13 @@ def _adjust(logits: Tensor, start: int, stop: int, length: int, options: Attenti
         logits = options.softcap * torch.tanh(logits / options.softcap)
     query_length = logits.shape[2]
     slots = torch.arange(start, stop, device=logits.device)
+    query_slots = torch.arange(length - query_length, length, device=logits.device)[:, None]
     if options.alibi_slopes is not None:
-        # The softmax does not see a shift of a row, so the slot may stand for the distance.
-        logits = logits + options.alibi_slopes.to(logits)[:, None, None] * (slots - (length - 1))
+        # The distance and not just the slot: sink logits see a shift of the row.
+        logits = logits + options.alibi_slopes.to(logits)[:, None, None] * (slots - query_slots)
     if options.position_bias is not None:
         logits = logits + _columns(options.position_bias, start, stop)
     if options.is_causal or options.sliding_window is not None:
-        query_slots = torch.arange(length - query_length, length, device=logits.device)[:, None]
         visible = slots <= query_slots
         if options.sliding_window is not None:
             visible = visible & (slots > query_slots - options.sliding_window)

@@ -77,7 +77,8 @@ class Int4Layer(PackedLayer):
         if bits <= 4 and largest is not None and largest >= _LARGE_BIAS:
             warnings.warn(
                 f"Layer {self.layer_idx} adds a bias of up to {largest:.3g} to its keys; {bits}-bit codes "
-                "per token lose much of what remains. Use {'backend': 'kivi'}, or 8-bit keys ({'key_bits': 8}).",
+                "per token lose much of what remains. Use {'backend': 'kivi'}, or 8-bit keys "
+                "({'key_bits': 8}).",
                 stacklevel=2,
             )
         return StreamSpec(codec, keep_recent=config.residual_length)

@@ -80,7 +80,8 @@ class KVHandle(Tensor):
         return self._dense
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"KVHandle(shape={tuple(self.shape)}, packed_length={self.tokens.packed_length}, layer={self.layer!r})"
+        packed = self.tokens.packed_length
+        return f"KVHandle(shape={tuple(self.shape)}, packed_length={packed}, layer={self.layer!r})"
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]

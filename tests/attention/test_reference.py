@@ -159,7 +159,8 @@ VARIANTS: dict[str, Variant] = {
     "sinks-and-window": lambda q: same(sink_logits=torch.randn(HEADS_Q), is_causal=True, sliding_window=9),
     "alibi": lambda q: same(alibi_slopes=torch.linspace(0.01, 0.5, HEADS_Q), is_causal=True),
     "alibi-softcap-sinks-padding": lambda q: same(
-        alibi_slopes=torch.linspace(0.01, 0.5, HEADS_Q), softcap=3.0, mask=_real(), is_causal=True
+        alibi_slopes=torch.linspace(0.01, 0.5, HEADS_Q), sink_logits=torch.randn(HEADS_Q), softcap=3.0, mask=_real(),
+        is_causal=True,
     ),
 }  # fmt: skip
 
