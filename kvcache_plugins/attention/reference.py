@@ -105,6 +105,11 @@ def attend(query: Tensor, keys: TokenView, values: TokenView, options: Attention
         `torch.Tensor` of shape `(B, Hq, q, Dv)`: in the dtype of `query`. A query that sees nothing gets
             zeros.
     """
+    with torch.autocast(query.device.type, enabled=False):  # which would round the products below to bf16
+        return _attend(query, keys, values, options)
+
+
+def _attend(query: Tensor, keys: TokenView, values: TokenView, options: AttentionOptions) -> Tensor:
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch_size, query_heads, query_length, head_dim = query.shape
     scaling = options.scaling if options.scaling is not None else head_dim**-0.5

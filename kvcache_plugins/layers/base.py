@@ -13,6 +13,8 @@ Invariants, tested by the conformance suite:
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,6 +94,10 @@ class PackedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the shape, dtype and device of the first states, `(B, H, T, D)` each."""
+        with _storing():
+            self._allocate(key_states, value_states)
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         batch_size, num_heads = key_states.shape[:2]
         if value_states.shape[:3] != key_states.shape[:3]:
@@ -131,7 +137,7 @@ class PackedLayer(CacheLayerMixin):
         self._check(key_states)
         self.prefetch()
         is_first = self.cumulative_length == 0
-        with torch.no_grad():
+        with _storing():
             keys = self.key_stream_.append(key_states, defer=self.record_past)
             values = self.value_stream_.append(value_states, defer=self.record_past)
         self.cumulative_length += key_states.shape[-2]
@@ -192,7 +198,7 @@ class PackedLayer(CacheLayerMixin):
             return
         self.prefetch()
         length = max(0, self.cumulative_length + tokens_to_remove)
-        with torch.no_grad():
+        with _storing():
             for stream in self.streams:
                 stream.truncate(length)
                 stream.settle()
@@ -214,9 +220,10 @@ class PackedLayer(CacheLayerMixin):
         self.padding.index(indices)
         if self.is_initialized:
             indices = indices.to(self.records.data.device)
-            self.records.data = self.records.data.index_select(0, indices)
-            for stream in self.streams:
-                stream.index_batch(indices)
+            with _storing():
+                self.records.data = self.records.data.index_select(0, indices)
+                for stream in self.streams:
+                    stream.index_batch(indices)
 
     def offload(self) -> None:
         """Move everything to the CPU; the next `update` or `prefetch` brings it back."""
@@ -288,9 +295,10 @@ class PackedLayer(CacheLayerMixin):
 
     def _move(self, device: torch.device) -> None:
         if self.is_initialized:
-            self.records.data = self.records.data.to(device)
-            for stream in self.streams:
-                stream.to(device)
+            with _storing():
+                self.records.data = self.records.data.to(device)
+                for stream in self.streams:
+                    stream.to(device)
 
     def _check(self, key_states: Tensor) -> None:
         expected = self.records.data.shape[:2]
@@ -305,6 +313,17 @@ class PackedLayer(CacheLayerMixin):
                 f"The cache was bound to an attention mask of {len(self.padding.lengths)} rows, got a batch "
                 f"of {expected[0]}."
             )
+
+
+@contextmanager
+def _storing() -> Iterator[None]:
+    """Record no gradients, and make ordinary tensors even in inference mode.
+
+    A cache filled inside `torch.inference_mode()` may be continued outside of it, where tensors made inside
+    cannot be written to.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _joined(view: StreamView) -> Tensor:

@@ -1,0 +1,127 @@
+"""Which layers are packed, why the others are not, and the shape of what each hands to its cache."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, FalconConfig, GPTBigCodeConfig, Llama4TextConfig, MistralConfig, Phi3Config
+
+from kvcache_plugins import build_cache
+from kvcache_plugins.layers.base import PackedLayer
+from kvcache_plugins.models.facts import decoder_config
+from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
+from kvcache_plugins.testing.models import ARCHITECTURES, tiny_model
+
+SLIDING = "sliding_attention: holds at most 16 tokens already"
+LINEAR = "linear_attention: not a growing key/value cache of full attention"
+HYBRID: dict[str, dict[int, str]] = {
+    "exaone4": {0: SLIDING, 2: SLIDING},
+    "gemma2": {0: SLIDING, 2: SLIDING},
+    "gemma3_text": {0: SLIDING, 2: SLIDING},
+    "gpt_oss": {0: SLIDING, 2: SLIDING},
+    "qwen3_next": {0: LINEAR, 2: LINEAR},
+}
+
+
+def reasons(config: Any, skipped: frozenset[int] = frozenset()) -> dict[int, str]:
+    plans = plan_layers(config, skipped)
+    return {index: plan.dense_reason for index, plan in enumerate(plans) if plan.dense_reason is not None}
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_hybrid_models_keep_their_other_layers(name: str) -> None:
+    model = tiny_model(name, num_hidden_layers=4)
+    assert reasons(model.config) == HYBRID[name]
+    cache = build_cache(model, {"backend": "int8"})
+    assert cache.report().dense_layers == HYBRID[name]
+    own = DynamicCache(config=model.config)
+    for index, layer in enumerate(cache.layers):
+        if index in HYBRID[name]:
+            assert type(layer) is type(own.layers[index])
+            assert getattr(layer, "sliding_window", None) == getattr(own.layers[index], "sliding_window", None)
+        else:
+            assert isinstance(layer, PackedLayer) and layer.layer_idx == index
+    assert [i for i, kernel in enumerate(cache.report().kernel) if kernel == "dense"] == sorted(HYBRID[name])
+
+
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(HYBRID)))
+def test_every_layer_of_the_other_families_is_packed(name: str) -> None:
+    config = decoder_config(tiny_model(name).config)
+    assert reasons(config) == {}
+    assert len(plan_layers(config)) == config.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("window", "context", "packed"),
+    [(4096, 4096, True), (8192, 4096, True), (4095, 4096, False), (None, 4096, True)],
+    ids=["window=context", "window>context", "window<context", "no-window"],
+)
+@pytest.mark.parametrize("config_class", [Phi3Config, MistralConfig])
+def test_a_window_as_long_as_the_context_is_full_attention(
+    config_class: Any, window: int | None, context: int, packed: bool
+) -> None:
+    config = config_class(num_hidden_layers=3, sliding_window=window, max_position_embeddings=context)
+    expected = {} if packed else dict.fromkeys(range(3), f"sliding_attention: holds at most {window} tokens already")
+    assert reasons(config) == expected
+
+
+def test_chunked_attention() -> None:
+    options = {"num_hidden_layers": 2, "layer_types": ["chunked_attention", "full_attention"]}
+    short = Llama4TextConfig(attention_chunk_size=64, max_position_embeddings=4096, **options)
+    assert reasons(short) == {0: "chunked_attention: holds at most 64 tokens already"}
+    long = Llama4TextConfig(attention_chunk_size=4096, max_position_embeddings=4096, **options)
+    assert reasons(long) == {}
+
+
+def test_layers_the_user_skips() -> None:
+    config = tiny_model("gemma2", num_hidden_layers=4).config
+    # A layer that is dense anyway keeps its own reason.
+    assert reasons(config, frozenset({0, 1})) == {0: SLIDING, 1: "skip_layers", 2: SLIDING}
+    cache = build_cache(config, {"backend": "kivi", "skip_layers": [-1]})
+    assert cache.report().dense_layers == {0: SLIDING, 2: SLIDING, 3: "skip_layers"}
+    assert len(cache.packed_layers) == 1
+
+
+def test_a_cache_that_packs_nothing_says_so() -> None:
+    config = tiny_model("gemma2").config
+    with pytest.warns(UserWarning, match=r"'int8' packs none of the 2 layers.*holds at most 16.*skip_layers"):
+        build_cache(config, {"backend": "int8", "skip_layers": [1]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_cache(config, {"backend": "int8"})
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_key_value_heads_are_what_arrives(name: str) -> None:
+    model = tiny_model(name)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.randint(3, 100, (1, 5)), past_key_values=cache)
+    checked = 0
+    for index, layer in enumerate(cache.layers):
+        if getattr(layer, "keys", None) is not None:
+            arrived = (layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+            assert key_value_heads(decoder_config(model.config), index) == arrived
+            checked += 1
+    assert checked > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (FalconConfig(hidden_size=128, num_attention_heads=8), (1, 16, 16)),
+        (FalconConfig(hidden_size=128, num_attention_heads=8, multi_query=False), (8, 16, 16)),
+        (
+            FalconConfig(hidden_size=128, num_attention_heads=8, new_decoder_architecture=True, num_kv_heads=2),
+            (8, 16, 16),
+        ),
+        (GPTBigCodeConfig(n_embd=128, n_head=8), (1, 16, 16)),
+        (GPTBigCodeConfig(n_embd=128, n_head=8, multi_query=False), (8, 16, 16)),
+    ],
+    ids=["falcon-7b", "falcon-multi-head", "falcon-40b", "bigcode", "bigcode-multi-head"],
+)
+def test_multi_query_families(config: Any, expected: tuple[int, int, int]) -> None:
+    assert key_value_heads(config, 0) == expected

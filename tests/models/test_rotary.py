@@ -1,0 +1,264 @@
+"""How keys are rotated: what is found in models and configurations is what the models do.
+
+The end-to-end check needs no code of a family: given one token over and over, every position of a rotary model computes
+the same, so its keys differ by the rotation alone, and undoing that must make them constant.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig
+
+from kvcache_plugins.models.facts import LayerFacts, decoder_config, describe_layers
+from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
+from kvcache_plugins.models.rotary import Rotary, find_rotary, modeling_module
+from kvcache_plugins.testing.models import tiny_model
+
+FAMILIES: dict[str, tuple[int, bool]] = {
+    # rotating channels of 16 (qwen3: 32), interleaved
+    "cohere": (16, True),
+    "exaone4": (16, False),
+    "gemma": (16, False),
+    "gemma2": (16, False),
+    "gemma3_text": (16, False),
+    "glm4": (8, True),
+    "gpt_neox": (4, False),
+    "gpt_oss": (16, False),
+    "granite": (16, False),
+    "llama": (16, False),
+    "mistral": (16, False),
+    "mixtral": (16, False),
+    "olmo2": (16, False),
+    "phi": (8, False),
+    "phi3": (16, False),
+    "qwen2": (16, False),
+    "qwen3": (32, False),
+    "qwen3_moe": (16, False),
+    "smollm3": (16, False),
+    "stablelm": (4, False),
+    "starcoder2": (16, False),
+}
+
+
+def described(model: Any, *, from_config: bool = False) -> list[LayerFacts]:
+    config = decoder_config(model.config)
+    kinds = [plan.layer_type for plan in plan_layers(config)]
+    return describe_layers(None if from_config else model, config, kinds, key_value_heads(config, 0)[1])
+
+
+def found(name: str, layer: int = 0, **overrides: Any) -> Rotary:
+    rotary = described(tiny_model(name, **overrides))[layer].rotary
+    assert rotary is not None
+    return rotary
+
+
+# -- what is found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_dimensions_and_layout(name: str) -> None:
+    rotary = found(name)
+    assert (rotary.rotary_dim, rotary.interleaved) == FAMILIES[name]
+    assert rotary.inv_freq[0] == pytest.approx(1.0, rel=0.05)
+    assert list(rotary.inv_freq) == sorted(rotary.inv_freq, reverse=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_model_and_configuration_say_the_same(name: str) -> None:
+    model = tiny_model(name, num_hidden_layers=4)
+    by_model, by_config = described(model), described(model, from_config=True)
+    assert len(by_model) == 4
+    for one, other in zip(by_model, by_config, strict=True):
+        assert one.rotary == other.rotary
+        assert one.has_key_bias == other.has_key_bias
+
+
+@pytest.mark.parametrize("name", ["bloom", "deepseek_v3", "gpt2", "mpt", "opt"])
+def test_keys_that_are_not_rotated(name: str) -> None:
+    # DeepSeek-V3 caches a latent as its key; the others have no rotary embedding.
+    model = tiny_model(name)
+    for from_config in (False, True):
+        assert [facts.rotary for facts in described(model, from_config=from_config)] == [None, None]
+
+
+@pytest.mark.parametrize("name", ["codegen", "gptj"])
+def test_a_layout_nobody_knows_is_none_rather_than_a_guess(name: str) -> None:
+    assert described(tiny_model(name))[0].rotary is None
+
+
+def test_frequencies_depend_on_the_kind_of_layer() -> None:
+    # Gemma 3 rotates sliding layers with theta 1e4 and full ones with 1e6.
+    for from_config in (False, True):
+        sliding, full = (f.rotary for f in described(tiny_model("gemma3_text"), from_config=from_config))
+        assert sliding is not None and full is not None
+        assert sliding.inv_freq[1] == pytest.approx(1e4 ** (-1 / 8))
+        assert full.inv_freq[1] == pytest.approx(1e6 ** (-1 / 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "rotating"),
+    [("smollm3", [True, True, True, False]), ("exaone4", [True, False, True, False])],
+)
+def test_layers_without_a_rotation(name: str, rotating: list[bool]) -> None:
+    model = tiny_model(name, num_hidden_layers=4)
+    for from_config in (False, True):
+        assert [f.rotary is not None for f in described(model, from_config=from_config)] == rotating
+
+
+def test_key_biases() -> None:
+    facts = described(tiny_model("qwen2"))
+    model = tiny_model("qwen2")
+    for layer, fact in zip(model.model.layers, facts, strict=True):
+        assert fact.has_key_bias
+        assert fact.key_bias_max == pytest.approx(float(layer.self_attn.k_proj.bias.abs().max()))
+    assert all(f.has_key_bias and f.key_bias_max is None for f in described(model, from_config=True))
+    assert not any(f.has_key_bias or f.key_bias_max for f in described(tiny_model("llama")))
+    assert all(f.has_key_bias for f in described(tiny_model("llama", attention_bias=True), from_config=True))
+    assert described(tiny_model("gpt2"))[0].has_key_bias  # a fused projection
+    assert described(tiny_model("gpt2"))[0].key_bias_max is None
+
+
+def test_a_model_on_the_meta_device_is_read_like_its_configuration() -> None:
+    # Without data there is no bias to measure and there are no frequencies, hence no rotary; nothing fails.
+    model = tiny_model("qwen2").to("meta")
+    facts = described(model)
+    assert all(f.has_key_bias and f.key_bias_max is None for f in facts)
+
+
+def test_classes_defined_outside_transformers_have_no_modelling_file() -> None:
+    class Mine(LlamaConfig):
+        pass
+
+    assert modeling_module(Mine()) is None
+    assert find_rotary(None, Mine(), "full_attention", 16) is None
+
+
+# -- it is what the models do
+
+
+def _own_rotation(model: Any, states: Tensor, positions: Tensor, layer_type: str) -> Tensor:
+    """Rotated by the family's own functions, its constant factor (yarn) taken out."""
+    module = importlib.import_module(type(model).__module__)
+    rotary = next(m for m in model.modules() if "RotaryEmbedding" in type(m).__name__)
+    arguments = (layer_type,) if hasattr(rotary, f"{layer_type}_inv_freq") else ()
+    cos, sin = rotary(states, positions[None], *arguments)
+    rotated, _ = module.apply_rotary_pos_emb(states, states, cos, sin)
+    return rotated / float(getattr(rotary, "attention_scaling", 1.0))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rotating_is_the_models_own_function(name: str, layer: int) -> None:
+    model = tiny_model(name)
+    kind = plan_layers(model.config)[layer].layer_type
+    rotary = find_rotary(model, model.config, kind, key_value_heads(model.config, layer)[1])
+    assert rotary is not None
+    # Some families cut off the channels that do not rotate before they call the function.
+    states, positions = torch.randn(2, 3, 40, rotary.rotary_dim), torch.arange(3, 43)
+    expected = _own_rotation(model, states, positions, kind)
+    assert (rotary.rotate(states, positions) - expected).abs().max() <= 1e-5
+    assert (states - expected).abs().max() > 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_of_a_repeated_token_become_constant(name: str) -> None:
+    model = tiny_model(name)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.full((1, 16), 7), past_key_values=cache)
+    for layer, facts in zip(cache.layers, described(model), strict=True):
+        keys = layer.keys
+        scale = keys.abs().max()
+        if facts.rotary is None:
+            assert (keys - keys[:, :, :1]).abs().max() <= 2e-5 * scale
+            continue
+        assert (keys - keys[:, :, :1]).abs().max() > 0.1 * scale
+        unrotated = facts.rotary.rotate(keys, -torch.arange(keys.shape[2]))
+        assert (unrotated - unrotated[:, :, :1]).abs().max() <= 2e-5 * scale
+        if name == "gpt_oss":
+            break  # what its sink logits take depends on the number of tokens, so only the first layer is constant
+
+
+# -- the rotation itself
+
+
+ROPE: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "yarn": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 1024,
+    },
+    "llama3": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 1024,
+    },
+}  # fmt: skip
+
+
+def _llama(rope: str) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=512, num_attention_heads=4, num_hidden_layers=1, rope_parameters=ROPE[rope],
+        max_position_embeddings=8192,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", ROPE)
+def test_rotating_back_and_forth_is_the_identity(rope: str) -> None:
+    rotary = find_rotary(None, _llama(rope), "full_attention", 128)
+    assert rotary is not None and rotary.rotary_dim == 128
+    states = torch.randn(2, 3, 64, 128)
+    for interleaved in (False, True):
+        turned = Rotary(rotary.inv_freq, interleaved)
+        for offset in (0, 1000, 10**6):
+            positions = torch.arange(64) + offset
+            back = turned.rotate(turned.rotate(states, -positions), positions)
+            assert (back - states).abs().max() <= 1e-6 * states.abs().max()
+
+
+def test_scaled_frequencies_differ() -> None:
+    rotaries = {rope: find_rotary(None, _llama(rope), "full_attention", 128) for rope in ROPE}
+    default = rotaries["default"]
+    assert default is not None
+    assert default.inv_freq == pytest.approx([1e4 ** (-i / 64) for i in range(64)])
+    assert rotaries["linear"] == Rotary(tuple(f / 4 for f in default.inv_freq))
+    for rope in ("yarn", "llama3"):
+        assert rotaries[rope] is not None and rotaries[rope] != default
+    # Dynamic scaling changes frequencies only once a text is longer than the model's context.
+    assert rotaries["dynamic"] == default
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_by_hand(interleaved: bool) -> None:
+    # A quarter turn a position for the first pair, an eighth for the second; two channels left alone.
+    quarter = torch.pi / 2
+    rotary = Rotary((quarter, quarter / 2), interleaved)
+    first, second = (0, 1) if interleaved else (0, 2)
+    states = torch.zeros(1, 1, 3, 6)
+    states[..., first], states[..., 4], states[..., 5] = 1.0, 5.0, 6.0
+    turned = rotary.rotate(states, torch.tensor([0, 1, -1]))[0, 0]
+    assert turned[:, first].tolist() == pytest.approx([1.0, 0.0, 0.0], abs=1e-7)
+    assert turned[:, second].tolist() == pytest.approx([0.0, 1.0, -1.0], abs=1e-7)
+    assert turned[:, 4:].tolist() == [[5.0, 6.0]] * 3
+    assert states[..., first].eq(1).all()  # the input stays
+
+
+def test_pairs_are_views_of_the_turning_channels() -> None:
+    states = torch.arange(10.0).view(1, 1, 1, 10)
+    for interleaved, expected in ((False, ([0, 1, 2], [3, 4, 5])), (True, ([0, 2, 4], [1, 3, 5]))):
+        first, second = Rotary((1.0, 0.5, 0.1), interleaved).pairs(states)
+        assert (first.flatten().tolist(), second.flatten().tolist()) == expected
+        assert first.untyped_storage().data_ptr() == states.untyped_storage().data_ptr()
+
+
+def test_angles_are_exact_far_out() -> None:
+    # An fp32 angle of 1e6 radians would be off by 0.03.
+    rotary = Rotary((1.0, 0.123456789))
+    cos, sin = rotary.tables(torch.tensor([1_000_003]))
+    angles = 1_000_003 * torch.tensor(rotary.inv_freq, dtype=torch.float64)
+    assert torch.equal(cos[0], angles.cos().float()) and torch.equal(sin[0], angles.sin().float())
