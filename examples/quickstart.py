@@ -86,7 +86,7 @@ WARM_UP_STEPS = 4  # decode steps left out of the time per token: first-use allo
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison; return 0, or 2 for an error of the user."""
     args = parse_args(argv)
-    # quanto compiles an extension with ninja, which is installed beside the interpreter, often not on the PATH
+    # quanto compiles an extension with ninja, installed beside the interpreter and often not on the PATH
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

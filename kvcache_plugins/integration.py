@@ -18,7 +18,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -110,7 +111,9 @@ def _generation_seam(module: ModuleType) -> None:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
         _check_request(self, bound["generation_config"])
-        result = original(self, *args, **kwargs)
+        _let_assistant_keep_its_cache(bound["generation_config"], bound["model_kwargs"])
+        with _kept_whole(bound["generation_config"]):
+            result = original(self, *args, **kwargs)
         _bind(self, bound["model_kwargs"], bound["max_cache_length"])
         return result
 
@@ -204,12 +207,36 @@ def _check_request(model: Any, generation_config: Any) -> None:
         decoder_config(model.config)
 
 
+def _let_assistant_keep_its_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Let a drafting model go on with the cache of its last round.
+
+    It runs with a copy of the target's configuration, so from the second round on it is given both
+    `cache_implementation` and the cache that came of it, which transformers refuses.
+    """
+    if getattr(generation_config, "is_assistant", False) and _is_ours(model_kwargs.get("past_key_values")):
+        generation_config.cache_implementation = None  # this object is the call's own copy
+
+
+@contextmanager
+def _kept_whole(generation_config: Any) -> Iterator[None]:
+    """Keep `cache_config` as the user wrote it: some releases of transformers consume its keys."""
+    cache_config = getattr(generation_config, "cache_config", None)
+    if isinstance(cache_config, Mapping):
+        generation_config.cache_config = dict(cache_config)
+    try:
+        yield
+    finally:
+        generation_config.cache_config = cache_config
+
+
+def _is_ours(cache: Any) -> bool:
+    """Whether a cache is a `KVCache`; asked by name, so that a run without one never imports them."""
+    return any(base.__module__.startswith(f"{__package__}.") for base in type(cache).__mro__)
+
+
 def _bind(model: Any, model_kwargs: dict[str, Any], max_cache_length: int | None) -> None:
     cache = model_kwargs.get("past_key_values")
-    # Asked by name, so that a run without our caches never imports them.
-    if cache is not None and any(
-        base.__module__.startswith(__package__ + ".") for base in type(cache).__mro__
-    ):
+    if _is_ours(cache):
         cache.bind(
             model, attention_mask=model_kwargs.get("attention_mask"), max_cache_length=max_cache_length
         )

@@ -83,7 +83,9 @@ def render(readme: str) -> str:
     """Return the README with both generated parts replaced."""
     from kvcache_plugins.cli.backend_table import backend_rows, markdown_table
 
-    readme = replace_part(readme, "backends", markdown_table(backend_rows()))
+    # a third party's backend may be installed beside ours, and is not ours to present
+    rows = [row for row in backend_rows() if row.module.startswith("kvcache_plugins.backends.")]
+    readme = replace_part(readme, "backends", markdown_table(rows))
     return replace_part(readme, "measured", measured_part())
 
 

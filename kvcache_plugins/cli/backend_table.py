@@ -38,6 +38,7 @@ class BackendRow:
         options (`dict[str, str]`): Options of its own and their defaults, as JSON-like text.
         native_kernels (`tuple[str, ...]`): Devices on which a native kernel reads its packed codes; empty if
             attention runs in plain torch.
+        module (`str`): Module of its class; empty if it could not be loaded.
     """
 
     name: str
@@ -45,6 +46,7 @@ class BackendRow:
     sections: dict[str, str] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
     native_kernels: tuple[str, ...] = ()
+    module: str = ""
 
     @property
     def paper(self) -> str:
@@ -108,6 +110,7 @@ def _row(name: str) -> BackendRow:
         sections={key: sections[key] for key in SECTIONS if key in sections},
         options=_own_options(cls.config_class),
         native_kernels=native_kernels(name),
+        module=cls.__module__,
     )
 
 

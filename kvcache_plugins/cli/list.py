@@ -58,7 +58,7 @@ def _print_verbose(rows: list[BackendRow]) -> None:
     for row in rows:
         print(f"{row.name}: {row.summary}")
         entries = [(name, row.sections[name]) for name in SECTIONS if name in row.sections]
-        entries += [("Options", row.defaults), ("Native kernel", row.native)]
+        entries += [("Options", row.defaults), ("Native kernel", row.native), ("Module", row.module)]
         for title, text in entries:
             print(textwrap.fill(f"{title}: {text}", 110, initial_indent=" " * 4, subsequent_indent=" " * 8))
         print()

@@ -128,6 +128,8 @@ def _uses_rotary(attention: nn.Module | None, config: Any, layer_idx: int, layer
     """Whether this layer rotates its keys at all; some families leave the rotation out of some layers."""
     if attention is not None and hasattr(attention, "use_rope"):
         return bool(attention.use_rope)
+    if getattr(config, "alibi", False):  # Falcon then has a rotary module and does not call it
+        return False
     rope_layers = getattr(config, "no_rope_layers", None)  # despite its name, 1 means the layer does rotate
     if rope_layers:
         return bool(rope_layers[layer_idx])

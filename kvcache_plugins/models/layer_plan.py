@@ -74,7 +74,9 @@ def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
         return 1, layer.kv_lora_rank, layer.qk_rope_head_dim
     heads = getattr(layer, "num_attention_heads", None) or layer.n_head
     kv_heads = getattr(layer, "num_key_value_heads", None)
-    if getattr(layer, "new_decoder_architecture", False):  # Falcon 40B repeats its heads before it caches them
+    if getattr(
+        layer, "new_decoder_architecture", False
+    ):  # Falcon 40B repeats its heads before it caches them
         kv_heads = heads
     elif kv_heads is None and getattr(layer, "multi_query", False):
         kv_heads = 1
