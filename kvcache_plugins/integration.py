@@ -236,7 +236,7 @@ def _is_ours(cache: Any) -> bool:
 
 def _bind(model: Any, model_kwargs: dict[str, Any], max_cache_length: int | None) -> None:
     cache = model_kwargs.get("past_key_values")
-    if _is_ours(cache):
+    if cache is not None and _is_ours(cache):
         cache.bind(
             model, attention_mask=model_kwargs.get("attention_mask"), max_cache_length=max_cache_length
         )
