@@ -1,0 +1,306 @@
+// Scores of up to four query rows against one 64-token block of packed keys, lanes = tokens.
+//
+// No lane ever needs another: a 32-bit lane holds one token's two (16-bit codes) or four (8-bit codes) channels, so a
+// dot-product instruction advances 16 tokens at once and nothing is summed across lanes. Scales are folded into the
+// query where they belong to a channel, and into the score where they belong to a token.
+//
+//   words    2, 3, 4 bits: shift, `vpermw` (table of codes in bf16), `vdpbf16ps`
+//   turned   the same with keys stored relative to their block: the table holds the dequantized numbers of the two
+//            channels of a rotary pair, and the query is a vector, rotated for every token of the period
+//   bytes    8 bits: `vpdpbusd` with the query in two or three signed bytes
+//   floats   8-bit floating point: table of bf16 magnitudes, `vdpbf16ps`
+#pragma once
+
+#include "avx512_math.h"
+#include "decode_attention.h"
+
+namespace kvcache {
+namespace avx512 {
+
+constexpr int kRows = 4;  // query rows that share one pass over the codes
+constexpr int kMaxPairs = kMaxHeadDim / 2;
+constexpr int kMaxGroups = 4;  // token groups of a block: 16 tokens or more each
+constexpr int kMaxPeriod = 64;
+
+// What of the query does not depend on the block. Row r < rows of a pass over four.
+struct Query {
+  int rows;
+  const float* source[kRows];                      // [head_dim], times the smoothing factors
+  alignas(64) float values[kRows][kMaxHeadDim];    // the same, zero beyond head_dim
+  alignas(64) uint32_t pairs[2][kRows][kMaxPairs]; // bf16 pairs and what rounding left over
+  alignas(64) int32_t bytes[3][kRows][kMaxHeadDim / 4];
+  float byte_scale[kRows];
+  int32_t byte_sum[3][kRows];
+  float sum[kRows];
+};
+
+// Bf16 pairs of every row, rotated back by every offset of the period: [part][row][pair][period].
+struct TurnedQuery {
+  alignas(64) uint32_t pairs[2][kRows][kMaxPairs][kMaxPeriod];
+};
+
+inline void channel_pair(const Side& key, int pair, int* low, int* high) {
+  *low = key.interleaved ? 2 * pair : pair;
+  *high = key.interleaved ? 2 * pair + 1 : pair + key.padded_dim / 2;
+}
+
+// Two vectors of 16 channels whose pairs are lanes 0..15 of pairs [pair, pair + 16).
+inline void load_pair_channels(const Side& key, const float* channels, int pair, __m512* low, __m512* high) {
+  if (key.interleaved) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    const __m512 a = _mm512_loadu_ps(channels + 2 * pair), b = _mm512_loadu_ps(channels + 2 * pair + 16);
+    *low = _mm512_permutex2var_ps(a, even, b);
+    *high = _mm512_permutex2var_ps(a, odd, b);
+  } else {
+    *low = _mm512_loadu_ps(channels + pair);
+    *high = _mm512_loadu_ps(channels + pair + key.padded_dim / 2);
+  }
+}
+
+inline void prepare_query(const Side& key, const float* const* rows, int count, Query* query) {
+  query->rows = count;
+  for (int r = 0; r < kRows; ++r) {
+    float* values = query->values[r];
+    std::memset(values, 0, sizeof(query->values[r]));
+    float largest = 0.0f, sum = 0.0f;
+    if (r < count) {
+      for (int c = 0; c < key.head_dim; ++c) {
+        values[c] = rows[r][c] * (key.factors ? key.factors[c] : 1.0f);
+        const float magnitude = values[c] < 0 ? -values[c] : values[c];
+        largest = magnitude > largest ? magnitude : largest;
+        sum += values[c];
+      }
+    }
+    query->sum[r] = sum;
+    if (key.nbits != 8) {
+      for (int pair = 0; pair < key.padded_dim / 2; pair += kLanes) {
+        __m512 low, high;
+        load_pair_channels(key, values, pair, &low, &high);
+        __m512i rest;
+        const __m512i rounded = bf16_pairs(low, high, &rest);
+        _mm512_store_si512(query->pairs[0][r] + pair, rounded);
+        _mm512_store_si512(query->pairs[1][r] + pair, rest);
+      }
+    } else if (key.format == kE4M3 || key.format == kE5M2) {
+      // Four channels a lane: bytes 0 and 2 of it meet one vector of pairs, bytes 1 and 3 the next.
+      for (int d = 0; d < key.padded_dim / 4; ++d) {
+        for (int half = 0; half < 2; ++half) {
+          const __m512i low = bf16_low(_mm512_set1_ps(values[4 * d + half]));
+          const __m512i high = bf16_low(_mm512_set1_ps(values[4 * d + half + 2]));
+          const uint32_t a = uint32_t(_mm512_cvtsi512_si32(low)), b = uint32_t(_mm512_cvtsi512_si32(high));
+          query->pairs[0][r][2 * d + half] = a | (b << 16);
+          float low_value, high_value;
+          const uint32_t a_bits = a << 16, b_bits = b << 16;
+          std::memcpy(&low_value, &a_bits, 4);
+          std::memcpy(&high_value, &b_bits, 4);
+          const __m512i low_rest = bf16_low(_mm512_set1_ps(values[4 * d + half] - low_value));
+          const __m512i high_rest = bf16_low(_mm512_set1_ps(values[4 * d + half + 2] - high_value));
+          query->pairs[1][r][2 * d + half] = uint32_t(_mm512_cvtsi512_si32(low_rest)) |
+                                             (uint32_t(_mm512_cvtsi512_si32(high_rest)) << 16);
+        }
+      }
+    } else {
+      // q = byte_scale * (16384 a + 128 b + c) with signed bytes a, b, c: 22 bits; two of them are 15 bits.
+      const float scale = largest > 0 ? largest / (127.0f * 128.0f * 128.0f) : 1.0f;
+      query->byte_scale[r] = scale;
+      int8_t* part[3] = {(int8_t*)query->bytes[0][r], (int8_t*)query->bytes[1][r], (int8_t*)query->bytes[2][r]};
+      for (int p = 0; p < 3; ++p) query->byte_sum[p][r] = 0;
+      for (int c = 0; c < key.padded_dim; ++c) {
+        int rest = int(__builtin_rintf(values[c] / scale));
+        const int a = int(__builtin_rintf(float(rest) / 16384.0f));
+        rest -= 16384 * a;
+        const int b = int(__builtin_rintf(float(rest) / 128.0f));
+        const int digits[3] = {a, b, rest - 128 * b};
+        for (int p = 0; p < 3; ++p) {
+          part[p][c] = int8_t(digits[p]);
+          query->byte_sum[p][r] += digits[p];
+        }
+      }
+    }
+  }
+}
+
+inline void prepare_turned_query(const Side& key, const Query& query, TurnedQuery* turned) {
+  const int half = key.rotary_dim / 2;
+  alignas(64) float first[kMaxPeriod], second[kMaxPeriod];
+  for (int r = 0; r < query.rows; ++r) {
+    for (int pair = 0; pair < key.padded_dim / 2; ++pair) {
+      int low, high;
+      channel_pair(key, pair, &low, &high);
+      const float a = query.values[r][low], b = query.values[r][high];
+      for (int t = 0; t < key.period; ++t) {
+        const float c = pair < half ? key.cos[t * half + pair] : 1.0f;
+        const float s = pair < half ? key.sin[t * half + pair] : 0.0f;
+        first[t] = a * c + b * s;  // R(-t) q
+        second[t] = b * c - a * s;
+      }
+      for (int t = 0; t < key.period; t += kLanes) {
+        __m512i rest;
+        const __m512i rounded = bf16_pairs(_mm512_load_ps(first + t), _mm512_load_ps(second + t), &rest);
+        _mm512_store_si512(turned->pairs[0][r][pair] + t, rounded);
+        _mm512_store_si512(turned->pairs[1][r][pair] + t, rest);
+      }
+    }
+  }
+}
+
+// The codes of 16 tokens, two channels each: nibble group k of pair `pair`, in the low bits of 16-bit lanes.
+template <int B>
+inline __m512i word_codes(const uint8_t* codes, int pair, int k, int padded_dim) {
+  if (B == 4) return shift_right(_mm512_loadu_si512(codes + 64 * pair), 4 * k);
+  const __m512i low = _mm512_loadu_si512(codes + 64 * (pair / 2));
+  const __m512i two = shift_right(low, 2 * k + 8 * (pair % 2));
+  if (B == 2) return two;
+  const __m512i high = _mm512_loadu_si512(codes + kBlockTokens * padded_dim / 4 + 64 * (pair / 4));
+  // the bit goes to place 2
+  const int place = 4 * (pair % 4) + k;
+  const __m512i bit = place >= 2 ? shift_right(high, place - 2) : shift_left(high, 2 - place);
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi16(3), two, bit, 0xca);
+}
+
+struct BlockMetadata {
+  alignas(64) float scale[kMaxGroups][kMaxHeadDim];
+  alignas(64) float minimum[kMaxGroups][kMaxHeadDim];
+};
+
+// Metadata of per-channel keys, zero beyond head_dim; the minimum is that of code 0 plus `center` steps.
+inline void load_channel_metadata(const Side& key, const uint8_t* record, float center, BlockMetadata* out) {
+  const int groups = kBlockTokens / key.group_tokens;
+  for (int g = 0; g < groups; ++g) {
+    const int64_t row = int64_t(g) * key.head_dim * key.metadata_bytes;
+    for (int c = 0; c < key.padded_dim; c += kLanes) {
+      const int64_t at = row + c * key.metadata_bytes;
+      const int count = key.head_dim - c;
+      const __m512 scale = load_metadata(record + key.scale_offset + at, key.metadata_bytes, count);
+      const __m512 minimum = load_metadata(record + key.minimum_offset + at, key.metadata_bytes, count);
+      _mm512_store_ps(out->scale[g] + c, scale);
+      _mm512_store_ps(out->minimum[g] + c, _mm512_fmadd_ps(scale, _mm512_set1_ps(center), minimum));
+    }
+  }
+}
+
+// Words of 2, 3, 4 bits. `pairs[part][group][row]` are the folded queries; one group if scales belong to tokens.
+template <int B, int PARTS>
+inline void score_words(const Side& key, const uint8_t* codes,
+                        const uint32_t (*pairs)[kMaxGroups][kRows][kMaxPairs], int groups, float (*out)[kBlockTokens]) {
+  const __m512i table = code_table(B);
+  __m512 sum[kRows][4];
+  for (int r = 0; r < kRows; ++r)
+    for (int k = 0; k < 4; ++k) sum[r][k] = _mm512_setzero_ps();
+  const int count = key.padded_dim / 2;
+  for (int pair = 0; pair < count; ++pair) {
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const __m512i values = _mm512_permutexvar_epi16(word_codes<B>(codes, pair, k, key.padded_dim), table);
+      const int g = k * groups / 4;
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        for (int part = 0; part < PARTS; ++part)
+          sum[r][k] = dot_bf16(sum[r][k], values, broadcast_pair(&pairs[part][g][r][pair]));
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int k = 0; k < 4; ++k) _mm512_storeu_ps(out[r] + 16 * k, sum[r][k]);
+}
+
+// Words stored relative to their block: the table holds scale * code + minimum of both channels of the pair.
+template <int B, int PARTS>
+inline void score_turned(const Side& key, const uint8_t* codes, const BlockMetadata& metadata,
+                         const TurnedQuery& query, float (*out)[kBlockTokens]) {
+  const __m512 codes_ps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i partner = _mm512_set1_epi32(0x00100000), mask = _mm512_set1_epi16((1 << B) - 1);
+  const int groups = kBlockTokens / key.group_tokens, steps = key.period / kLanes;
+  __m512 sum[kRows][4];
+  for (int r = 0; r < kRows; ++r)
+    for (int k = 0; k < 4; ++k) sum[r][k] = _mm512_setzero_ps();
+  const int count = key.padded_dim / 2;
+  for (int pair = 0; pair < count; ++pair) {
+    int low, high;
+    channel_pair(key, pair, &low, &high);
+    __m512i table[kMaxGroups], rest[kMaxGroups];
+    for (int g = 0; g < groups; ++g) {
+      const __m512 a = _mm512_fmadd_ps(codes_ps, _mm512_set1_ps(metadata.scale[g][low]),
+                                       _mm512_set1_ps(metadata.minimum[g][low]));
+      const __m512 b = _mm512_fmadd_ps(codes_ps, _mm512_set1_ps(metadata.scale[g][high]),
+                                       _mm512_set1_ps(metadata.minimum[g][high]));
+      table[g] = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+      if (PARTS == 2) {
+        const __m512 a_rest = _mm512_sub_ps(a, from_bf16_low(bf16_low(a)));
+        const __m512 b_rest = _mm512_sub_ps(b, from_bf16_low(bf16_low(b)));
+        rest[g] = (__m512i)_mm512_cvtne2ps_pbh(b_rest, a_rest);
+      }
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const __m512i index =
+          _mm512_ternarylogic_epi32(word_codes<B>(codes, pair, k, key.padded_dim), mask, partner, 0xea);
+      const int g = k * groups / 4, offset = (k % steps) * kLanes;
+      const __m512i values = _mm512_permutexvar_epi16(index, table[g]);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const __m512i turned = _mm512_load_si512(query.pairs[0][r][pair] + offset);
+        sum[r][k] = dot_bf16(sum[r][k], values, turned);
+        if (PARTS == 2) {
+          const __m512i small = _mm512_permutexvar_epi16(index, rest[g]);
+          sum[r][k] = dot_bf16(sum[r][k], small, turned);
+          sum[r][k] = dot_bf16(sum[r][k], values, _mm512_load_si512(query.pairs[1][r][pair] + offset));
+        }
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int k = 0; k < 4; ++k) _mm512_storeu_ps(out[r] + 16 * k, sum[r][k]);
+}
+
+// Bytes: integer dot products, exact for the query's PARTS signed bytes.
+template <int PARTS>
+inline void score_bytes(const Side& key, const uint8_t* codes, const Query& query, float (*out)[kBlockTokens]) {
+  const int count = key.padded_dim / 4;
+  for (int k = 0; k < 4; ++k) {
+    __m512i sum[kRows][PARTS];
+    for (int r = 0; r < kRows; ++r)
+      for (int p = 0; p < PARTS; ++p) sum[r][p] = _mm512_set1_epi32(-128 * query.byte_sum[p][r]);
+    for (int d = 0; d < count; ++d) {
+      const __m512i block = _mm512_loadu_si512(codes + 64 * (4 * d + k));
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r)
+        for (int p = 0; p < PARTS; ++p)
+          sum[r][p] = _mm512_dpbusd_epi32(sum[r][p], block, _mm512_set1_epi32(query.bytes[p][r][d]));
+    }
+    for (int r = 0; r < kRows; ++r) {
+      __m512 total = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][0]), _mm512_set1_ps(16384.0f));
+      total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][1]), _mm512_set1_ps(128.0f), total);
+      if (PARTS == 3) total = _mm512_add_ps(_mm512_cvtepi32_ps(sum[r][PARTS - 1]), total);
+      _mm512_storeu_ps(out[r] + 16 * k, _mm512_mul_ps(total, _mm512_set1_ps(query.byte_scale[r])));
+    }
+  }
+}
+
+template <int PARTS>
+inline void score_floats(const Side& key, const uint8_t* codes, const Query& query, const Float8Table& table,
+                         float (*out)[kBlockTokens]) {
+  const int count = key.padded_dim / 4;
+  const __m512i low_bytes = _mm512_set1_epi16(0xff);
+  for (int k = 0; k < 4; ++k) {
+    __m512 sum[kRows][2];
+    for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    for (int d = 0; d < count; ++d) {
+      const __m512i block = _mm512_loadu_si512(codes + 64 * (4 * d + k));
+      const __m512i even = table.decode(_mm512_and_si512(block, low_bytes));
+      const __m512i odd = table.decode(_mm512_srli_epi16(block, 8));
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        for (int p = 0; p < PARTS; ++p) {
+          sum[r][0] = dot_bf16(sum[r][0], even, broadcast_pair(&query.pairs[p][r][2 * d]));
+          sum[r][1] = dot_bf16(sum[r][1], odd, broadcast_pair(&query.pairs[p][r][2 * d + 1]));
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(out[r] + 16 * k, _mm512_add_ps(sum[r][0], sum[r][1]));
+  }
+}
+
+}  // namespace avx512
+}  // namespace kvcache

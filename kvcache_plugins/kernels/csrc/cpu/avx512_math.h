@@ -1,0 +1,115 @@
+// Small vector helpers of the AVX-512 kernels: 16 fp32 lanes, bf16 pairs, fp16 metadata, and the exponential.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace kvcache {
+namespace avx512 {
+
+constexpr int kLanes = 16;
+
+inline __mmask16 first_lanes(int count) {
+  return count >= kLanes ? __mmask16(0xffff) : count <= 0 ? __mmask16(0) : __mmask16((1u << count) - 1);
+}
+
+// `count` (at most 16) metadata entries from `data`, in fp16 or fp32; the other lanes are zero.
+inline __m512 load_metadata(const uint8_t* data, int bytes, int count) {
+  const __mmask16 mask = first_lanes(count);
+  if (bytes == 4) return _mm512_maskz_loadu_ps(mask, data);
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, data));
+}
+
+// Sixteen fp32 numbers as bf16, widened to the low half of a 32-bit lane.
+inline __m512i bf16_low(__m512 x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
+
+// The fp32 value of the bf16 in the low half of every lane.
+inline __m512 from_bf16_low(__m512i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+
+// Pairs (low, high) of bf16 in 32-bit lanes; with `rest`, also the pairs of what rounding left over.
+inline __m512i bf16_pairs(__m512 low, __m512 high, __m512i* rest) {
+  const __m512i a = bf16_low(low), b = bf16_low(high);
+  if (rest != nullptr) {
+    const __m512i c = bf16_low(_mm512_sub_ps(low, from_bf16_low(a)));
+    const __m512i d = bf16_low(_mm512_sub_ps(high, from_bf16_low(b)));
+    *rest = _mm512_or_si512(c, _mm512_slli_epi32(d, 16));
+  }
+  return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
+}
+
+inline __m512 dot_bf16(__m512 sum, __m512i a, __m512i b) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+// Shifts of every 16-bit lane by a count that need not be an immediate.
+inline __m512i shift_right(__m512i x, int count) { return _mm512_srlv_epi16(x, _mm512_set1_epi16(short(count))); }
+inline __m512i shift_left(__m512i x, int count) { return _mm512_sllv_epi16(x, _mm512_set1_epi16(short(count))); }
+
+inline __m512i broadcast_pair(const uint32_t* pair) { return _mm512_set1_epi32(int(*pair)); }
+
+// e^x for x <= 0 (and -inf), relative error about 1e-7: Cody-Waite reduction and a polynomial of degree 6.
+inline __m512 exp_ps(__m512 x) {
+  x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.0f / 720.0f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120.0f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24.0f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6.0f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, n);
+}
+
+// Codes are read relative to the middle of their range, and the minimum is moved there: the two parts of
+// `code * scale + minimum` then no longer cancel, which halves the rounding error for nothing.
+inline float code_center(int nbits) { return nbits == 8 ? 128.0f : float((1 << nbits) - 1) / 2; }
+
+// Look-up table of 32 bf16 entries: entry e is the centered code e modulo 2^nbits. `vpermw` reads the low five bits of
+// an index, so repeating the table makes masking the other codes of a word unnecessary.
+inline __m512i code_table(int nbits) {
+  alignas(64) uint16_t table[32];
+  for (int e = 0; e < 32; ++e) {
+    const float value = float(e & ((1 << nbits) - 1)) - code_center(nbits);
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    table[e] = uint16_t(bits >> 16);  // exact: halves up to 7.5
+  }
+  return _mm512_load_si512(table);
+}
+
+// bf16 magnitudes of the 128 positive bit patterns of an 8-bit float, exact.
+struct Float8Table {
+  __m512i part[4];
+
+  Float8Table(int exponent_bits, int bias) {
+    alignas(64) uint16_t table[128];
+    const int mantissa_bits = 7 - exponent_bits;
+    for (int code = 0; code < 128; ++code) {
+      const int exponent = code >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
+      float value = exponent ? float((1 << mantissa_bits) + mantissa) : float(2 * mantissa);
+      for (int e = exponent - bias - mantissa_bits; e > 0; --e) value *= 2.0f;
+      for (int e = exponent - bias - mantissa_bits; e < 0; ++e) value *= 0.5f;
+      uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      table[code] = uint16_t(bits >> 16);
+    }
+    for (int i = 0; i < 4; ++i) part[i] = _mm512_load_si512(table + 32 * i);
+  }
+
+  // bf16 of the code in the low byte of every 16-bit lane.
+  __m512i decode(__m512i codes) const {
+    const __m512i small = _mm512_permutex2var_epi16(part[0], codes, part[1]);
+    const __m512i large = _mm512_permutex2var_epi16(part[2], codes, part[3]);
+    const __mmask32 high = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x40));
+    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x80)), 8);
+    return _mm512_or_si512(_mm512_mask_blend_epi16(high, small, large), sign);
+  }
+};
+
+}  // namespace avx512
+}  // namespace kvcache

@@ -1,0 +1,244 @@
+// Up to four rows of probabilities times one 64-token block of packed values, lanes = channels.
+//
+// A 32-bit lane holds two (16-bit codes) or four (8-bit codes) tokens of one channel, so nothing is summed across lanes.
+// Scales belong to tokens and groups of channels: they are folded into the probabilities. Minima are summed apart, as
+// one number per row and group of channels.
+#pragma once
+
+#include "avx512_math.h"
+#include "decode_attention.h"
+
+namespace kvcache {
+namespace avx512 {
+
+constexpr int kMaxWidth = kMaxHeadDim / 16;
+
+// Metadata of a block with the token as the last dimension; zero for tokens that are not packed.
+struct ValueMetadata {
+  alignas(64) float scale[kMaxWidth][kBlockTokens];
+  alignas(64) float minimum[kMaxWidth][kBlockTokens];
+};
+
+inline void transpose_metadata(const uint8_t* data, int bytes, int width, int group_tokens, int tokens,
+                               float (*out)[kBlockTokens]) {
+  if (width == 1 && group_tokens == 1) {
+    for (int t = 0; t < kBlockTokens; t += kLanes)
+      _mm512_store_ps(out[0] + t, load_metadata(data + t * bytes, bytes, tokens - t));
+    return;
+  }
+  if (bytes == 2 && group_tokens == 1 && (width == 2 || width == 4)) {
+    alignas(64) uint16_t order[2][32];
+    for (int i = 0; i < 32; ++i)
+      for (int half = 0; half < 2; ++half) order[half][i] = uint16_t((i % 16) * width + i / 16 + 2 * half);
+    for (int t = 0; t < kBlockTokens; t += kLanes) {
+      const __m512i a = _mm512_loadu_si512(data + 2 * t * width);
+      const __m512i b = width == 4 ? _mm512_loadu_si512(data + 2 * t * width + 64) : a;
+      const __mmask16 live = first_lanes(tokens - t);
+      for (int g = 0; g < width; g += 2) {
+        const __m512i picked = _mm512_permutex2var_epi16(a, _mm512_load_si512(order[g / 2]), b);
+        _mm512_store_ps(out[g] + t, _mm512_maskz_cvtph_ps(live, _mm512_castsi512_si256(picked)));
+        _mm512_store_ps(out[g + 1] + t, _mm512_maskz_cvtph_ps(live, _mm512_extracti64x4_epi64(picked, 1)));
+      }
+    }
+    return;
+  }
+  for (int t = 0; t < kBlockTokens; ++t) {
+    const uint8_t* row = data + int64_t(t / group_tokens) * width * bytes;
+    for (int g = 0; g < width; ++g) {
+      float value = 0.0f;
+      if (t < tokens) {
+        if (bytes == 4) {
+          std::memcpy(&value, row + 4 * g, 4);
+        } else {
+          uint16_t half;
+          std::memcpy(&half, row + 2 * g, 2);
+          value = _cvtsh_ss(half);
+        }
+      }
+      out[g][t] = value;
+    }
+  }
+}
+
+// Probabilities times scale as bf16 pairs of neighbouring tokens: [part][group][row][token / 2].
+struct WeightPairs {
+  alignas(64) uint32_t pairs[2][kMaxWidth][4][kBlockTokens / 2];
+};
+
+inline void fold_weights(const float (*weights)[kBlockTokens], const float* scale, int rows, int group,
+                         WeightPairs* out) {
+  for (int r = 0; r < rows; ++r) {
+    for (int t = 0; t < kBlockTokens; t += 32) {
+      const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(weights[r] + t), _mm512_load_ps(scale + t));
+      const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(weights[r] + t + 16), _mm512_load_ps(scale + t + 16));
+      _mm512_store_si512(out->pairs[0][group][r] + t / 2, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+      const __m512 a_rest = _mm512_sub_ps(a, from_bf16_low(bf16_low(a)));
+      const __m512 b_rest = _mm512_sub_ps(b, from_bf16_low(bf16_low(b)));
+      _mm512_store_si512(out->pairs[1][group][r] + t / 2, (__m512i)_mm512_cvtne2ps_pbh(b_rest, a_rest));
+    }
+  }
+}
+
+// U chunks of channels, of which [U0, U0 + N) in this pass; `group_of` is channels per group / 16.
+template <int B, int U, int U0, int N, int PARTS>
+inline void add_words_pass(const uint8_t* codes, const WeightPairs& weights, int group_of, float* const* out) {
+  // The place of a chunk in its word repeats every `period` pairs of tokens, so that shifts are constants.
+  constexpr int per_word = B == 3 ? 16 : 16 / B;
+  constexpr int period = per_word / (U % 16 == 0 ? per_word < 16 ? per_word : 16
+                                     : U % 8 == 0 ? per_word < 8 ? per_word : 8
+                                     : U % 4 == 0 ? per_word < 4 ? per_word : 4
+                                     : U % 2 == 0 ? 2
+                                                  : 1);
+  const __m512i table = code_table(B);
+  __m512 sum[4][N];
+  for (int r = 0; r < 4; ++r)
+    for (int n = 0; n < N; ++n) sum[r][n] = _mm512_setzero_ps();
+  for (int first = 0; first < kBlockTokens / 2; first += period) {
+    const uint8_t* base = codes;  // chunk `first * U` starts a word in every plane
+#pragma GCC unroll 16
+    for (int step = 0; step < period; ++step) {
+      const int j = first + step;
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        const int local = step * U + U0 + n;
+        __m512i value;
+        if constexpr (B == 3) {
+          const uint8_t* low = base + 64 * (first * U / 8);
+          const uint8_t* high = base + kBlockTokens * U * 4 + 64 * (first * U / 16);
+          const __m512i two = shift_right(_mm512_loadu_si512(low + 64 * (local / 8)), 2 * (local % 8));
+          const __m512i plane = _mm512_loadu_si512(high + 64 * (local / 16));
+          const int place = local % 16;
+          const __m512i bit = place >= 2 ? shift_right(plane, place - 2) : shift_left(plane, 2 - place);
+          value = _mm512_ternarylogic_epi32(_mm512_set1_epi16(3), two, bit, 0xca);
+        } else {
+          const uint8_t* low = base + 64 * (first * U / per_word);
+          value = shift_right(_mm512_loadu_si512(low + 64 * (local / per_word)), B * (local % per_word));
+        }
+        value = _mm512_permutexvar_epi16(value, table);
+        const int g = (U0 + n) / group_of;
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r)
+          for (int part = 0; part < PARTS; ++part)
+            sum[r][n] = dot_bf16(sum[r][n], value, broadcast_pair(&weights.pairs[part][g][r][j]));
+      }
+    }
+  }
+  for (int r = 0; r < 4; ++r) {
+    for (int n = 0; n < N; ++n) {
+      float* at = out[r] + 16 * (U0 + n);
+      _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), sum[r][n]));
+    }
+  }
+}
+
+template <int B, int U, int PARTS, int U0 = 0>
+inline void add_words(const uint8_t* codes, const WeightPairs& weights, int group_of, float* const* out) {
+  if constexpr (U0 < U) {
+    constexpr int n = U - U0 < 4 ? U - U0 : 4;
+    add_words_pass<B, U, U0, n, PARTS>(codes, weights, group_of, out);
+    add_words<B, U, PARTS, U0 + n>(codes, weights, group_of, out);
+  }
+}
+
+// Probabilities times scale in signed bytes, with one factor per row and block.
+struct WeightBytes {
+  alignas(64) int32_t bytes[3][4][kBlockTokens / 4];
+  float scale[4];
+  int32_t sum[3][4];
+};
+
+inline void fold_weight_bytes(const float (*weights)[kBlockTokens], const float* scale, int rows, WeightBytes* out) {
+  for (int r = 0; r < 4; ++r) {
+    __m512 folded[4];
+    __m512 largest = _mm512_setzero_ps();
+    for (int i = 0; i < 4; ++i) {
+      folded[i] = r < rows ? _mm512_mul_ps(_mm512_loadu_ps(weights[r] + 16 * i), _mm512_load_ps(scale + 16 * i))
+                           : _mm512_setzero_ps();
+      largest = _mm512_max_ps(largest, _mm512_abs_ps(folded[i]));
+    }
+    const float top = _mm512_reduce_max_ps(largest);
+    const float unit = top > 0 ? top / (127.0f * 128.0f * 128.0f) : 1.0f;
+    out->scale[r] = unit;
+    __m512i sums[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (int i = 0; i < 4; ++i) {
+      __m512 rest = _mm512_roundscale_ps(_mm512_mul_ps(folded[i], _mm512_set1_ps(1.0f / unit)), 0);
+      const float place[3] = {16384.0f, 128.0f, 1.0f};
+      for (int p = 0; p < 3; ++p) {
+        const __m512 digit = _mm512_roundscale_ps(_mm512_mul_ps(rest, _mm512_set1_ps(1.0f / place[p])), 0);
+        rest = _mm512_fnmadd_ps(digit, _mm512_set1_ps(place[p]), rest);
+        const __m512i whole = _mm512_cvtps_epi32(digit);
+        sums[p] = _mm512_add_epi32(sums[p], whole);
+        _mm_store_si128((__m128i*)((int8_t*)out->bytes[p][r] + 16 * i), _mm512_cvtsepi32_epi8(whole));
+      }
+    }
+    for (int p = 0; p < 3; ++p) out->sum[p][r] = _mm512_reduce_add_epi32(sums[p]);
+  }
+}
+
+template <int PARTS>
+inline void add_bytes(const uint8_t* codes, int chunks, const WeightBytes& weights, float* const* out) {
+  for (int u = 0; u < chunks; ++u) {
+    __m512i sum[4][PARTS];
+    for (int r = 0; r < 4; ++r)
+      for (int p = 0; p < PARTS; ++p) sum[r][p] = _mm512_set1_epi32(-128 * weights.sum[p][r]);
+    for (int t = 0; t < kBlockTokens / 4; ++t) {
+      const __m512i block = _mm512_loadu_si512(codes + 64 * (t * chunks + u));
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r)
+        for (int p = 0; p < PARTS; ++p)
+          sum[r][p] = _mm512_dpbusd_epi32(sum[r][p], block, _mm512_set1_epi32(weights.bytes[p][r][t]));
+    }
+    for (int r = 0; r < 4; ++r) {
+      __m512 total = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][0]), _mm512_set1_ps(16384.0f));
+      total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][1]), _mm512_set1_ps(128.0f), total);
+      if (PARTS == 3) total = _mm512_add_ps(_mm512_cvtepi32_ps(sum[r][PARTS - 1]), total);
+      float* at = out[r] + 16 * u;
+      _mm512_storeu_ps(at, _mm512_fmadd_ps(total, _mm512_set1_ps(weights.scale[r]), _mm512_loadu_ps(at)));
+    }
+  }
+}
+
+// 8-bit floats: the pairs of `weights` join tokens 4t and 4t + 2, then 4t + 1 and 4t + 3 (see `fold_float_weights`).
+inline void fold_float_weights(const float (*weights)[kBlockTokens], const float* scale, int rows, WeightPairs* out) {
+  alignas(64) float mixed[4][kBlockTokens];
+  alignas(64) float one[kBlockTokens];
+  for (int t = 0; t < kBlockTokens; ++t) one[t] = 1.0f;
+  for (int r = 0; r < rows; ++r) {
+    for (int t = 0; t < kBlockTokens; t += 4) {
+      mixed[r][t] = weights[r][t] * scale[t];
+      mixed[r][t + 1] = weights[r][t + 2] * scale[t + 2];
+      mixed[r][t + 2] = weights[r][t + 1] * scale[t + 1];
+      mixed[r][t + 3] = weights[r][t + 3] * scale[t + 3];
+    }
+  }
+  fold_weights(mixed, one, rows, 0, out);
+}
+
+template <int PARTS>
+inline void add_floats(const uint8_t* codes, int chunks, const WeightPairs& weights, const Float8Table& table,
+                       float* const* out) {
+  const __m512i low_bytes = _mm512_set1_epi16(0xff);
+  for (int u = 0; u < chunks; ++u) {
+    __m512 sum[4][2];
+    for (int r = 0; r < 4; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    for (int t = 0; t < kBlockTokens / 4; ++t) {
+      const __m512i block = _mm512_loadu_si512(codes + 64 * (t * chunks + u));
+      const __m512i even = table.decode(_mm512_and_si512(block, low_bytes));
+      const __m512i odd = table.decode(_mm512_srli_epi16(block, 8));
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        for (int p = 0; p < PARTS; ++p) {
+          sum[r][0] = dot_bf16(sum[r][0], even, broadcast_pair(&weights.pairs[p][0][r][2 * t]));
+          sum[r][1] = dot_bf16(sum[r][1], odd, broadcast_pair(&weights.pairs[p][0][r][2 * t + 1]));
+        }
+      }
+    }
+    for (int r = 0; r < 4; ++r) {
+      float* at = out[r] + 16 * u;
+      _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), _mm512_add_ps(sum[r][0], sum[r][1])));
+    }
+  }
+}
+
+}  // namespace avx512
+}  // namespace kvcache

@@ -1,0 +1,80 @@
+// Decode attention over packed keys and values: the interface between the binding, which knows torch, and the kernels,
+// which do not. One task is one (row, kv head) and a range of slots; tasks of a row are merged by the driver.
+//
+// A record (one 64-token block of one row and head) is laid out by kvcache_plugins/layers/records.py; the order of the
+// codes inside it is drawn in kvcache_plugins/quantizers/packing.py.
+#pragma once
+
+#include <cstdint>
+
+namespace kvcache {
+
+constexpr int kBlockTokens = 64;
+constexpr int kMaxQueries = 64;  // query heads of a group times query tokens, in one task
+constexpr int kMaxHeadDim = 256;
+constexpr int kMaxMetadata = 4096;  // scales of one record: metadata rows times width
+
+enum Format : int32_t { kAffine = 0, kSymmetric = 1, kE4M3 = 2, kE5M2 = 3 };  // kSymmetric: codes biased by 128
+enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// Exact tokens: `length` of them, the first at slot `start`, each `stride` elements after the one before.
+struct Segment {
+  const void* data;
+  int64_t start, length, stride;
+};
+
+// The keys or the values of one (row, kv head).
+struct Side {
+  const uint8_t* records;  // first record of this row and head
+  int64_t record_bytes;
+  int64_t packed_length;   // slots [0, packed_length) are read from codes
+  int32_t nbits;           // 2, 3, 4, 8
+  int32_t format;          // Format
+  int32_t head_dim;        // channels
+  int32_t padded_dim;      // channels as packed: the next multiple of 16
+  int32_t group_tokens;    // tokens sharing a metadata row, 1 to 64
+  int32_t width;           // metadata entries per row: 1, head_dim / group, or head_dim
+  int32_t metadata_bytes;  // 2: fp16, 4: fp32
+  int32_t interleaved;     // rotary pairs are neighbours (order of key codes)
+  int64_t codes_offset;    // bytes from the start of a record
+  int64_t scale_offset;    // -1: `static_scale` instead
+  int64_t minimum_offset;  // -1: none
+  float static_scale;
+  const float* factors;    // [head_dim], multiply decoded values (SmoothAttention), or null
+  const float* cos;        // [period][rotary_dim / 2]: decoded keys of slot t are still to be rotated by t % period,
+  const float* sin;        // or null
+  int32_t period, rotary_dim;
+  int32_t dtype;           // Dtype of the exact segments and sinks
+  Segment segments[3];     // exact tokens after the packed ones, in order
+  int32_t num_segments;
+  const void* sinks;       // [sink_length][head_dim] exact tokens that replace slots [sink_start, ...), or null
+  int64_t sink_start, sink_length;
+};
+
+struct Task {
+  Side key, value;
+  const float* query;      // [queries][key.head_dim], fp32, already times `scaling`
+  int32_t queries;         // group * query_length; row r is query head r / query_length, token r % query_length
+  int32_t query_length;
+  int32_t precise;         // 1: fp32 queries, relative error 1e-5; 0: bf16 or fp16 queries
+  int64_t length;          // slots in all (packed and exact)
+  int64_t begin, end;      // slots this task attends to; `begin` is a multiple of 64
+  int32_t is_causal;       // query token i of n sees slots <= length - n + i
+  int64_t window;          // 0: none; else slots > length - n + i - window
+  float softcap;           // 0: none
+  const float* alibi;      // [group] slopes, or null: adds slope * (slot - length + 1)
+  const float* bias;       // additive, [queries][length] with the strides below, or null; -inf masks
+  int64_t bias_row_stride;
+  // results: maximum and sum of exponentials per query row, and the unnormalised output
+  float* maximum;          // [queries]; -inf if nothing is visible
+  float* sum;              // [queries]
+  float* output;           // [queries][value.head_dim]
+};
+
+// One kernel per instruction set; all give the same result up to rounding.
+using Kernel = void (*)(const Task&);
+void decode_attention_portable(const Task& task);
+void decode_attention_avx2(const Task& task);
+void decode_attention_avx512(const Task& task);  // needs F, BW, VL, DQ, VNNI, BF16
+
+}  // namespace kvcache

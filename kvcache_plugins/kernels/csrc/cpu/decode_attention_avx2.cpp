@@ -1,0 +1,13 @@
+// Decode attention for AVX2, FMA and F16C: the shared implementation with 8 lanes, compiled for that target alone so
+// that one library serves every machine. Bound: two fused multiply-adds of 8 lanes a cycle; see
+// decode_attention_portable.inl.
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma,f16c")
+#include "decode_attention_portable.inl"
+
+namespace kvcache {
+
+void decode_attention_avx2(const Task& task) { run(task); }
+
+}  // namespace kvcache
+#endif

@@ -1,0 +1,464 @@
+// Decode attention over packed codes for CPUs with AVX-512 F, BW, VL, DQ, VNNI and BF16.
+//
+// A task walks its 64-token blocks once. For each block and each four query rows: scores (avx512_keys.h), exact tokens and
+// masks, one step of the online softmax, values (avx512_values.h). Nothing is decoded to memory. Bound: the codes are read
+// once per four query rows at the speed of the memory; beyond four rows, two dot-product instructions a cycle.
+//
+// What this file does not cover (scales per token and group of channels for keys, 8-bit codes with scales per channel, a
+// rotation of some channels in half-split layout) goes to the AVX2 kernel, which covers everything.
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,f16c,fma")
+
+#include "decode_attention.h"
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "avx512_keys.h"
+#include "avx512_values.h"
+
+namespace kvcache {
+namespace avx512 {
+namespace {
+
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+bool is_float8(const Side& side) { return side.format == kE4M3 || side.format == kE5M2; }
+
+bool covers_key(const Side& key) {
+  const bool per_channel = key.width == key.head_dim && key.group_tokens >= 16 && key.minimum_offset >= 0;
+  if (key.nbits == 8) return key.width == 1 && key.cos == nullptr;
+  if (key.format != kAffine || key.scale_offset < 0) return false;
+  if (key.cos != nullptr) {
+    const bool whole = key.interleaved || key.rotary_dim == key.padded_dim;
+    return per_channel && whole && (key.period == 32 || key.period == 64);
+  }
+  return per_channel || (key.width == 1 && key.group_tokens == 1);
+}
+
+bool covers_value(const Side& value) {
+  const int chunks = value.padded_dim / 16;
+  if (value.factors != nullptr || value.cos != nullptr) return false;
+  if (value.nbits == 8) return value.width == 1;
+  if (value.format != kAffine || value.scale_offset < 0 || value.group_tokens != 1) return false;
+  if (value.width > 1 && (value.head_dim / value.width) % 16 != 0) return false;
+  return chunks <= 8 || chunks == 12 || chunks == 16;
+}
+
+struct Pass {
+  int first, rows;
+  Query query;
+  std::unique_ptr<TurnedQuery> turned;
+  float best[kRows], total[kRows];
+  alignas(64) float output[kRows][kMaxHeadDim];
+  alignas(64) float minimum_sum[kRows][kMaxWidth][kLanes];  // sums of p * minimum, not yet added to the channels
+};
+
+class Decoder {
+ public:
+  explicit Decoder(const Task& task)
+      : task_(task), key_(task.key), value_(task.value), parts_(task.precise ? 2 : 1),
+        key_floats_(key_.format == kE5M2 ? 5 : 4, key_.format == kE5M2 ? 15 : 7),
+        value_floats_(value_.format == kE5M2 ? 5 : 4, value_.format == kE5M2 ? 15 : 7) {
+    for (int first = 0; first < task.queries; first += kRows) {
+      passes_.push_back(std::make_unique<Pass>());
+      Pass& pass = *passes_.back();
+      pass.first = first;
+      pass.rows = std::min(kRows, task.queries - first);
+      const float* rows[kRows];
+      for (int r = 0; r < pass.rows; ++r) rows[r] = task.query + int64_t(first + r) * key_.head_dim;
+      prepare_query(key_, rows, pass.rows, &pass.query);
+      if (key_.cos != nullptr) {
+        pass.turned = std::make_unique<TurnedQuery>();
+        std::memset(pass.turned.get(), 0, sizeof(TurnedQuery));
+        prepare_turned_query(key_, pass.query, pass.turned.get());
+      }
+      for (int r = 0; r < kRows; ++r) pass.best[r] = kNothing, pass.total[r] = 0.0f;
+      std::memset(pass.output, 0, sizeof(pass.output));
+      std::memset(pass.minimum_sum, 0, sizeof(pass.minimum_sum));
+    }
+  }
+
+  void run() {
+    const int64_t oldest_query = task_.length - task_.query_length;
+    for (int64_t start = task_.begin; start < task_.end; start += kBlockTokens) {
+      if (task_.window > 0 && start + kBlockTokens <= oldest_query - task_.window + 1) continue;
+      load_block(start);
+      for (auto& pass : passes_) attend(start, *pass);
+    }
+    for (auto& pass : passes_) store(*pass);
+  }
+
+ private:
+  void load_block(int64_t start) {
+    packed_keys_ = int(std::max<int64_t>(0, std::min<int64_t>(kBlockTokens, key_.packed_length - start)));
+    packed_values_ = int(std::max<int64_t>(0, std::min<int64_t>(kBlockTokens, value_.packed_length - start)));
+    key_record_ = key_.records + start / kBlockTokens * key_.record_bytes;
+    value_record_ = value_.records + start / kBlockTokens * value_.record_bytes;
+    if (packed_keys_ > 0) {
+      if (key_.width > 1) {
+        load_channel_metadata(key_, key_record_, key_.cos == nullptr ? code_center(key_.nbits) : 0.0f, &channels_);
+      } else {
+        load_token_metadata(key_, key_record_, packed_keys_, tokens_scale_, tokens_minimum_);
+        center(key_, tokens_scale_[0], tokens_minimum_[0]);
+      }
+    }
+    if (packed_values_ > 0) {
+      load_metadata_rows(value_, value_record_, value_.scale_offset, packed_values_, values_.scale);
+      if (value_.minimum_offset >= 0)
+        load_metadata_rows(value_, value_record_, value_.minimum_offset, packed_values_, values_.minimum);
+      if (value_.scale_offset < 0)
+        for (int t = 0; t < kBlockTokens; ++t) values_.scale[0][t] = t < packed_values_ ? value_.static_scale : 0.0f;
+      for (int g = 0; g < value_.width; ++g) center(value_, values_.scale[g], values_.minimum[g]);
+    }
+  }
+
+  // Moves the minima of a block's tokens to the middle code.
+  static void center(const Side& side, const float* scale, float* minimum) {
+    if (side.minimum_offset < 0) return;
+    const __m512 steps = _mm512_set1_ps(code_center(side.nbits));
+    for (int t = 0; t < kBlockTokens; t += kLanes)
+      _mm512_store_ps(minimum + t, _mm512_fmadd_ps(_mm512_load_ps(scale + t), steps, _mm512_load_ps(minimum + t)));
+  }
+
+  static void load_metadata_rows(const Side& side, const uint8_t* record, int64_t offset, int tokens,
+                                 float (*out)[kBlockTokens]) {
+    if (offset >= 0)
+      transpose_metadata(record + offset, side.metadata_bytes, side.width, side.group_tokens, tokens, out);
+  }
+
+  static void load_token_metadata(const Side& side, const uint8_t* record, int tokens, float (*scale)[kBlockTokens],
+                                  float (*minimum)[kBlockTokens]) {
+    load_metadata_rows(side, record, side.scale_offset, tokens, scale);
+    load_metadata_rows(side, record, side.minimum_offset, tokens, minimum);
+    if (side.scale_offset < 0)
+      for (int t = 0; t < kBlockTokens; ++t) scale[0][t] = side.static_scale;
+  }
+
+  void attend(int64_t start, Pass& pass) {
+    alignas(64) float scores[kRows][kBlockTokens];
+    if (packed_keys_ > 0) score_packed(pass, scores);
+    score_exact(start, pass, scores);
+    mask(start, pass, scores);
+    if (!softmax(pass, scores)) return;
+    add_exact(start, pass, scores);
+    if (packed_values_ > 0) add_packed(pass, scores);
+  }
+
+  template <int B, int PARTS>
+  void score_low_bits(Pass& pass, float (*scores)[kBlockTokens]) {
+    const uint8_t* codes = key_record_ + key_.codes_offset;
+    if (key_.cos != nullptr) {
+      score_turned<B, PARTS>(key_, codes, channels_, *pass.turned, scores);
+      return;
+    }
+    if (key_.width == 1) {
+      for (int part = 0; part < PARTS; ++part)
+        std::memcpy(folded_[part][0], pass.query.pairs[part], sizeof(pass.query.pairs[part]));
+      score_words<B, PARTS>(key_, codes, folded_, 1, scores);
+      return;
+    }
+    const int groups = kBlockTokens / key_.group_tokens;
+    float constant[kMaxGroups][kRows];
+    for (int g = 0; g < groups; ++g) {
+      for (int r = 0; r < kRows; ++r) {
+        __m512 sum = _mm512_setzero_ps();
+        alignas(64) float folded[kMaxHeadDim];
+        for (int c = 0; c < key_.padded_dim; c += kLanes) {
+          const __m512 q = _mm512_load_ps(pass.query.values[r] + c);
+          sum = _mm512_fmadd_ps(q, _mm512_load_ps(channels_.minimum[g] + c), sum);
+          _mm512_store_ps(folded + c, _mm512_mul_ps(q, _mm512_load_ps(channels_.scale[g] + c)));
+        }
+        for (int pair = 0; pair < key_.padded_dim / 2; pair += kLanes) {
+          __m512 low, high;
+          load_pair_channels(key_, folded, pair, &low, &high);
+          __m512i rest;
+          _mm512_store_si512(folded_[0][g][r] + pair, bf16_pairs(low, high, PARTS == 2 ? &rest : nullptr));
+          if (PARTS == 2) _mm512_store_si512(folded_[1][g][r] + pair, rest);
+        }
+        constant[g][r] = _mm512_reduce_add_ps(sum);
+      }
+    }
+    score_words<B, PARTS>(key_, codes, folded_, groups, scores);
+    for (int r = 0; r < kRows; ++r) {
+      for (int k = 0; k < 4; ++k) {
+        const __m512 shifted =
+            _mm512_add_ps(_mm512_loadu_ps(scores[r] + 16 * k), _mm512_set1_ps(constant[k * groups / 4][r]));
+        _mm512_storeu_ps(scores[r] + 16 * k, shifted);
+      }
+    }
+  }
+
+  template <int PARTS>
+  void score_bits(Pass& pass, float (*scores)[kBlockTokens]) {
+    const uint8_t* codes = key_record_ + key_.codes_offset;
+    if (key_.nbits == 2) score_low_bits<2, PARTS>(pass, scores);
+    if (key_.nbits == 3) score_low_bits<3, PARTS>(pass, scores);
+    if (key_.nbits == 4) score_low_bits<4, PARTS>(pass, scores);
+    if (key_.nbits == 8 && is_float8(key_)) score_floats<PARTS>(key_, codes, pass.query, key_floats_, scores);
+    if (key_.nbits == 8 && !is_float8(key_)) score_bytes<PARTS + 1>(key_, codes, pass.query, scores);
+  }
+
+  void score_packed(Pass& pass, float (*scores)[kBlockTokens]) {
+    if (parts_ == 2) {
+      score_bits<2>(pass, scores);
+    } else {
+      score_bits<1>(pass, scores);
+    }
+    if (key_.width > 1) return;
+    for (int r = 0; r < pass.rows; ++r) {
+      for (int t = 0; t < kBlockTokens; t += kLanes) {
+        __m512 score = _mm512_mul_ps(_mm512_loadu_ps(scores[r] + t), _mm512_load_ps(tokens_scale_[0] + t));
+        if (key_.minimum_offset >= 0)
+          score = _mm512_fmadd_ps(_mm512_set1_ps(pass.query.sum[r]), _mm512_load_ps(tokens_minimum_[0] + t), score);
+        _mm512_storeu_ps(scores[r] + t, score);
+      }
+    }
+  }
+
+  static __m512 load_exact(const Side& side, const void* data, int64_t at, int count) {
+    const __mmask16 live = first_lanes(count);
+    if (side.dtype == kFloat32) return _mm512_maskz_loadu_ps(live, (const float*)data + at);
+    const __m256i half = _mm256_maskz_loadu_epi16(live, (const uint16_t*)data + at);
+    if (side.dtype == kFloat16) return _mm512_cvtph_ps(half);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+
+  // Where the exact token of a slot lies: element `*at` of the result, or null if the slot is read from codes.
+  static const void* exact_token(const Side& side, int64_t slot, int64_t* at) {
+    if (side.sinks != nullptr && slot >= side.sink_start && slot < side.sink_start + side.sink_length) {
+      *at = (slot - side.sink_start) * side.head_dim;
+      if (slot < side.packed_length) return side.sinks;
+    }
+    for (int i = 0; i < side.num_segments; ++i) {
+      const Segment& segment = side.segments[i];
+      if (slot >= segment.start && slot < segment.start + segment.length) {
+        *at = (slot - segment.start) * segment.stride;
+        return segment.data;
+      }
+    }
+    return nullptr;
+  }
+
+  // The slots of a block that are exact: sinks, and everything from `packed` on.
+  template <typename Visit>
+  void for_exact(const Side& side, int64_t start, int packed, Visit visit) {
+    const int64_t stop = std::min(start + kBlockTokens, task_.end);
+    if (side.sinks != nullptr) {
+      const int64_t first = std::max(start, side.sink_start);
+      for (int64_t slot = first; slot < std::min(stop, side.sink_start + side.sink_length); ++slot)
+        if (slot < side.packed_length) visit(slot);
+    }
+    for (int64_t slot = start + packed; slot < stop; ++slot) visit(slot);
+  }
+
+  void score_exact(int64_t start, Pass& pass, float (*scores)[kBlockTokens]) {
+    for_exact(key_, start, packed_keys_, [&](int64_t slot) {
+      int64_t at = 0;
+      const void* data = exact_token(key_, slot, &at);
+      if (data == nullptr) return;
+      __m512 sum[kRows];
+      for (int r = 0; r < kRows; ++r) sum[r] = _mm512_setzero_ps();
+      for (int c = 0; c < key_.head_dim; c += kLanes) {
+        const int count = key_.head_dim - c;
+        const __m512 token = load_exact(key_, data, at + c, count);
+        for (int r = 0; r < pass.rows; ++r) {
+          const float* query = task_.query + int64_t(pass.first + r) * key_.head_dim + c;
+          sum[r] = _mm512_fmadd_ps(token, _mm512_maskz_loadu_ps(first_lanes(count), query), sum[r]);
+        }
+      }
+      for (int r = 0; r < pass.rows; ++r) scores[r][slot - start] = _mm512_reduce_add_ps(sum[r]);
+    });
+  }
+
+  void mask(int64_t start, Pass& pass, float (*scores)[kBlockTokens]) {
+    const int64_t stop = std::min(start + kBlockTokens, task_.end);
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (int r = 0; r < pass.rows; ++r) {
+      const int row = pass.first + r;
+      const int64_t query_slot = task_.length - task_.query_length + row % task_.query_length;
+      int64_t low = start, high = stop;  // visible slots
+      if (task_.is_causal) high = std::min(high, query_slot + 1);
+      if (task_.window > 0) low = std::max(low, query_slot - task_.window + 1);
+      for (int t = 0; t < kBlockTokens; t += kLanes) {
+        __m512 score = _mm512_loadu_ps(scores[r] + t);
+        const __mmask16 live = _cvtmask16_u32(first_lanes(int(std::max<int64_t>(0, high - start - t))) &
+                                              ~first_lanes(int(std::max<int64_t>(0, low - start - t))));
+        if (task_.softcap > 0) {
+          alignas(64) float capped[kLanes];
+          _mm512_store_ps(capped, score);
+          for (int i = 0; i < kLanes; ++i)
+            if (live >> i & 1) capped[i] = task_.softcap * std::tanh(capped[i] / task_.softcap);
+          score = _mm512_load_ps(capped);
+        }
+        if (task_.alibi != nullptr) {
+          const float slope = task_.alibi[row / task_.query_length];
+          const __m512 distance = _mm512_cvtepi32_ps(
+              _mm512_add_epi32(lane, _mm512_set1_epi32(int(start + t - task_.length + 1))));
+          score = _mm512_fmadd_ps(distance, _mm512_set1_ps(slope), score);
+        }
+        if (task_.bias != nullptr)
+          score = _mm512_add_ps(score, _mm512_maskz_loadu_ps(live, task_.bias + row * task_.bias_row_stride + start + t));
+        _mm512_storeu_ps(scores[r] + t, _mm512_mask_blend_ps(live, _mm512_set1_ps(kNothing), score));
+      }
+    }
+  }
+
+  // Turns scores into weights relative to the rows' maxima so far; false if no row sees anything of the block.
+  bool softmax(Pass& pass, float (*scores)[kBlockTokens]) {
+    bool any = false;
+    for (int r = 0; r < kRows; ++r) {
+      if (r >= pass.rows) {
+        std::memset(scores[r], 0, sizeof(scores[r]));
+        continue;
+      }
+      __m512 largest = _mm512_loadu_ps(scores[r]);
+      for (int t = kLanes; t < kBlockTokens; t += kLanes) largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores[r] + t));
+      const float block_best = _mm512_reduce_max_ps(largest);
+      if (block_best == kNothing) {
+        std::memset(scores[r], 0, sizeof(scores[r]));
+        continue;
+      }
+      any = true;
+      if (block_best > pass.best[r]) {
+        const float decay = pass.best[r] == kNothing ? 0.0f : std::exp(pass.best[r] - block_best);
+        pass.best[r] = block_best;
+        pass.total[r] *= decay;
+        const __m512 factor = _mm512_set1_ps(decay);
+        for (int c = 0; c < value_.padded_dim; c += kLanes)
+          _mm512_store_ps(pass.output[r] + c, _mm512_mul_ps(_mm512_load_ps(pass.output[r] + c), factor));
+        for (int g = 0; g < value_.width; ++g)
+          _mm512_store_ps(pass.minimum_sum[r][g], _mm512_mul_ps(_mm512_load_ps(pass.minimum_sum[r][g]), factor));
+      }
+      const __m512 shift = _mm512_set1_ps(pass.best[r]);
+      __m512 sum = _mm512_setzero_ps();
+      for (int t = 0; t < kBlockTokens; t += kLanes) {
+        const __m512 score = _mm512_loadu_ps(scores[r] + t);
+        const __mmask16 live = _mm512_cmp_ps_mask(score, _mm512_set1_ps(kNothing), _CMP_GT_OQ);
+        const __m512 weight = _mm512_maskz_mov_ps(live, exp_ps(_mm512_sub_ps(score, shift)));
+        sum = _mm512_add_ps(sum, weight);
+        _mm512_storeu_ps(scores[r] + t, weight);
+      }
+      pass.total[r] += _mm512_reduce_add_ps(sum);
+    }
+    return any;
+  }
+
+  // Adds the exact values of the block, and takes their weights out of what the packed values will see.
+  void add_exact(int64_t start, Pass& pass, float (*weights)[kBlockTokens]) {
+    for_exact(value_, start, packed_values_, [&](int64_t slot) {
+      int64_t at = 0;
+      const void* data = exact_token(value_, slot, &at);
+      for (int r = 0; r < pass.rows; ++r) {
+        const __m512 weight = _mm512_set1_ps(weights[r][slot - start]);
+        weights[r][slot - start] = 0.0f;
+        if (data == nullptr) continue;
+        for (int c = 0; c < value_.head_dim; c += kLanes) {
+          const __m512 token = load_exact(value_, data, at + c, value_.head_dim - c);
+          _mm512_store_ps(pass.output[r] + c, _mm512_fmadd_ps(token, weight, _mm512_load_ps(pass.output[r] + c)));
+        }
+      }
+    });
+  }
+
+  template <int PARTS>
+  void add_bits(Pass& pass, float (*weights)[kBlockTokens], float* const* out) {
+    const uint8_t* codes = value_record_ + value_.codes_offset;
+    const int chunks = value_.padded_dim / 16;
+    if (value_.nbits == 8 && is_float8(value_)) {
+      fold_float_weights(weights, values_.scale[0], kRows, &pairs_);
+      add_floats<PARTS>(codes, chunks, pairs_, value_floats_, out);
+    } else if (value_.nbits == 8) {
+      fold_weight_bytes(weights, values_.scale[0], kRows, &bytes_);
+      add_bytes<PARTS + 1>(codes, chunks, bytes_, out);
+    } else {
+      for (int g = 0; g < value_.width; ++g) fold_weights(weights, values_.scale[g], kRows, g, &pairs_);
+      const int group_of = value_.width == 1 ? chunks : value_.head_dim / value_.width / 16;
+      if (value_.nbits == 2) add_chunks<2, PARTS>(codes, chunks, group_of, out);
+      if (value_.nbits == 3) add_chunks<3, PARTS>(codes, chunks, group_of, out);
+      if (value_.nbits == 4) add_chunks<4, PARTS>(codes, chunks, group_of, out);
+    }
+  }
+
+  template <int B, int PARTS>
+  void add_chunks(const uint8_t* codes, int chunks, int group_of, float* const* out) {
+    switch (chunks) {
+      case 1: return add_words<B, 1, PARTS>(codes, pairs_, group_of, out);
+      case 2: return add_words<B, 2, PARTS>(codes, pairs_, group_of, out);
+      case 3: return add_words<B, 3, PARTS>(codes, pairs_, group_of, out);
+      case 4: return add_words<B, 4, PARTS>(codes, pairs_, group_of, out);
+      case 5: return add_words<B, 5, PARTS>(codes, pairs_, group_of, out);
+      case 6: return add_words<B, 6, PARTS>(codes, pairs_, group_of, out);
+      case 7: return add_words<B, 7, PARTS>(codes, pairs_, group_of, out);
+      case 8: return add_words<B, 8, PARTS>(codes, pairs_, group_of, out);
+      case 12: return add_words<B, 12, PARTS>(codes, pairs_, group_of, out);
+      case 16: return add_words<B, 16, PARTS>(codes, pairs_, group_of, out);
+    }
+  }
+
+  void add_packed(Pass& pass, float (*weights)[kBlockTokens]) {
+    if (value_.minimum_offset >= 0) {
+      for (int r = 0; r < pass.rows; ++r) {
+        for (int g = 0; g < value_.width; ++g) {
+          __m512 sum = _mm512_load_ps(pass.minimum_sum[r][g]);
+          for (int t = 0; t < kBlockTokens; t += kLanes)
+            sum = _mm512_fmadd_ps(_mm512_loadu_ps(weights[r] + t), _mm512_load_ps(values_.minimum[g] + t), sum);
+          _mm512_store_ps(pass.minimum_sum[r][g], sum);
+        }
+      }
+    }
+    float* const out[kRows] = {pass.output[0], pass.output[1], pass.output[2], pass.output[3]};
+    if (parts_ == 2) {
+      add_bits<2>(pass, weights, out);
+    } else {
+      add_bits<1>(pass, weights, out);
+    }
+  }
+
+  void store(const Pass& pass) {
+    const int channels = value_.head_dim / value_.width;
+    for (int r = 0; r < pass.rows; ++r) {
+      const int row = pass.first + r;
+      task_.maximum[row] = pass.best[r];
+      task_.sum[row] = pass.total[r];
+      for (int g = 0; g < value_.width; ++g) {
+        const float minimum = _mm512_reduce_add_ps(_mm512_load_ps(pass.minimum_sum[r][g]));
+        for (int c = g * channels; c < (g + 1) * channels; ++c)
+          task_.output[int64_t(row) * value_.head_dim + c] = pass.output[r][c] + minimum;
+      }
+    }
+  }
+
+  const Task& task_;
+  const Side& key_;
+  const Side& value_;
+  const int parts_;
+  const Float8Table key_floats_, value_floats_;
+  std::vector<std::unique_ptr<Pass>> passes_;
+  // of the present block
+  int packed_keys_ = 0, packed_values_ = 0;
+  const uint8_t* key_record_ = nullptr;
+  const uint8_t* value_record_ = nullptr;
+  BlockMetadata channels_;
+  alignas(64) float tokens_scale_[1][kBlockTokens];
+  alignas(64) float tokens_minimum_[1][kBlockTokens];
+  ValueMetadata values_;
+  alignas(64) uint32_t folded_[2][kMaxGroups][kRows][kMaxPairs];
+  WeightPairs pairs_;
+  WeightBytes bytes_;
+};
+
+}  // namespace
+}  // namespace avx512
+
+void decode_attention_avx512(const Task& task) {
+  if (!avx512::covers_key(task.key) || !avx512::covers_value(task.value)) {
+    decode_attention_avx2(task);
+    return;
+  }
+  auto decoder = std::make_unique<avx512::Decoder>(task);  // tens of KB of scratch: not on the stack of a pool's thread
+  decoder->run();
+}
+
+}  // namespace kvcache
