@@ -83,22 +83,11 @@ inline void prepare_query(const Side& key, const float* const* rows, int count, 
         _mm512_store_si512(query->pairs[1][r] + pair, rest);
       }
     } else if (key.format == kE4M3 || key.format == kE5M2) {
-      // Four channels a lane: bytes 0 and 2 of it meet one vector of pairs, bytes 1 and 3 the next.
-      for (int d = 0; d < key.padded_dim / 4; ++d) {
-        for (int half = 0; half < 2; ++half) {
-          const __m512i low = bf16_low(_mm512_set1_ps(values[4 * d + half]));
-          const __m512i high = bf16_low(_mm512_set1_ps(values[4 * d + half + 2]));
-          const uint32_t a = uint32_t(_mm512_cvtsi512_si32(low)), b = uint32_t(_mm512_cvtsi512_si32(high));
-          query->pairs[0][r][2 * d + half] = a | (b << 16);
-          float low_value, high_value;
-          const uint32_t a_bits = a << 16, b_bits = b << 16;
-          std::memcpy(&low_value, &a_bits, 4);
-          std::memcpy(&high_value, &b_bits, 4);
-          const __m512i low_rest = bf16_low(_mm512_set1_ps(values[4 * d + half] - low_value));
-          const __m512i high_rest = bf16_low(_mm512_set1_ps(values[4 * d + half + 2] - high_value));
-          query->pairs[1][r][2 * d + half] = uint32_t(_mm512_cvtsi512_si32(low_rest)) |
-                                             (uint32_t(_mm512_cvtsi512_si32(high_rest)) << 16);
-        }
+      // Pairs of neighbouring channels, whatever the rotary layout: see Float8Table::decode.
+      for (int pair = 0; pair < key.padded_dim / 2; pair += kLanes) {
+        const __m512 a = _mm512_load_ps(values + 2 * pair), b = _mm512_load_ps(values + 2 * pair + kLanes);
+        _mm512_store_si512(query->pairs[0][r] + pair, neighbour_pairs(a, b));
+        _mm512_store_si512(query->pairs[1][r] + pair, neighbour_pairs(bf16_rest(a), bf16_rest(b)));
       }
     } else {
       // q = byte_scale * (16384 a + 128 b + c) with signed bytes a, b, c: 22 bits; two of them are 15 bits.
@@ -225,11 +214,9 @@ inline void score_turned(const Side& key, const uint8_t* codes, const BlockMetad
                                        _mm512_set1_ps(metadata.minimum[g][low]));
       const __m512 b = _mm512_fmadd_ps(codes_ps, _mm512_set1_ps(metadata.scale[g][high]),
                                        _mm512_set1_ps(metadata.minimum[g][high]));
-      table[g] = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+      table[g] = neighbour_pairs(a, b);
       if (PARTS == 2) {
-        const __m512 a_rest = _mm512_sub_ps(a, from_bf16_low(bf16_low(a)));
-        const __m512 b_rest = _mm512_sub_ps(b, from_bf16_low(bf16_low(b)));
-        rest[g] = (__m512i)_mm512_cvtne2ps_pbh(b_rest, a_rest);
+        rest[g] = neighbour_pairs(bf16_rest(a), bf16_rest(b));
       }
     }
 #pragma GCC unroll 4
@@ -282,23 +269,22 @@ template <int PARTS>
 inline void score_floats(const Side& key, const uint8_t* codes, const Query& query, const Float8Table& table,
                          float (*out)[kBlockTokens]) {
   const int count = key.padded_dim / 4;
-  const __m512i low_bytes = _mm512_set1_epi16(0xff);
   for (int k = 0; k < 4; ++k) {
     __m512 sum[kRows][2];
     for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
     for (int d = 0; d < count; ++d) {
-      const __m512i block = _mm512_loadu_si512(codes + 64 * (4 * d + k));
-      const __m512i even = table.decode(_mm512_and_si512(block, low_bytes));
-      const __m512i odd = table.decode(_mm512_srli_epi16(block, 8));
+      __m512i even, odd;
+      table.decode(_mm512_loadu_si512(codes + 64 * (4 * d + k)), &even, &odd);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         for (int p = 0; p < PARTS; ++p) {
-          sum[r][0] = dot_bf16(sum[r][0], even, broadcast_pair(&query.pairs[p][r][2 * d]));
-          sum[r][1] = dot_bf16(sum[r][1], odd, broadcast_pair(&query.pairs[p][r][2 * d + 1]));
+          const __m512i pairs = broadcast_two_pairs(&query.pairs[p][r][2 * d]);
+          sum[r][0] = dot_bf16(sum[r][0], even, pairs);
+          sum[r][1] = dot_bf16(sum[r][1], odd, pairs);
         }
       }
     }
-    for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(out[r] + 16 * k, _mm512_add_ps(sum[r][0], sum[r][1]));
+    for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(out[r] + 16 * k, Float8Table::join(sum[r][0], sum[r][1]));
   }
 }
 

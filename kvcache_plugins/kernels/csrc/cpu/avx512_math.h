@@ -28,12 +28,19 @@ inline __m512i bf16_low(__m512 x) { return _mm512_cvtepu16_epi32((__m256i)_mm512
 // The fp32 value of the bf16 in the low half of every lane.
 inline __m512 from_bf16_low(__m512i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 
+// What rounding to bf16 leaves over.
+inline __m512 bf16_rest(__m512 x) { return _mm512_sub_ps(x, from_bf16_low(bf16_low(x))); }
+
+// 32 numbers as 16 pairs of neighbours.
+inline __m512i neighbour_pairs(__m512 first, __m512 second) {
+  return (__m512i)_mm512_cvtne2ps_pbh(second, first);
+}
+
 // Pairs (low, high) of bf16 in 32-bit lanes; with `rest`, also the pairs of what rounding left over.
 inline __m512i bf16_pairs(__m512 low, __m512 high, __m512i* rest) {
   const __m512i a = bf16_low(low), b = bf16_low(high);
   if (rest != nullptr) {
-    const __m512i c = bf16_low(_mm512_sub_ps(low, from_bf16_low(a)));
-    const __m512i d = bf16_low(_mm512_sub_ps(high, from_bf16_low(b)));
+    const __m512i c = bf16_low(bf16_rest(low)), d = bf16_low(bf16_rest(high));
     *rest = _mm512_or_si512(c, _mm512_slli_epi32(d, 16));
   }
   return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
@@ -82,12 +89,13 @@ inline __m512i code_table(int nbits) {
   return _mm512_load_si512(table);
 }
 
-// bf16 magnitudes of the 128 positive bit patterns of an 8-bit float, exact.
+// bf16 numbers of 8-bit float codes, exact: `vpermi2b` looks up 64 codes at once in a table of 128 magnitudes, one for
+// each byte of a bf16.
 struct Float8Table {
-  __m512i part[4];
+  __m512i low[2], high[2];
 
   Float8Table(int exponent_bits, int bias) {
-    alignas(64) uint16_t table[128];
+    alignas(64) uint8_t bytes[2][128];
     const int mantissa_bits = 7 - exponent_bits;
     for (int code = 0; code < 128; ++code) {
       const int exponent = code >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
@@ -96,20 +104,37 @@ struct Float8Table {
       for (int e = exponent - bias - mantissa_bits; e < 0; ++e) value *= 0.5f;
       uint32_t bits;
       std::memcpy(&bits, &value, 4);
-      table[code] = uint16_t(bits >> 16);
+      bytes[0][code] = uint8_t(bits >> 16);
+      bytes[1][code] = uint8_t(bits >> 24);
     }
-    for (int i = 0; i < 4; ++i) part[i] = _mm512_load_si512(table + 32 * i);
+    for (int i = 0; i < 2; ++i) {
+      low[i] = _mm512_load_si512(bytes[0] + 64 * i);
+      high[i] = _mm512_load_si512(bytes[1] + 64 * i);
+    }
   }
 
-  // bf16 of the code in the low byte of every 16-bit lane.
-  __m512i decode(__m512i codes) const {
-    const __m512i small = _mm512_permutex2var_epi16(part[0], codes, part[1]);
-    const __m512i large = _mm512_permutex2var_epi16(part[2], codes, part[3]);
-    const __mmask32 high = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x40));
-    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x80)), 8);
-    return _mm512_or_si512(_mm512_mask_blend_epi16(high, small, large), sign);
+  // 64 codes as bf16, four of every 32-bit lane side by side: `even` holds the first two lanes of every 128 bits,
+  // `odd` the other two, so that a lane of the codes becomes two lanes of pairs.
+  void decode(__m512i codes, __m512i* even, __m512i* odd) const {
+    const __m512i lower = _mm512_permutex2var_epi8(low[0], codes, low[1]);
+    const __m512i upper = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high[0], codes, high[1]), codes,
+                                                    _mm512_set1_epi8(char(0x80)), 0xf8);  // or the sign bit
+    *even = _mm512_unpacklo_epi8(lower, upper);
+    *odd = _mm512_unpackhi_epi8(lower, upper);
+  }
+
+  // Sums of neighbouring lanes, in the order of the lanes of the codes.
+  static __m512 join(__m512 even, __m512 odd) {
+    return _mm512_add_ps(_mm512_shuffle_ps(even, odd, 0x88), _mm512_shuffle_ps(even, odd, 0xdd));
   }
 };
+
+// Two neighbouring pairs, in every two lanes.
+inline __m512i broadcast_two_pairs(const uint32_t* pairs) {
+  long long both;
+  std::memcpy(&both, pairs, 8);
+  return _mm512_set1_epi64(both);
+}
 
 }  // namespace avx512
 }  // namespace kvcache

@@ -65,16 +65,16 @@ struct WeightPairs {
   alignas(64) uint32_t pairs[2][kMaxWidth][4][kBlockTokens / 2];
 };
 
+template <int PARTS>
 inline void fold_weights(const float (*weights)[kBlockTokens], const float* scale, int rows, int group,
                          WeightPairs* out) {
   for (int r = 0; r < rows; ++r) {
     for (int t = 0; t < kBlockTokens; t += 32) {
       const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(weights[r] + t), _mm512_load_ps(scale + t));
       const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(weights[r] + t + 16), _mm512_load_ps(scale + t + 16));
-      _mm512_store_si512(out->pairs[0][group][r] + t / 2, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-      const __m512 a_rest = _mm512_sub_ps(a, from_bf16_low(bf16_low(a)));
-      const __m512 b_rest = _mm512_sub_ps(b, from_bf16_low(bf16_low(b)));
-      _mm512_store_si512(out->pairs[1][group][r] + t / 2, (__m512i)_mm512_cvtne2ps_pbh(b_rest, a_rest));
+      _mm512_store_si512(out->pairs[0][group][r] + t / 2, neighbour_pairs(a, b));
+      if (PARTS == 2)
+        _mm512_store_si512(out->pairs[1][group][r] + t / 2, neighbour_pairs(bf16_rest(a), bf16_rest(b)));
     }
   }
 }
@@ -198,44 +198,27 @@ inline void add_bytes(const uint8_t* codes, int chunks, const WeightBytes& weigh
   }
 }
 
-// 8-bit floats: the pairs of `weights` join tokens 4t and 4t + 2, then 4t + 1 and 4t + 3 (see `fold_float_weights`).
-inline void fold_float_weights(const float (*weights)[kBlockTokens], const float* scale, int rows, WeightPairs* out) {
-  alignas(64) float mixed[4][kBlockTokens];
-  alignas(64) float one[kBlockTokens];
-  for (int t = 0; t < kBlockTokens; ++t) one[t] = 1.0f;
-  for (int r = 0; r < rows; ++r) {
-    for (int t = 0; t < kBlockTokens; t += 4) {
-      mixed[r][t] = weights[r][t] * scale[t];
-      mixed[r][t + 1] = weights[r][t + 2] * scale[t + 2];
-      mixed[r][t + 2] = weights[r][t + 1] * scale[t + 1];
-      mixed[r][t + 3] = weights[r][t + 3] * scale[t + 3];
-    }
-  }
-  fold_weights(mixed, one, rows, 0, out);
-}
-
 template <int PARTS>
 inline void add_floats(const uint8_t* codes, int chunks, const WeightPairs& weights, const Float8Table& table,
                        float* const* out) {
-  const __m512i low_bytes = _mm512_set1_epi16(0xff);
   for (int u = 0; u < chunks; ++u) {
     __m512 sum[4][2];
     for (int r = 0; r < 4; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
     for (int t = 0; t < kBlockTokens / 4; ++t) {
-      const __m512i block = _mm512_loadu_si512(codes + 64 * (t * chunks + u));
-      const __m512i even = table.decode(_mm512_and_si512(block, low_bytes));
-      const __m512i odd = table.decode(_mm512_srli_epi16(block, 8));
+      __m512i even, odd;
+      table.decode(_mm512_loadu_si512(codes + 64 * (t * chunks + u)), &even, &odd);
 #pragma GCC unroll 4
       for (int r = 0; r < 4; ++r) {
         for (int p = 0; p < PARTS; ++p) {
-          sum[r][0] = dot_bf16(sum[r][0], even, broadcast_pair(&weights.pairs[p][0][r][2 * t]));
-          sum[r][1] = dot_bf16(sum[r][1], odd, broadcast_pair(&weights.pairs[p][0][r][2 * t + 1]));
+          const __m512i pairs = broadcast_two_pairs(&weights.pairs[p][0][r][2 * t]);
+          sum[r][0] = dot_bf16(sum[r][0], even, pairs);
+          sum[r][1] = dot_bf16(sum[r][1], odd, pairs);
         }
       }
     }
     for (int r = 0; r < 4; ++r) {
       float* at = out[r] + 16 * u;
-      _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), _mm512_add_ps(sum[r][0], sum[r][1])));
+      _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), Float8Table::join(sum[r][0], sum[r][1])));
     }
   }
 }

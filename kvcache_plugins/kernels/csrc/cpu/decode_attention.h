@@ -75,6 +75,6 @@ struct Task {
 using Kernel = void (*)(const Task&);
 void decode_attention_portable(const Task& task);
 void decode_attention_avx2(const Task& task);
-void decode_attention_avx512(const Task& task);  // needs F, BW, VL, DQ, VNNI, BF16
+void decode_attention_avx512(const Task& task);  // needs F, BW, VL, DQ, VBMI, VNNI, BF16
 
 }  // namespace kvcache

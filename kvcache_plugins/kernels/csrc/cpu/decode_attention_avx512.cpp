@@ -1,4 +1,4 @@
-// Decode attention over packed codes for CPUs with AVX-512 F, BW, VL, DQ, VNNI and BF16.
+// Decode attention over packed codes for CPUs with AVX-512 F, BW, VL, DQ, VBMI, VNNI and BF16.
 //
 // A task walks its 64-token blocks once. For each block and each four query rows: scores (avx512_keys.h), exact tokens and
 // masks, one step of the online softmax, values (avx512_values.h). Nothing is decoded to memory. Bound: the codes are read
@@ -6,7 +6,7 @@
 //
 // What this file does not cover (scales per token and group of channels for keys, 8-bit codes with scales per channel, a
 // rotation of some channels in half-split layout) goes to the AVX2 kernel, which covers everything.
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,f16c,fma")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi,f16c,fma")
 
 #include "decode_attention.h"
 
@@ -367,13 +367,13 @@ class Decoder {
     const uint8_t* codes = value_record_ + value_.codes_offset;
     const int chunks = value_.padded_dim / 16;
     if (value_.nbits == 8 && is_float8(value_)) {
-      fold_float_weights(weights, values_.scale[0], kRows, &pairs_);
+      fold_weights<PARTS>(weights, values_.scale[0], kRows, 0, &pairs_);
       add_floats<PARTS>(codes, chunks, pairs_, value_floats_, out);
     } else if (value_.nbits == 8) {
       fold_weight_bytes(weights, values_.scale[0], kRows, &bytes_);
       add_bytes<PARTS + 1>(codes, chunks, bytes_, out);
     } else {
-      for (int g = 0; g < value_.width; ++g) fold_weights(weights, values_.scale[g], kRows, g, &pairs_);
+      for (int g = 0; g < value_.width; ++g) fold_weights<PARTS>(weights, values_.scale[g], kRows, g, &pairs_);
       const int group_of = value_.width == 1 ? chunks : value_.head_dim / value_.width / 16;
       if (value_.nbits == 2) add_chunks<2, PARTS>(codes, chunks, group_of, out);
       if (value_.nbits == 3) add_chunks<3, PARTS>(codes, chunks, group_of, out);
