@@ -50,6 +50,7 @@ from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 DENSE = {"backend": "dense"}
 DEFAULT_CACHE_CONFIGS: list[dict[str, Any]] = [
     {"backend": "int8"},
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     transformers.logging.disable_progress_bar()
     try:
         run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, kvp.KernelUnavailableError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
@@ -114,10 +115,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--block_length", type=int, default=32, help="tokens read per scoring step (default: 32)"
     )
-    parser.add_argument(
-        "--dtype", default="auto", help="auto (the checkpoint's), bfloat16, float16 or float32"
-    )
-    parser.add_argument("--score_dtype", help="default: float32 up to a billion parameters, else --dtype")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: auto, the checkpoint's")
+    parser.add_argument("--score_dtype", choices=DTYPES, help="default: float32 up to a billion parameters")
     parser.add_argument("--threads", type=int, help="CPU threads (default: 1 for a tiny model, else torch's)")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument(
@@ -130,6 +129,10 @@ def run(args: argparse.Namespace) -> None:
     """Measure every cache and write the table, `results.json` and `quickstart.png`."""
     started = time.perf_counter()
     # Every option is checked before anything is loaded, so that a typing error costs no time.
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"--device must be a device of torch such as 'cpu', got {args.device!r}.") from error
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads must be positive, got {args.threads}.")
     if min(args.prompt_tokens, args.new_tokens - WARM_UP_STEPS - 1, args.score_tokens, args.block_length) < 1:
@@ -146,7 +149,6 @@ def run(args: argparse.Namespace) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
 
     console = Console(width=None if sys.stdout.isatty() else 118)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).to(device).eval()
     if args.threads is None and model.num_parameters() <= TINY_MODEL:
@@ -529,6 +531,7 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=Console(stderr=True))
 
 
+OTHERS = "transformers' own:"
 COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("cache\nbytes", lambda row: f"{row['kv_bytes']:,}"),
     ("of\ndense", lambda row: f"{row['memory_fraction']:.3f}"),
@@ -553,7 +556,8 @@ def print_table(console: Console, document: dict[str, Any]) -> None:
     )
     table = Table(box=box.SIMPLE_HEAD)
     rows = [*document["results"], *document["skipped"]]
-    table.add_column("backend", min_width=min(40, max(len(cache_label(row["cache_config"])) for row in rows)))
+    labels = [cache_label(row["cache_config"]) for row in rows]
+    table.add_column("backend", min_width=min(40, max(map(len, [*labels, OTHERS]))))
     for title, _ in COLUMNS:
         table.add_column(title, justify="right", no_wrap=True)
     previous = None
@@ -562,9 +566,13 @@ def print_table(console: Console, document: dict[str, Any]) -> None:
         if previous not in (None, group):
             table.add_section()
             if group == "transformers":
-                table.add_row(Text("transformers' own:"))
+                table.add_row(OTHERS)
         previous = group
-        cells = [row["reason"].partition(":")[0]] if "reason" in row else [show(row) for _, show in COLUMNS]
+        if "reason" in row:
+            short = row["reason"].partition(":")[0]
+            cells = [short if len(short) <= len("not installed") else "see below"]
+        else:
+            cells = [show(row) for _, show in COLUMNS]
         table.add_row(Text(cache_label(row["cache_config"])), *cells)
     console.print(table)
     console.print(
@@ -654,8 +662,9 @@ def save_picture(document: dict[str, Any], path: Path) -> None:
         color=[colours[owner(row)] for row in rows],
         height=0.65,
     )
-    speed.bar_label(bars, fmt="%.1f", padding=3, fontsize=9)
-    speed.axvline(results[0]["ms_per_token"], color=colours["dense"], linestyle=":", linewidth=1)
+    speed.axvline(results[0]["ms_per_token"], color=colours["dense"], linestyle=":", linewidth=1, zorder=0)
+    for text in speed.bar_label(bars, fmt="%.1f", padding=3, fontsize=9):
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
     speed.margins(x=0.12)
     speed.set_xlabel("milliseconds per generated token (median)")
     speed.set_title(f"Speed on {document['environment']['device']}")

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from .artifacts.files import write_json, write_tensors
+from .artifacts.files import read_json, read_tensors, write_json, write_tensors
 from .cache import KVCache, build_cache
 from .errors import ArtifactError, UnsupportedOperationError
 from .layers.base import PackedLayer
@@ -68,15 +67,14 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
     """
     folder = Path(directory)
     model, config = split_model_or_config(model_or_config)
-    try:
-        facts = json.loads((folder / _FACTS).read_text())
-        tensors = load_file(folder / _TENSORS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ArtifactError(f"{folder} does not hold a readable cache: {error}") from error
+    facts, tensors = read_json(folder / _FACTS), read_tensors(folder / _TENSORS)
     if facts.get("format_version") != FORMAT_VERSION:
         raise ArtifactError(
             f"{folder}: format_version {FORMAT_VERSION} expected, got {facts.get('format_version')!r}."
         )
+    missing = [key for key in ("backend", "options", "model", "layers") if key not in facts]
+    if missing:
+        raise ArtifactError(f"{folder / _FACTS} lacks {missing}.")
     expected = _fingerprint(decoder_config(config))
     if facts["model"] != expected:
         raise ArtifactError(f"{folder} was saved for the model {facts['model']}, not for {expected}.")
@@ -87,10 +85,11 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
         owned = {
             name.removeprefix(prefix): t.to(device) for name, t in tensors.items() if name.startswith(prefix)
         }
-        if isinstance(layer, PackedLayer):
-            layer.load_state(owned, facts["layers"][layer_idx])
-        else:
-            _load_dense_state(layer, owned, facts["layers"][layer_idx])
+        load = layer.load_state if isinstance(layer, PackedLayer) else partial(_load_dense_state, layer)
+        try:
+            load(owned, facts["layers"][layer_idx])
+        except (IndexError, KeyError, RuntimeError) as error:
+            raise ArtifactError(f"{folder} does not hold all of layer {layer_idx}: {error!r}.") from error
     return cache
 
 

@@ -71,7 +71,7 @@ def register_backend(name: str) -> Callable[[_T], _T]:
     Raises:
         ValueError: If the name is reserved, malformed, or registered by another class.
     """
-    if name != name.lower() or not name.isidentifier():
+    if not isinstance(name, str) or name != name.lower() or not name.isidentifier():
         raise ValueError(f"A backend name must be a lower-case identifier, got {name!r}.")
     if name in TRANSFORMERS_BACKENDS or name == "dense":
         raise ValueError(
@@ -80,6 +80,9 @@ def register_backend(name: str) -> Callable[[_T], _T]:
 
     def decorate(cls: _T) -> _T:
         known = _registered.get(name)
+        own_module = f"{__package__}.backends.{name}"
+        if name in _builtin_names() and cls.__module__ != own_module:  # which may not be imported yet
+            raise ValueError(f"The backend name {name!r} is already registered by {own_module}.")
         # The same class may come again when its module is reloaded.
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(

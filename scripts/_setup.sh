@@ -44,7 +44,7 @@ kvcache_find_python() {
         printf '%s\n' "$PYTHON"
         return
     fi
-    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
         if kvcache_python_is_new_enough "$candidate"; then
             printf '%s\n' "$candidate"
             return

@@ -116,7 +116,7 @@ def measured_part() -> str:
         f"{settings['prompt_tokens']} prompt tokens, {settings['new_tokens']} generated, "
         f"{settings['score_tokens']} scored",
         f"bytes and times in {settings['dtype']}, the rest in {settings['score_dtype']}",
-        f"{place['device']} with {place['threads']} threads",
+        f"{place['device']} with {place['threads']} thread{'' if place['threads'] == 1 else 's'}",
         f"torch {place['versions']['torch']}, transformers {place['versions']['transformers']}",
         code + (" with uncommitted changes" if place["dirty"] else ""),
     )

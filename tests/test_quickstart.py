@@ -153,6 +153,8 @@ def test_run_writes_results_and_picture(
         (["--prompt_tokens", "0"], "--prompt_tokens"),
         (["--new_tokens", "5"], "--new_tokens"),
         (["--threads", "0"], "--threads"),
+        (["--device", "abacus"], "abacus"),
+        (["--cache_config", '{"backend": "int8", "kernel": "native"}'], "native"),
         (["--text", "no_such_file.txt"], "no_such_file.txt"),
         (["--model", "no/such/model/here"], "no/such/model/here"),
     ],

@@ -1,4 +1,4 @@
-"""Writing files that appear whole or not at all."""
+"""Files that appear whole or not at all, and errors that name them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,40 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["write_json", "write_tensors"]
+from ..errors import ArtifactError
+
+__all__ = ["read_json", "read_tensors", "write_json", "write_tensors"]
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file.
+
+    Raises:
+        ArtifactError: If it is missing or damaged.
+    """
+    try:
+        return load_file(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a json file that holds an object.
+
+    Raises:
+        ArtifactError: If it is missing or damaged, or holds something else.
+    """
+    try:
+        facts = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}") from error
+    if not isinstance(facts, dict):
+        raise ArtifactError(f"{path} must hold a json object, got {facts!r}.")
+    return facts
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -12,27 +12,26 @@ e5m2, 127 for int8) and both the per-head and the per-tensor scheme (their maxim
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import ArtifactError
 from ..quantizers.affine import SMALLEST_SCALE
 from ..quantizers.float8 import FLOAT8_MAX
-from .files import write_json, write_tensors
+from .files import read_json, read_tensors, write_json, write_tensors
 
 __all__ = ["FORMAT_VERSION", "Scales", "load_scales", "save_scales"]
 
 FORMAT_VERSION = 1
 _TENSORS, _FACTS = "scales.safetensors", "scales.json"
+_NAME = re.compile(r"layers\.(?P<layer_idx>\d+)\.(?P<side>key|value)_absmax")
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,10 @@ def save_scales(directory: str | os.PathLike[str], scales: Scales) -> None:
     """Write an artifact; each file appears whole or not at all."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"layers.{i}.key_absmax": t.float().contiguous() for i, t in scales.key_absmax.items()}
-    tensors |= {f"layers.{i}.value_absmax": t.float().contiguous() for i, t in scales.value_absmax.items()}
+    tensors = {f"layers.{i}.key_absmax": t.float().contiguous().clone() for i, t in scales.key_absmax.items()}
+    tensors |= {
+        f"layers.{i}.value_absmax": t.float().contiguous().clone() for i, t in scales.value_absmax.items()
+    }
     facts = {"format_version": FORMAT_VERSION, "kind": "kv_scales", **scales.facts}
     write_tensors(folder / _TENSORS, tensors)
     write_json(folder / _FACTS, facts)
@@ -102,11 +103,7 @@ def load_scales(name_or_path: str) -> Scales:
 def _read(folder: Path, stamps: tuple[int, ...]) -> Scales:
     """Read the files; cached until they change, because every layer of a cache asks."""
     del stamps
-    try:
-        facts = json.loads((folder / _FACTS).read_text())
-        tensors = load_file(folder / _TENSORS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ArtifactError(f"{folder} is not a readable scales artifact: {error}") from error
+    facts, tensors = read_json(folder / _FACTS), read_tensors(folder / _TENSORS)
     if facts.get("kind") != "kv_scales" or facts.get("format_version") != FORMAT_VERSION:
         raise ArtifactError(
             f"{folder / _FACTS}: expected kind 'kv_scales' and format_version {FORMAT_VERSION}, got "
@@ -114,10 +111,14 @@ def _read(folder: Path, stamps: tuple[int, ...]) -> Scales:
         )
     sides: dict[str, dict[int, Tensor]] = {"key": {}, "value": {}}
     for name, tensor in tensors.items():
-        _, layer_idx, kind = name.split(".")
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ArtifactError(
+                f"{folder / _TENSORS}: expected names like 'layers.0.key_absmax', got {name!r}."
+            )
         if not bool(torch.isfinite(tensor).all()):
             raise ArtifactError(f"{folder / _TENSORS}: {name} holds numbers that are not finite.")
-        sides[kind.removesuffix("_absmax")][int(layer_idx)] = tensor.float()
+        sides[match["side"]][int(match["layer_idx"])] = tensor.float()
     return Scales(sides["key"], sides["value"], facts)
 
 

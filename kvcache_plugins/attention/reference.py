@@ -4,8 +4,9 @@ Tokens are decoded a tile at a time and never all at once, so the temporary memo
 length. All query heads of a group share one pass over the keys and values; nothing is repeated. Every kernel
 is checked against this file.
 
-Per logit, in this order: `z = scaling * q.k`, softcap `z = cap * tanh(z / cap)`, ALiBi `z - slope * distance`,
-position bias, mask. Sink logits add `exp(sink)` to the denominator and no value (gpt-oss).
+Per logit, in this order: `z = scaling * q.k`, softcap `z = cap * tanh(z / cap)`, ALiBi
+`z - slope * distance`, position bias, mask. Sink logits add `exp(sink)` to the denominator and no value
+(gpt-oss).
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print one row per number of tokens and cache, the dense cache first."""
-    import kvcache_plugins as kvp
+    from ..estimation import estimate
 
     for name, value in (("--tokens", min(args.tokens)), ("--batch_size", args.batch_size)):
         if value < 1:
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     for tokens in args.tokens:
         dense_bytes = 0
         for cache_config in cache_configs:
-            kv_bytes = kvp.estimate(config, dict(cache_config), tokens, args.batch_size, dtype=dtype)
+            kv_bytes = estimate(config, dict(cache_config), tokens, args.batch_size, dtype=dtype)
             dense_bytes = dense_bytes or kv_bytes  # the dense cache comes first
             fraction = kv_bytes / dense_bytes
             rows.append(

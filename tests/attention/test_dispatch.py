@@ -1,7 +1,7 @@
-"""The doors through which attention reaches packed data, each against what transformers computes from decoded tensors.
+"""The doors through which attention reaches packed data, against attention over the decoded tensors.
 
-A packed cache is prefilled once and copied, so that two attention functions read the same codes in the same call, and
-what they return may differ by rounding only.
+A packed cache is prefilled once and copied, so that two attention functions read the same codes in the same
+call, and what they return may differ by rounding only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvcache_plugins.testing import assert_close, tiny_model
 from tests.reference.attention import naive_attention
 
 OWN = "kvcache_plugins"
-KIVI = {"backend": "kivi", "residual_length": 32, "q_group_size": 16}
+KIVI = {"backend": "kivi", "residual_length": 32, "q_group_size": 16, "kernel": "torch"}
 
 
 class Attention(nn.Module):
@@ -103,7 +103,9 @@ def test_flash_names_with_the_mask_of_the_keys(
         Attention(), query, key, value, mask, dropout=0.0, scaling=0.2, sliding_window=window, softcap=None
     )
     visible = None if mask is None else mask.bool()[:, None, None]
-    expected = naive_attention(query, *dense, scaling=0.2, mask=visible, is_causal=True, sliding_window=window)
+    expected = naive_attention(
+        query, *dense, scaling=0.2, mask=visible, is_causal=True, sliding_window=window
+    )
     assert weights is None and got.shape == (2, count, 6, 48) and got.is_contiguous()
     assert_close(name, expected.transpose(1, 2), got, 1e-5)
     assert layer.fallback_reads == 0
@@ -144,7 +146,9 @@ def test_flex_attention_and_its_masks_that_are_functions(layer: PackedLayer, cou
         return (slot >= pads[row]) & (slot <= query_slot + 100)
 
     block_mask = create_block_mask(visible, 2, 1, count, 100 + count, device="cpu")
-    got, _ = ALL_ATTENTION_FUNCTIONS["flex_attention"](Attention(), query, key, value, block_mask, scaling=0.2)
+    got, _ = ALL_ATTENTION_FUNCTIONS["flex_attention"](
+        Attention(), query, key, value, block_mask, scaling=0.2
+    )
     mask = (torch.arange(100 + count) >= pads[:, None])[:, None, None]
     expected = naive_attention(query, *dense, scaling=0.2, mask=mask, is_causal=True)
     assert_close("flex_attention", expected.transpose(1, 2), got, 1e-5)
@@ -152,7 +156,9 @@ def test_flex_attention_and_its_masks_that_are_functions(layer: PackedLayer, cou
 
 
 @pytest.mark.parametrize("is_causal", [True, False, None])
-def test_causality_is_asked_of_the_call_then_of_the_module(layer: PackedLayer, is_causal: bool | None) -> None:
+def test_causality_is_asked_of_the_call_then_of_the_module(
+    layer: PackedLayer, is_causal: bool | None
+) -> None:
     query, key, value, dense = step(layer, 7)
     module = Attention()
     module.is_causal = is_causal is True  # the call prevails where it says something
@@ -178,7 +184,9 @@ def test_dropout_in_training_decodes(layer: PackedLayer) -> None:
     outputs = []
     for keys, values in ((key, value), dense):
         torch.manual_seed(0)
-        outputs.append(ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, keys, values, None, dropout=0.5, scaling=0.2)[0])
+        outputs.append(
+            ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, keys, values, None, dropout=0.5, scaling=0.2)[0]
+        )
     assert torch.equal(*outputs)
     assert layer.fallback_reads == 2
 
@@ -205,7 +213,7 @@ def run(model: Any, tokens: Tensor, mask: Tensor, cache: Any) -> Tensor:
 @pytest.mark.parametrize("pads", [0, 17])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3"])
 def test_our_function_on_dense_caches_equals_eager(name: str, pads: int) -> None:
-    # Softcap (gemma2), sink logits (gpt_oss), sliding layers (both): prefill, decode, and several tokens at once.
+    # Softcap (gemma2), sink logits (gpt_oss), sliding layers (both), over prompts, single tokens and several.
     model = tiny_model(name)
     tokens, mask = prompt(60, pads)
     caches = {implementation: DynamicCache(config=model.config) for implementation in ("eager", OWN)}

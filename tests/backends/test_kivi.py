@@ -24,11 +24,11 @@ TOKENS = torch.randint(0, 512, (1, 480), generator=torch.Generator().manual_seed
 
 @lru_cache(maxsize=2)
 def qwen(bias_norm: float) -> Any:
-    """A small Qwen 2 whose first layer's key projection has a bias of the given norm, as Qwen 2.5 has of 600."""
+    """A small Qwen 2 whose first layer's keys have a bias of the given norm; Qwen 2.5's is about 600."""
     torch.manual_seed(1)
     config = Qwen2Config(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
-        vocab_size=512, max_position_embeddings=4096,
+        hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, vocab_size=512, max_position_embeddings=4096,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).eval()
     bias = model.model.layers[0].self_attn.k_proj.bias

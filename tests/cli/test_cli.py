@@ -134,16 +134,25 @@ def test_estimate_json_is_the_python_estimate(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_estimate_presets(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "--preset", preset, "--tokens", "4096", "--json"]) == 0
+    arguments = ["--tokens", "512", "--json", "--cache_config", '{"backend": "int8"}']
+    assert main(["estimate", "--preset", preset, *arguments]) == 0
+    dense, packed = json.loads(capsys.readouterr().out)
+    assert dense["cache_config"] == {"backend": "dense"}
+    assert 0.5 < packed["memory_fraction"] < 0.6
+
+
+def test_estimate_compares_the_backends_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--preset", "tiny", "--tokens", "1024", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert rows[0]["cache_config"] == {"backend": "dense"}
-    assert {row["cache_config"]["backend"] for row in rows} > {"dense", "int8", "kivi"}
+    assert {row["cache_config"]["backend"] for row in rows} == {"dense", "int8", "float8", "int4", "kivi"}
     assert all(row["memory_fraction"] < 0.6 for row in rows[1:])
 
 
 def test_estimate_of_llama3_is_the_known_size(capsys: pytest.CaptureFixture[str]) -> None:
     """32 layers, 8 key-value heads of 128 channels, keys and values in 2 bytes: 128 KiB a token."""
-    assert main(["estimate", "--preset", "llama3-8b", "--tokens", "1024"]) == 0
+    only_dense = ["--cache_config", '{"backend": "dense"}']
+    assert main(["estimate", "--preset", "llama3-8b", "--tokens", "1024", *only_dense]) == 0
     dense = next(line for line in capsys.readouterr().out.splitlines() if "dense" in line and "MiB" in line)
     assert "128.00 MiB" in dense
     assert "16.00" in dense

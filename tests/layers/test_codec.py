@@ -1,7 +1,7 @@
 """Codecs: runs of tokens to codes and back, and what rotating or scaling the channels first buys.
 
-The thresholds on biased keys are those of the table in `RotatedCodec`'s specification: unit-variance keys, six channels
-with a constant offset before the rotary embedding, error of the logits of unit-variance queries.
+The thresholds on biased keys are those of the table in `RotatedCodec`'s specification: unit-variance keys,
+six channels with a constant offset before the rotary embedding, error of the logits of unit-variance queries.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def test_a_static_scale_is_not_stored(build: Callable[..., Codec]) -> None:
     largest = 127.0 if isinstance(codec, SymmetricCodec) else 448.0
     read = codec.decode(encoded, 0)
     for head, step in enumerate((0.01, 0.02)):
-        assert read[0, head, 0].tolist() == pytest.approx([0.5, -1.0, largest * step, 0.0], abs=step / 2 + 1e-6, rel=2**-4)
+        assert read[0, head, 0].tolist() == pytest.approx(
+            [0.5, -1.0, largest * step, 0.0], abs=step / 2 + 1e-6, rel=2**-4
+        )
 
 
 # -- keys whose rotation is undone
@@ -137,7 +139,9 @@ def test_rotating_first_loses_nothing_but_the_codes(name: str, period: int) -> N
     error = round_trip(codec, states) - states
     assert 0 < error.abs().max() <= 2e-2
     assert error.square().mean().sqrt() <= 1e-2
-    assert torch.equal(round_trip(codec, states[:, :, 96:], position=96), round_trip(codec, states)[:, :, 96:])
+    assert torch.equal(
+        round_trip(codec, states[:, :, 96:], position=96), round_trip(codec, states)[:, :, 96:]
+    )
 
 
 def test_only_the_place_inside_a_period_counts() -> None:
@@ -169,7 +173,7 @@ def test_a_wrong_rotation_costs_nothing_but_the_benefit() -> None:
 
 
 def biased_keys(bias: float, rotary: Rotary, tokens: int = 1024) -> Tensor:
-    """Unit-variance keys, six rotating channels off by `bias` before the model rotates them from position 77 on."""
+    """Unit-variance keys, six rotating channels off by `bias`, then rotated from position 77 on."""
     keys = torch.randn(1, 1, tokens, 128)
     keys[..., torch.randperm(rotary.rotary_dim)[:6]] += bias
     return rotary.rotate(keys, torch.arange(77, 77 + tokens))
@@ -195,7 +199,10 @@ def test_without_undoing_it_does() -> None:
     assert logit_error(AffineCodec(4, per_channel_group(32)), keys) > 0.25
     assert logit_error(AffineCodec(4, per_token_head()), keys) >= 2.0
     # Telling the pairs apart wrongly loses the benefit.
-    assert logit_error(RotatedCodec(AffineCodec(4, per_channel_group(32)), ROTARIES["interleaved"], 32), keys) > 0.25
+    assert (
+        logit_error(RotatedCodec(AffineCodec(4, per_channel_group(32)), ROTARIES["interleaved"], 32), keys)
+        > 0.25
+    )
 
 
 # -- keys whose channels are scaled
@@ -248,7 +255,9 @@ class TestScaled:
         assert (codec.factors[..., 5] == 1.0).all()
         clean = keys.clone()
         clean[0, 0, 3, 9] = 0.0
-        assert torch.equal(codec.factors, calibrated(clean, torch.ones(2, 80, dtype=torch.bool), None).factors)
+        assert torch.equal(
+            codec.factors, calibrated(clean, torch.ones(2, 80, dtype=torch.bool), None).factors
+        )
 
     def test_it_is_undone_on_reading_and_helps(self, keys: Tensor) -> None:
         everything = torch.ones(2, 80, dtype=torch.bool)
@@ -269,7 +278,9 @@ class TestScaled:
         state = codec.batch_state()
         assert list(state) == ["factors"]
         codec.load_batch_state({"factors": state["factors"][[1, 0]]})
-        swapped = Encoded(encoded.codes[[1, 0]], {key: rows[[1, 0]] for key, rows in encoded.metadata.items()})
+        swapped = Encoded(
+            encoded.codes[[1, 0]], {key: rows[[1, 0]] for key, rows in encoded.metadata.items()}
+        )
         assert torch.equal(codec.decode(swapped, 0), expected[[1, 0]])
         assert ScaledCodec(AffineCodec(4, per_token_head()), 0.5, None, 64).batch_state() == {}
 

@@ -1,4 +1,4 @@
-"""Handles: tensors without data. Asking about them is free, SDPA reads the codes, anything else decodes, once."""
+"""Handles: asking about them is free, SDPA reads the codes, anything else decodes, once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def dense(handles: tuple[KVHandle, KVHandle]) -> tuple[Tensor, Tensor]:
 # -- free of charge
 
 
-def test_asking_about_a_handle_decodes_nothing(layer: PackedLayer, handles: tuple[KVHandle, KVHandle]) -> None:
+def test_asking_about_a_handle_decodes_nothing(
+    layer: PackedLayer, handles: tuple[KVHandle, KVHandle]
+) -> None:
     for handle, width in zip(handles, (D, DV), strict=True):
         assert tuple(handle.shape) == tuple(handle.size()) == (B, H, T, width)
         assert (handle.shape[-2], handle.size(2), handle.dim(), handle.ndim) == (T, T, 4, 4)
@@ -148,8 +150,8 @@ def test_handles_refuse_no_gradient_mode(layer: PackedLayer) -> None:
 SDPA: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, int]]] = {
     # arguments, (query heads, query length)
     "decode-gqa": (lambda: {"enable_gqa": True}, (6, 1)),
-    "decode": (lambda: {}, (3, 1)),
-    "packed-queries": (lambda: {}, (3, 4)),
+    "decode": (dict, (3, 1)),
+    "packed-queries": (dict, (3, 4)),
     "scale": (lambda: {"scale": 0.3}, (3, 2)),
     "boolean-mask": (lambda: {"attn_mask": torch.rand(B, 1, 5, T) > 0.5}, (3, 5)),
     "additive-mask": (lambda: {"attn_mask": torch.randn(5, T)}, (3, 5)),
@@ -172,14 +174,18 @@ def test_sdpa_reads_the_codes(
     assert layer.fallback_reads == 0
 
 
-def test_sdpa_with_a_positional_mask(layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: Any) -> None:
+def test_sdpa_with_a_positional_mask(
+    layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: Any
+) -> None:
     query, mask = torch.randn(B, H, 3, D), torch.rand(3, T) > 0.5
     got = F.scaled_dot_product_attention(query, *handles, mask, 0.0, False)
     assert_close("positional", F.scaled_dot_product_attention(query, *dense, mask), got, 1e-5)
     assert layer.fallback_reads == 0
 
 
-def test_sdpa_with_dropout_decodes(layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: Any) -> None:
+def test_sdpa_with_dropout_decodes(
+    layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: Any
+) -> None:
     query = torch.randn(B, H, 3, D)
     outputs = []
     for key, value in (handles, dense):
@@ -190,7 +196,9 @@ def test_sdpa_with_dropout_decodes(layer: PackedLayer, handles: tuple[KVHandle, 
     assert layer.fallback_reads == 2
 
 
-def test_sdpa_with_one_handle_decodes_it(layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: Any) -> None:
+def test_sdpa_with_one_handle_decodes_it(
+    layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: Any
+) -> None:
     query = torch.randn(B, H, 1, D)
     got = F.scaled_dot_product_attention(query, handles[0], dense[1])
     assert torch.equal(got, F.scaled_dot_product_attention(query, *dense))

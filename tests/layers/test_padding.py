@@ -30,7 +30,9 @@ def test_without_padding_everything_counts() -> None:
 
 @given(pads=PADS, sink_length=st.integers(0, 5), start=st.integers(0, 30), count=st.integers(1, 12))
 @settings(max_examples=200, deadline=None)
-def test_plain_tokens_are_neither_pads_nor_sinks(pads: list[int], sink_length: int, start: int, count: int) -> None:
+def test_plain_tokens_are_neither_pads_nor_sinks(
+    pads: list[int], sink_length: int, start: int, count: int
+) -> None:
     made = padding(pads, sink_length)
     expected = [[slot >= pad + sink_length for slot in range(start, start + count)] for pad in pads]
     mask = made.plain_mask(start, states(len(pads), count))

@@ -1,7 +1,7 @@
 """A stream of tokens: when they are packed, into which bytes, and what is read back.
 
-The closed form of the split, the bytes in the records against the oracle's codes packed by naive loops, independence of
-the way tokens arrive, memory nobody wrote, and metadata that fp16 cannot hold.
+The closed form of the split, the bytes in the records against the oracle's codes packed by naive loops,
+independence of the way tokens arrive, memory nobody wrote, and metadata that fp16 cannot hold.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def int4(**options: Any) -> PackedLayer:
     return Int4Layer(Int4Config(**options), 0, LayerFacts(ROTARY))
 
 
-def random_states(tokens: int, key_dim: int = 48, value_dim: int = 48, batch_size: int = 2) -> tuple[Tensor, Tensor]:
+def random_states(
+    tokens: int, key_dim: int = 48, value_dim: int = 48, batch_size: int = 2
+) -> tuple[Tensor, Tensor]:
     keys = torch.randn(batch_size, 2, tokens, key_dim) * torch.linspace(0.1, 5, key_dim)
     return keys, torch.randn(batch_size, 2, tokens, value_dim)
 
@@ -68,7 +70,11 @@ class TestClosedForm:
     def test_kivi_packs_what_the_paper_says(self, residual_length: int, tokens: str) -> None:
         count = LENGTHS[tokens](residual_length)
         keys, values = random_states(count, 16, 16, batch_size=1)
-        for chunks in ([count], [count - 1, 1] if count > 1 else [1], [1] * min(count, 70) + [max(0, count - 70)]):
+        for chunks in (
+            [count],
+            [count - 1, 1] if count > 1 else [1],
+            [1] * min(count, 70) + [max(0, count - 70)],
+        ):
             layer = kivi(residual_length=residual_length)
             feed(layer, keys, values, [c for c in chunks if c])
             assert layer.key_stream_.packed_length == residual_length * (count // residual_length)
@@ -115,7 +121,7 @@ class TestClosedForm:
 
 
 def _assert_block_bytes(stream: Stream, codes: Tensor, bias: int = 0) -> None:
-    """The packed codes of every block are the oracle's `codes` `(B, H, n, D)`, zero beyond token n and channel D."""
+    """The packed codes of all blocks are the oracle's `(B, H, n, D)`, zero beyond token n and channel D."""
     count, head_dim = codes.shape[2:]
     assert count == stream.packed_length
     width, blocks = -(-head_dim // 16) * 16, -(-count // 64)
@@ -163,7 +169,9 @@ class TestBytes:
         for got, exact in zip(decoded(layer), (keys, values), strict=True):
             assert torch.equal(got[:, :, -(self.TOKENS % 64) :], exact[:, :, -(self.TOKENS % 64) :])
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+    @pytest.mark.parametrize(
+        "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:]
+    )
     def test_int8(self, dtype: torch.dtype) -> None:
         states = tuple(t.to(dtype) for t in random_states(self.TOKENS, 80, 48))
         layer = int8(residual_length=7)
@@ -181,12 +189,17 @@ class TestBytes:
         feed(layer, keys, values, [130, 170])
         expected = asymmetric(keys[:, :, :256].unflatten(2, (-1, 128)), 4, axis=3)
         _assert_block_bytes(layer.key_stream_, expected.codes.flatten(2, 3))
-        _assert_metadata(layer.key_stream_, "minimum", expected.minimum.squeeze(3).repeat_interleave(2, dim=2))
+        _assert_metadata(
+            layer.key_stream_, "minimum", expected.minimum.squeeze(3).repeat_interleave(2, dim=2)
+        )
         assert torch.equal(layer.key_stream_.decode(0, 256), expected.dequantized.flatten(2, 3))
 
     def test_interleaved_rotary_pairs_change_the_order_of_key_codes_only(self) -> None:
         keys, values = random_states(96)
-        plain, paired = kivi(ROTARY, residual_length=32), kivi(Rotary(ROTARY.inv_freq, True), residual_length=32)
+        plain, paired = (
+            kivi(ROTARY, residual_length=32),
+            kivi(Rotary(ROTARY.inv_freq, True), residual_length=32),
+        )
         for layer in (plain, paired):
             feed(layer, keys, values, [96])
         assert not torch.equal(plain.records.codes("key", 0, 2), paired.records.codes("key", 0, 2))
@@ -205,6 +218,23 @@ class TestBytes:
         expected = asymmetric(keys.unflatten(2, (-1, 32)), 4, axis=3, valid=valid.unflatten(2, (-1, 32)))
         _assert_block_bytes(layer.key_stream_, expected.codes.flatten(2, 3))
         _assert_metadata(layer.key_stream_, "scale", expected.scale.squeeze(3))
+
+    def test_sinks_are_exact_and_take_no_part(self) -> None:
+        keys, values = random_states(160)
+        pads = torch.tensor([0, 37])
+        for row, pad in enumerate(pads.tolist()):
+            keys[row, :, pad : pad + 3] *= 1e3
+        layer = kivi(residual_length=32, sink_length=3)
+        layer.padding.set(pads)
+        feed(layer, keys, values, [70, 1, 1, 88])
+        valid = (torch.arange(160) >= pads[:, None] + 3)[:, None, :, None].expand(keys.shape)
+        expected = asymmetric(keys.unflatten(2, (-1, 32)), 4, axis=3, valid=valid.unflatten(2, (-1, 32)))
+        _assert_block_bytes(layer.key_stream_, expected.codes.flatten(2, 3))
+        want = expected.dequantized.flatten(2, 3)
+        for row, pad in enumerate(pads.tolist()):
+            want[row, :, pad : pad + 3] = keys[row, :, pad : pad + 3]
+        for start, stop in [(0, 160), (1, 2), (38, 39), (2, 160), (39, 65), (100, 160)]:
+            assert torch.equal(layer.key_stream_.decode(start, stop), want[:, :, start:stop])
 
     def test_slabs_do_not_show(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # 64 tokens a slab instead of thousands
@@ -278,7 +308,7 @@ def test_slack_is_never_read(name: str) -> None:
         start += count
         reads = [handle + 0 for handle in handles]  # valid until the next call
         for stream in layer.streams:
-            # Fresh memory of the package is NaN in these tests; where the stream reuses it, so is what is stale.
+            # Fresh memory of the package is NaN in these tests; what is stale is made so here.
             tail = stream.tail
             tail.buffer[:, :, : tail.start] = math.nan
             tail.buffer[:, :, tail.start + tail.length :] = math.nan
@@ -323,7 +353,9 @@ class TestWideMetadata:
         assert layer.value_stream_.packed_length in (128, 160)
         group = 16 if isinstance(layer, KIVILayer) else 48
         packed = layer.value_stream_.packed_length
-        value = asymmetric(values[:, :, :packed].unflatten(-1, (-1, group)), 4, axis=-1).dequantized.flatten(-2)
+        value = asymmetric(values[:, :, :packed].unflatten(-1, (-1, group)), 4, axis=-1).dequantized.flatten(
+            -2
+        )
         assert torch.equal(layer.value_stream_.decode(0, packed), value)
 
     def test_the_largest_half_is_still_a_half(self) -> None:
@@ -359,8 +391,21 @@ def test_views_read_any_range_across_their_sources() -> None:
     assert view.boundaries[0] == 98 and view.boundaries[-1] == 150
     whole = view.dense(torch.float32)
     assert torch.equal(whole[:, :, 98:], values[:, :, 98:])
-    assert torch.equal(whole[:, :, :98], asymmetric(values[:, :, :98].unflatten(-1, (-1, 16)), 4, axis=-1).dequantized.flatten(-2))
-    for start, stop in [(0, 1), (0, 150), (63, 65), (97, 98), (97, 99), (98, 150), (129, 131), (149, 150), (5, 140)]:
+    assert torch.equal(
+        whole[:, :, :98],
+        asymmetric(values[:, :, :98].unflatten(-1, (-1, 16)), 4, axis=-1).dequantized.flatten(-2),
+    )
+    for start, stop in [
+        (0, 1),
+        (0, 150),
+        (63, 65),
+        (97, 98),
+        (97, 99),
+        (98, 150),
+        (129, 131),
+        (149, 150),
+        (5, 140),
+    ]:
         assert torch.equal(view.read(start, stop), whole[:, :, start:stop])
 
 

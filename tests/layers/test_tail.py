@@ -1,4 +1,4 @@
-"""The residual window: a queue that behaves like a list of tokens, whatever is done to it, and rarely moves."""
+"""The residual window: a queue that behaves like a list of tokens, and rarely moves."""
 
 from __future__ import annotations
 

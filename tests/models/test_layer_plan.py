@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, FalconConfig, GPTBigCodeConfig, Llama4TextConfig, MistralConfig, Phi3Config
+from transformers import (
+    DynamicCache,
+    FalconConfig,
+    GPTBigCodeConfig,
+    Llama4TextConfig,
+    MistralConfig,
+    Phi3Config,
+)
 
 from kvcache_plugins import build_cache
 from kvcache_plugins.layers.base import PackedLayer
@@ -41,7 +48,9 @@ def test_hybrid_models_keep_their_other_layers(name: str) -> None:
     for index, layer in enumerate(cache.layers):
         if index in HYBRID[name]:
             assert type(layer) is type(own.layers[index])
-            assert getattr(layer, "sliding_window", None) == getattr(own.layers[index], "sliding_window", None)
+            assert getattr(layer, "sliding_window", None) == getattr(
+                own.layers[index], "sliding_window", None
+            )
         else:
             assert isinstance(layer, PackedLayer) and layer.layer_idx == index
     assert [i for i, kernel in enumerate(cache.report().kernel) if kernel == "dense"] == sorted(HYBRID[name])
@@ -64,7 +73,9 @@ def test_a_window_as_long_as_the_context_is_full_attention(
     config_class: Any, window: int | None, context: int, packed: bool
 ) -> None:
     config = config_class(num_hidden_layers=3, sliding_window=window, max_position_embeddings=context)
-    expected = {} if packed else dict.fromkeys(range(3), f"sliding_attention: holds at most {window} tokens already")
+    expected = (
+        {} if packed else dict.fromkeys(range(3), f"sliding_attention: holds at most {window} tokens already")
+    )
     assert reasons(config) == expected
 
 
@@ -115,7 +126,9 @@ def test_key_value_heads_are_what_arrives(name: str) -> None:
         (FalconConfig(hidden_size=128, num_attention_heads=8), (1, 16, 16)),
         (FalconConfig(hidden_size=128, num_attention_heads=8, multi_query=False), (8, 16, 16)),
         (
-            FalconConfig(hidden_size=128, num_attention_heads=8, new_decoder_architecture=True, num_kv_heads=2),
+            FalconConfig(
+                hidden_size=128, num_attention_heads=8, new_decoder_architecture=True, num_kv_heads=2
+            ),
             (8, 16, 16),
         ),
         (GPTBigCodeConfig(n_embd=128, n_head=8), (1, 16, 16)),

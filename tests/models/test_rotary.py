@@ -1,7 +1,7 @@
 """How keys are rotated: what is found in models and configurations is what the models do.
 
-The end-to-end check needs no code of a family: given one token over and over, every position of a rotary model computes
-the same, so its keys differ by the rotation alone, and undoing that must make them constant.
+The end-to-end check needs no code of a family: given one token over and over, every position of a rotary
+model computes the same, so its keys differ by the rotation alone, and undoing that must make them constant.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def test_keys_of_a_repeated_token_become_constant(name: str) -> None:
         unrotated = facts.rotary.rotate(keys, -torch.arange(keys.shape[2]))
         assert (unrotated - unrotated[:, :, :1]).abs().max() <= 2e-5 * scale
         if name == "gpt_oss":
-            break  # what its sink logits take depends on the number of tokens, so only the first layer is constant
+            break  # what its sink logits take depends on the position, so the next layer is not constant
 
 
 # -- the rotation itself

@@ -1,7 +1,7 @@
 """The uniform quantizers against the oracle of `tests/reference`, bit for bit, and the bounds they promise.
 
-Every granularity is compared on every kind of input: well-behaved ones, constants, outliers, denormals, numbers that
-fp16 cannot hold, numbers that are not finite, masked tokens.
+Every granularity is compared on every kind of input: well-behaved ones, constants, outliers, denormals,
+numbers that fp16 cannot hold, numbers that are not finite, masked tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ INPUTS: dict[str, Callable[[], Tensor]] = {
     "uneven-channels": lambda: torch.randn(SHAPE) * torch.logspace(-3, 3, 80),
     "key-bias": lambda: torch.randn(SHAPE) + torch.randn(80) * 500,
     "constant": lambda: torch.full(SHAPE, -3.2109),
-    "one-outlier": lambda: torch.randn(SHAPE).masked_fill_(torch.arange(2 * 3 * 128 * 80).view(SHAPE) == 54321, 3e4),
+    "one-outlier": lambda: torch.randn(SHAPE).masked_fill_(
+        torch.arange(2 * 3 * 128 * 80).view(SHAPE) == 54321, 3e4
+    ),
     "outlier-channel": lambda: torch.randn(SHAPE).masked_fill_(torch.arange(80) == 5, 1000.0),
     "all-zero": lambda: torch.zeros(SHAPE),
     "denormal": lambda: torch.randn(SHAPE) * 1e-40,
@@ -92,7 +94,9 @@ def assert_asymmetric_equal(states: Tensor, case: Case, nbits: int, valid: Tenso
 
     mask = None if valid is None else case.regroup(valid[:, None, :, None].expand(states.shape))
     expected = oracle.asymmetric(case.regroup(states), nbits, axis=case.axis, valid=mask)
-    flat = [t if case.squeezed is None else t.squeeze(case.squeezed) for t in (expected.scale, expected.minimum)]
+    flat = [
+        t if case.squeezed is None else t.squeeze(case.squeezed) for t in (expected.scale, expected.minimum)
+    ]
     assert codes.dtype == torch.uint8 and scale.dtype == minimum.dtype == torch.float32
     assert torch.equal(scale, flat[0])
     assert torch.equal(minimum, flat[1])
@@ -102,13 +106,15 @@ def assert_asymmetric_equal(states: Tensor, case: Case, nbits: int, valid: Tenso
 
 
 def assert_symmetric_equal(states: Tensor, case: Case, valid: Tensor | None = None) -> None:
-    """As above, with the bias of our codes; the oracle knows masked tokens as NaN, which decode to zero alike."""
+    """As above, with the bias of our codes; for the oracle masked tokens are NaN, which decodes to zero."""
     scale = affine.choose_qparams_symmetric(states, case.granularity, valid)
     codes = affine.quantize_symmetric(states, scale, case.granularity, valid)
     values = affine.dequantize_symmetric(codes, scale, case.granularity)
     masked = states if valid is None else states.masked_fill(~valid[:, None, :, None], NAN)
     expected = oracle.symmetric8(case.regroup(masked), axis=case.axis)
-    assert torch.equal(scale, expected.scale if case.squeezed is None else expected.scale.squeeze(case.squeezed))
+    assert torch.equal(
+        scale, expected.scale if case.squeezed is None else expected.scale.squeeze(case.squeezed)
+    )
     assert torch.equal(codes.int() - 128, expected.codes.reshape(states.shape).int())
     assert torch.equal(values, expected.dequantized.reshape(states.shape))
     assert int(codes.min()) >= 1
@@ -195,7 +201,7 @@ def test_asymmetric_error_is_half_a_step(states: Tensor, case: Case, nbits: int)
     rounding = 2.0**-22 * (x.abs() + low.abs())  # fp32, in the encoder and in the decoder
     inside = (x >= low) & (x <= top)
     assert (error <= step / 2 + rounding)[inside].all()
-    # What the rounding of minimum and scale to fp16 leaves outside: half an ulp of each, the scale's once per step.
+    # What rounding minimum and scale to fp16 leaves outside: half an ulp of each, the scale's once per step.
     ulp = 2.0**-11 * (low.abs() + (2**nbits - 1) * step) + 2.0**nbits * 2.0**-25
     assert (error <= step / 2 + ulp + rounding).all()
 
@@ -206,7 +212,9 @@ def test_symmetric_error_is_half_a_step(states: Tensor, case: Case) -> None:
     scale = affine.choose_qparams_symmetric(states, case.granularity)
     codes = affine.quantize_symmetric(states, scale, case.granularity)
     values = affine.dequantize_symmetric(codes, scale, case.granularity)
-    step = (case.granularity.split(torch.ones_like(states)) * case.granularity.spread(scale)).reshape(states.shape)
+    step = (case.granularity.split(torch.ones_like(states)) * case.granularity.spread(scale)).reshape(
+        states.shape
+    )
     assert ((states - values).abs() <= step / 2 * (1 + 1e-5)).all()
 
 
@@ -231,4 +239,6 @@ def test_rounding_of_metadata(values: list[float]) -> None:
 def test_the_smallest_scale_is_the_smallest_half() -> None:
     assert torch.tensor(affine.SMALLEST_SCALE).half().view(torch.int16).item() == 1
     zeros = torch.zeros(1, 1, 2, 16)
-    assert affine.choose_qparams_symmetric(zeros, per_token_head()).unique().tolist() == [affine.SMALLEST_SCALE]
+    assert affine.choose_qparams_symmetric(zeros, per_token_head()).unique().tolist() == [
+        affine.SMALLEST_SCALE
+    ]

@@ -1,4 +1,4 @@
-"""8-bit floating point codes against the oracle of `tests/reference`, bit for bit, with dynamic and static scales."""
+"""8-bit floating point codes against the oracle, bit for bit, with dynamic and static scales."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.reference import quantizers as oracle
 INF, NAN = float("inf"), float("nan")
 FORMATS = ("e4m3", "e5m2")
 SHAPE = (2, 3, 37, 48)
+CHANNELS, TOKENS = torch.tensor([3, 11]), torch.tensor([5])
 
 CASES: dict[str, tuple[Granularity, Callable[[Tensor], Tensor], int | tuple[int, ...], int | None]] = {
     "token-head": (per_token_head(), lambda x: x, -1, None),
@@ -34,8 +35,8 @@ INPUTS: dict[str, Callable[[], Tensor]] = {
     "1e4-scale": lambda: torch.randn(SHAPE) * 1e4,
     "bf16": lambda: torch.randn(SHAPE).bfloat16().float(),
     "beyond-half": lambda: torch.randn(SHAPE) * 1e12,
-    "not-finite": lambda: torch.randn(SHAPE).index_fill_(3, torch.tensor([3, 11]), INF).index_fill_(2, torch.tensor(5), NAN),
-}  # fmt: skip
+    "not-finite": lambda: torch.randn(SHAPE).index_fill_(3, CHANNELS, INF).index_fill_(2, TOKENS, NAN),
+}
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -30,7 +30,9 @@ CASES: dict[str, tuple[Granularity, tuple[int, ...], Callable[[int, int, int], t
 
 
 @pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[Granularity, tuple[int, ...], Callable[..., tuple[int, ...]]]:
+def case(
+    request: pytest.FixtureRequest,
+) -> tuple[Granularity, tuple[int, ...], Callable[..., tuple[int, ...]]]:
     return CASES[request.param]
 
 
@@ -54,8 +56,15 @@ def test_spread_gives_every_entry_its_own_scale(case: tuple) -> None:
     scale = torch.randn(shape)
     ones = torch.ones(B, H, T, D)
     spread = (granularity.split(ones) * granularity.spread(scale)).reshape(B, H, T, D)
-    for b, h, t, d in [(0, 0, 0, 0), (1, 2, 11, 19), (0, 1, 5, 9), (1, 0, 6, 10), (0, 2, 3, 4), (1, 1, 7, 15)]:
-        assert spread[b, h, t, d] == scale[b, *place(h, t, d)]
+    for b, h, t, d in [
+        (0, 0, 0, 0),
+        (1, 2, 11, 19),
+        (0, 1, 5, 9),
+        (1, 0, 6, 10),
+        (0, 2, 3, 4),
+        (1, 1, 7, 15),
+    ]:
+        assert spread[b, h, t, d] == scale[(b, *place(h, t, d))]
 
 
 def test_width_is_the_last_dimension_of_the_scales(case: tuple) -> None:

@@ -1,7 +1,7 @@
-"""Bit packing against the naive loops of `tests/reference`, for every width and every supported number of bits.
+"""Bit packing against the naive loops of `tests/reference`, for every width and number of bits.
 
-The oracle knows rotary pairs `(i, i + D/2)`. For interleaved pairs `(2i, 2i + 1)` it is told to look up the other channel:
-the layout differs in nothing else.
+The oracle knows rotary pairs `(i, i + D/2)`. For interleaved pairs `(2i, 2i + 1)` it is told to look up the
+other channel: the layout differs in nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ORDERS = ("keys", "interleaved-keys", "values")
 
 
 def _interleave(codes: Tensor) -> Tensor:
-    """Channels reordered so that the pair `(2i, 2i + 1)` lies where the oracle expects the pair `(i, i + D/2)`."""
+    """Channels in an order in which the pair `(2i, 2i + 1)` lies where the oracle expects `(i, i + D/2)`."""
     return torch.cat([codes[..., 0::2], codes[..., 1::2]], dim=-1)
 
 
@@ -78,7 +78,10 @@ def test_equals_the_naive_loops(order: str, head_dim: int, nbits: int) -> None:
     ids=["keys", "values"],
 )
 def test_any_bytes_unpack_as_the_naive_loops_do(
-    pack: Callable[..., Tensor], unpack: Callable[..., Tensor], naive: Callable[..., list[list[int]]], nbits: int
+    pack: Callable[..., Tensor],
+    unpack: Callable[..., Tensor],
+    naive: Callable[..., list[list[int]]],
+    nbits: int,
 ) -> None:
     data = torch.randint(256, (packed_bytes(80, nbits),), dtype=torch.uint8)
     codes = unpack(data, nbits, 80)
@@ -86,7 +89,7 @@ def test_any_bytes_unpack_as_the_naive_loops_do(
     assert torch.equal(pack(codes, nbits), data)
 
 
-@pytest.mark.parametrize("nbits", (1, 2, 4), ids=lambda b: f"{b}bit")
+@pytest.mark.parametrize("nbits", [1, 2, 4], ids=lambda b: f"{b}bit")
 def test_a_lane_of_the_keys_holds_the_channels_of_a_rotary_pair(nbits: int) -> None:
     head_dim = 48
     for interleaved, partner in ((False, 24), (True, 1)):
@@ -142,19 +145,25 @@ def test_round_trip(block: tuple[Tensor, int], order: str) -> None:
 
 @given(block=_blocks(), order=st.sampled_from(ORDERS), split=st.integers(1, 63))
 @settings(max_examples=50, deadline=None)
-def test_a_partial_block_is_completed_by_a_bitwise_or(block: tuple[Tensor, int], order: str, split: int) -> None:
+def test_a_partial_block_is_completed_by_a_bitwise_or(
+    block: tuple[Tensor, int], order: str, split: int
+) -> None:
     codes, nbits = block
     first, second = codes.clone(), codes.clone()
     first[..., split:, :], second[..., :split, :] = 0, 0
     assert torch.equal(_pack(order, first, nbits) | _pack(order, second, nbits), _pack(order, codes, nbits))
 
 
-def _locations(order: Callable[[int, int], Iterator[oracle.Location]], head_dim: int, nbits: int) -> list[tuple[int, int]]:
+def _locations(
+    order: Callable[[int, int], Iterator[oracle.Location]], head_dim: int, nbits: int
+) -> list[tuple[int, int]]:
     return [(word, shift) for word, shift, _, _ in order(head_dim, nbits)]
 
 
 @pytest.mark.parametrize("order", [oracle.key_map, oracle.value_map], ids=["keys", "values"])
-def test_the_oracle_itself_gives_every_code_its_own_bits(order: Callable[..., Iterator[oracle.Location]]) -> None:
+def test_the_oracle_itself_gives_every_code_its_own_bits(
+    order: Callable[..., Iterator[oracle.Location]],
+) -> None:
     # A layout in which two codes shared bits would make the comparisons above meaningless.
     for nbits in (1, 2, 4, 8):
         places = _locations(order, 48, nbits)

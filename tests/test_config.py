@@ -1,0 +1,216 @@
+"""Options: what is accepted, how they travel as plain values, and how single layers get their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kvcache_plugins import BackendConfig, list_backends
+from kvcache_plugins.config import check_choice, check_integer, check_number, uniform_sqnr_db
+from kvcache_plugins.registry import get_backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShelfConfig(BackendConfig):
+    """A backend's options, as an author would write them."""
+
+    nbits: int = 4
+    smooth: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "nbits", self.nbits, (2, 4, 8))
+        check_number(self, "smooth", self.smooth, minimum=0.0, maximum=1.0)
+
+
+CONFIGS = [get_backend(name).config_class for name in list_backends()]
+
+
+# -- single checks
+
+
+@pytest.mark.parametrize("value", [2, 4.0])
+def test_choices_accept_equal_values(value: object) -> None:
+    check_choice(ShelfConfig(), "nbits", value, (2, 4, 8))
+
+
+@pytest.mark.parametrize("value", [3, "4", None, True, [4]])
+def test_choices_name_what_is_allowed(value: object) -> None:
+    with pytest.raises(ValueError, match=r"ShelfConfig\.nbits must be one of \(1, 2, 4, 8\), got") as failure:
+        check_choice(ShelfConfig(), "nbits", value, (1, 2, 4, 8))
+    assert repr(value) in str(failure.value)
+
+
+def test_integers() -> None:
+    check_integer(ShelfConfig(), "length", 0)
+    check_integer(ShelfConfig(), "length", 96, minimum=32, multiple_of=32)
+    with pytest.raises(ValueError, match=r"ShelfConfig\.length must be an integer >= 0, got -1\."):
+        check_integer(ShelfConfig(), "length", -1)
+    with pytest.raises(ValueError, match=r"an integer >= 32 and a multiple of 32, got 100\."):
+        check_integer(ShelfConfig(), "length", 100, minimum=32, multiple_of=32)
+    for value in (True, 1.0, "1", None):
+        with pytest.raises(ValueError, match="must be an integer >= 0, got"):
+            check_integer(ShelfConfig(), "length", value)
+
+
+def test_numbers() -> None:
+    for value in (0, 1, 0.5):
+        check_number(ShelfConfig(), "smooth", value, minimum=0.0, maximum=1.0)
+    for value in (-0.01, 1.01, math.nan, math.inf, "0.5", None, True):
+        with pytest.raises(ValueError, match=r"ShelfConfig\.smooth must be a number in \[0\.0, 1\.0\], got"):
+            check_number(ShelfConfig(), "smooth", value, minimum=0.0, maximum=1.0)
+
+
+# -- dictionaries
+
+
+def test_unknown_options_are_named_with_the_closest() -> None:
+    with pytest.raises(
+        ValueError, match=r"'nbit' is not an option of ShelfConfig\. Did you mean 'nbits'\?"
+    ) as failure:
+        ShelfConfig.from_dict({"nbit": 2})
+    assert "'smooth'" in str(failure.value) and "got nbit=2" in str(failure.value)
+    with pytest.raises(ValueError, match=r"'zzz' is not an option of ShelfConfig\. Its options"):
+        ShelfConfig.from_dict({"zzz": None})
+
+
+@pytest.mark.parametrize("config_class", CONFIGS, ids=lambda c: c.__name__)
+def test_options_survive_json(config_class: type[BackendConfig]) -> None:
+    for config in (config_class(), config_class.tiny()):
+        again = config_class.from_dict(json.loads(json.dumps(config.to_dict())))
+        assert again == config and hash(again.skip_layers) == hash(config.skip_layers)
+        assert set(config.to_dict()) == set(config_class.option_names())
+
+
+@pytest.mark.parametrize("config_class", CONFIGS, ids=lambda c: c.__name__)
+def test_every_backend_has_the_common_options(config_class: type[BackendConfig]) -> None:
+    common = {field.name for field in dataclasses.fields(BackendConfig)}
+    assert common == {"kernel", "residual_length", "sink_length", "skip_layers", "layer_overrides"}
+    assert common <= set(config_class.option_names())
+    assert (config_class().kernel, config_class().sink_length, config_class().skip_layers) == ("auto", 0, ())
+
+
+def test_published_defaults() -> None:
+    defaults = {name: get_backend(name).config_class() for name in ("kivi", "int8", "int4", "float8")}
+    assert {name: config.residual_length for name, config in defaults.items()} == {
+        "kivi": 128, "int8": 0, "int4": 64, "float8": 0,
+    }  # fmt: skip
+    assert (defaults["kivi"].nbits, defaults["kivi"].q_group_size, defaults["kivi"].rope_mode) == (
+        4,
+        32,
+        "auto",
+    )
+    assert (defaults["int4"].nbits, defaults["int4"].smooth, defaults["int8"].granularity) == (4, 0.0, "head")
+    assert (defaults["float8"].format, defaults["float8"].scale) == ("e4m3", "token_head")
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ShelfConfig().nbits = 2  # type: ignore[misc]
+    assert ShelfConfig().layer_overrides is not ShelfConfig().layer_overrides
+    config = ShelfConfig(layer_overrides={"0": {"nbits": 2}})
+    config.to_dict()["layer_overrides"]["0"]["nbits"] = 8
+    assert config.layer_overrides == {"0": {"nbits": 2}}
+
+
+# -- common options
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kernel": "fast"}, r"kernel must be one of \('auto', 'torch', 'native'\), got 'fast'"),
+        ({"residual_length": -1}, "residual_length must be an integer >= 0, got -1"),
+        ({"residual_length": 1.5}, r"residual_length must be an integer >= 0, got 1\.5"),
+        ({"sink_length": True}, "sink_length must be an integer >= 0, got True"),
+        ({"skip_layers": 3}, "skip_layers must be a list of integers, got 3"),
+        ({"skip_layers": "03"}, "skip_layers must be a list of integers, got '03'"),
+        ({"skip_layers": [1, "2"]}, "skip_layers must be a list of integers, got '2' in it"),
+        ({"skip_layers": [False]}, "skip_layers must be a list of integers, got False in it"),
+        ({"layer_overrides": [1]}, r"layer_overrides must be a dict of dicts such as .*got \[1\]"),
+        ({"nbits": 3}, r"nbits must be one of \(2, 4, 8\), got 3"),
+    ],
+    ids=str,
+)
+def test_wrong_options(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=rf"ShelfConfig\.{said}"):
+        ShelfConfig.from_dict(options)
+
+
+def test_skipped_layers_count_from_both_ends() -> None:
+    config = ShelfConfig(skip_layers=[0, -1, 2])  # type: ignore[arg-type]
+    assert config.skipped_layers(4) == {0, 2, 3}
+    assert config.to_dict()["skip_layers"] == [0, -1, 2]
+    with pytest.raises(ValueError, match=r"skip_layers must name layers from -2 to 1, got 2"):
+        config.skipped_layers(2)
+
+
+# -- options of single layers
+
+
+def test_overrides_reach_their_layer_only() -> None:
+    config = ShelfConfig(
+        layer_overrides={"0": {"nbits": 8}, "-1": {"nbits": 2, "sink_length": 3}, 2: {"smooth": 1}}
+    )  # type: ignore[dict-item]
+    layers = [config.for_layer(index, 5) for index in range(5)]
+    assert [layer.nbits for layer in layers] == [8, 4, 4, 4, 2]
+    assert [layer.sink_length for layer in layers] == [0, 0, 0, 0, 3]
+    assert [layer.smooth for layer in layers] == [0.0, 0.0, 1, 0.0, 0.0]
+    assert layers[0].layer_overrides == {}
+    assert layers[1] is config
+
+
+def test_two_overrides_of_one_layer_add_up() -> None:
+    config = ShelfConfig(layer_overrides={"1": {"nbits": 8}, "-1": {"smooth": 0.5}})
+    assert (config.for_layer(1, 2).nbits, config.for_layer(1, 2).smooth) == (8, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"5": {"nbits": 8}}, r"layer_overrides must name layers from -2 to 1, got '5'"),
+        ({"first": {"nbits": 8}}, r"layer_overrides must name layers from -2 to 1, got 'first'"),
+        ({"1.5": {"nbits": 8}}, r"layer_overrides must name layers from -2 to 1, got '1\.5'"),
+        ({"0": 8}, r"layer_overrides\['0'\] must be a dict of options, got 8"),
+        (
+            {"0": {"nbit": 8}},
+            r"layer_overrides\['0'\]: 'nbit' cannot be set for a single layer\. Did you mean 'nbits'\?",
+        ),
+        (
+            {"0": {"kernel": "torch"}},
+            r"'kernel' cannot be set for a single layer.*Allowed are .*got kernel='torch'",
+        ),
+        ({"0": {"skip_layers": [1]}}, r"'skip_layers' cannot be set for a single layer"),
+    ],
+    ids=str,
+)
+def test_wrong_overrides(overrides: dict[str, Any], said: str) -> None:
+    config = ShelfConfig(layer_overrides=overrides)
+    # whichever layer is asked about: nothing waits until its turn comes
+    for index in range(2):
+        with pytest.raises(ValueError, match=rf"ShelfConfig\.{said}" if said.startswith("layer_") else said):
+            config.for_layer(index, 2)
+
+
+def test_a_wrong_value_in_an_override() -> None:
+    config = ShelfConfig(layer_overrides={"1": {"nbits": 5}})
+    with pytest.raises(ValueError, match=r"nbits must be one of \(2, 4, 8\), got 5"):
+        config.for_layer(1, 2)
+
+
+def test_the_promised_quality_of_uniform_codes() -> None:
+    # 6 dB a bit, and what Gaussian groups of 128 really reach
+    import torch
+
+    from kvcache_plugins.testing import sqnr_db
+    from tests.reference.quantizers import asymmetric
+
+    states = torch.randn(64, 128)
+    for nbits in (2, 3, 4, 8):
+        reached = sqnr_db(states, asymmetric(states, nbits, axis=-1).dequantized)
+        assert uniform_sqnr_db(nbits) <= reached <= uniform_sqnr_db(nbits) + 3

@@ -1,0 +1,241 @@
+"""Saved caches: they continue bit for bit, and say clearly when they cannot be saved or do not fit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import kvcache_plugins as kvp
+from kvcache_plugins import ArtifactError, KVCache, UnsupportedOperationError, build_cache
+from kvcache_plugins.artifacts.scales import Scales, save_scales
+from kvcache_plugins.testing import tiny_model
+
+TENSORS, FACTS = "cache.safetensors", "cache.json"
+KIVI = {"backend": "kivi", "residual_length": 32, "q_group_size": 16}
+
+
+def prefilled(model: Any, config: dict[str, Any], length: int = 90, pads: int = 0) -> KVCache:
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, :pads] = 0
+    cache = build_cache(model, config).bind(model, mask)
+    with torch.no_grad():
+        model(torch.randint(3, 120, (2, length)), attention_mask=mask, past_key_values=cache)
+        # sliding windows and the exact window have moved on
+        for step in range(3):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            model(torch.full((2, 1), 5 + step), attention_mask=mask, past_key_values=cache)
+    return cache
+
+
+def continued(model: Any, cache: KVCache, pads: int = 0) -> Tensor:
+    """Logits of 40 more tokens, one by one and several at once: enough to pack and to slide again."""
+    tokens = torch.randint(3, 120, (2, 40), generator=torch.Generator().manual_seed(1))
+    logits = []
+    with torch.no_grad():
+        for part in tokens.split([1, 1, 7, 30, 1], dim=1):
+            mask = torch.ones(2, cache.get_seq_length() + part.shape[1], dtype=torch.long)
+            mask[1, :pads] = 0
+            logits.append(model(part, attention_mask=mask, past_key_values=cache).logits)
+    return torch.cat(logits, dim=1)
+
+
+def assert_continues(model: Any, cache: KVCache, folder: Path, pads: int = 0) -> KVCache:
+    cache.save_pretrained(folder)
+    loaded = KVCache.from_pretrained(folder, model)
+    assert type(loaded) is type(cache) and loaded.config == cache.config
+    assert loaded.get_seq_length() == cache.get_seq_length()
+    expected = continued(model, copy.deepcopy(cache), pads)
+    assert torch.equal(continued(model, loaded, pads), expected)
+    return loaded
+
+
+# -- what continues
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss", "exaone4"])
+@pytest.mark.parametrize("config", [KIVI, {"backend": "int8"}], ids=lambda c: c["backend"])
+def test_hybrid_models_with_sliding_layers(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_model(name, num_hidden_layers=4)
+    cache = prefilled(model, config)
+    loaded = assert_continues(model, cache, tmp_path)
+    assert loaded.report().dense_layers == cache.report().dense_layers != {}
+    for layer, other in zip(cache.layers, KVCache.from_pretrained(tmp_path, model).layers, strict=True):
+        assert type(layer) is type(other) and layer.get_seq_length() == other.get_seq_length()
+        if hasattr(layer, "sliding_window"):
+            assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "kivi-block": {**KIVI, "nbits": 2, "rope_mode": "block"},
+    "padding-and-sinks": {**KIVI, "sink_length": 3},
+    "int4-smooth": {"backend": "int4", "residual_length": 64, "smooth": 0.5},
+    "int8-tensor": {"backend": "int8", "granularity": "tensor", "residual_length": 5},
+    "skipped-and-overridden": {**KIVI, "skip_layers": [-1], "layer_overrides": {"0": {"nbits": 8}}},
+    "nothing-packed-yet": {**KIVI, "residual_length": 1024},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_state(name: str, tmp_path: Path) -> None:
+    model = tiny_model("llama", num_hidden_layers=3)
+    cache = prefilled(model, CASES[name], pads=13)
+    loaded = assert_continues(model, cache, tmp_path, pads=13)
+    assert loaded.packed_layers[0].padding.lengths.tolist() == [0, 13]
+
+
+def test_static_scales_are_found_again(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    absmax = {index: torch.tensor([4.0, 5.0]) for index in range(2)}
+    save_scales(tmp_path / "scales", Scales(absmax, absmax))
+    config = {"backend": "float8", "scale": "head", "calibration": str(tmp_path / "scales")}
+    assert_continues(model, prefilled(model, config), tmp_path / "cache")
+
+
+def test_wide_metadata_stays_wide(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    cache = build_cache(model, {"backend": "int8"})
+    for layer in cache.packed_layers:
+        layer.update(torch.randn(2, 2, 70, 16) * 1e9, torch.randn(2, 2, 70, 16))
+    cache.save_pretrained(tmp_path)
+    loaded = KVCache.from_pretrained(tmp_path, model)
+    for one, other in zip(cache.packed_layers, loaded.packed_layers, strict=True):
+        assert other.records.layout.metadata_bytes == 4
+        assert torch.equal(one.key_stream_.decode(0, 70), other.key_stream_.decode(0, 70))
+
+
+def test_the_dtype_is_the_models(tmp_path: Path) -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    loaded = assert_continues(model, prefilled(model, KIVI), tmp_path)
+    assert loaded.packed_layers[0].dtype == torch.bfloat16
+
+
+def test_an_empty_cache(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    build_cache(model, KIVI).save_pretrained(tmp_path)
+    loaded = KVCache.from_pretrained(tmp_path, model)
+    assert loaded.get_seq_length() == 0
+    torch.manual_seed(0)
+    expected = continued(model, prefilled(model, KIVI))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model(torch.randint(3, 120, (2, 90)), past_key_values=loaded)
+        for step in range(3):
+            model(torch.full((2, 1), 5 + step), past_key_values=loaded)
+    assert torch.equal(continued(model, loaded), expected)
+
+
+def test_a_configuration_is_enough_to_load(tmp_path: Path) -> None:
+    model = tiny_model("qwen2")
+    cache = prefilled(model, {**KIVI, "rope_mode": "auto"})
+    cache.save_pretrained(tmp_path)
+    loaded = KVCache.from_pretrained(tmp_path, model.config)
+    assert torch.equal(continued(model, loaded), continued(model, cache))
+
+
+def test_one_document_many_questions(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    cache = prefilled(model, KIVI)
+    cache.save_pretrained(tmp_path)
+    first, second = (KVCache.from_pretrained(tmp_path, model) for _ in range(2))
+    expected = continued(model, first)
+    assert torch.equal(continued(model, second), expected)
+    assert first.get_seq_length() == 133
+    assert KVCache.from_pretrained(tmp_path, model).get_seq_length() == 93
+
+
+def test_packed_on_disk_and_saved_whole(tmp_path: Path) -> None:
+    cache = prefilled(tiny_model("llama"), {"backend": "int8"})
+    cache.save_pretrained(tmp_path / "deep" / "er")
+    folder = tmp_path / "deep" / "er"
+    assert sorted(path.name for path in folder.iterdir()) == [FACTS, TENSORS]
+    assert (folder / TENSORS).stat().st_size < 1.2 * cache.kv_bytes()
+    # saving again replaces
+    other = prefilled(tiny_model("llama"), KIVI, length=70)
+    other.save_pretrained(folder)
+    assert KVCache.from_pretrained(folder, tiny_model("llama")).get_seq_length() == 73
+
+
+# -- what does not
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "more-layers": {"num_hidden_layers": 3},
+    "more-heads": {"num_key_value_heads": 4},
+    "wider-heads": {"head_dim": 32},
+    "other-rotation": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_of_another_shape(name: str, tmp_path: Path) -> None:
+    prefilled(tiny_model("llama"), KIVI).save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError, match=r"was saved for the model .*, not for .*") as failure:
+        KVCache.from_pretrained(tmp_path, tiny_model("llama", **OTHERS[name]))
+    saved, given = str(failure.value).split("not for")
+    assert str(tmp_path) in saved and saved.split("the model")[1].strip(" ,") != given.strip(" .")
+
+
+def test_a_model_of_another_family_is_named_beside_the_right_one(tmp_path: Path) -> None:
+    prefilled(tiny_model("llama"), KIVI).save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError, match=r"'llama'.*not for.*'qwen2'"):
+        KVCache.from_pretrained(tmp_path, tiny_model("qwen2"))
+
+
+def test_linear_attention_cannot_be_saved(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_next")
+    cache = prefilled(model, {"backend": "int8"})
+    with pytest.raises(UnsupportedOperationError, match=r"save_pretrained.*LinearAttention\w*.*not saved"):
+        cache.save_pretrained(tmp_path)
+    assert not (tmp_path / TENSORS).exists() and not (tmp_path / FACTS).exists()
+
+
+def _edit(folder: Path, edit: Any) -> None:
+    facts = json.loads((folder / FACTS).read_text())
+    edit(facts)
+    (folder / FACTS).write_text(json.dumps(facts))
+
+
+def _drop_tensor(folder: Path, name: str) -> None:
+    tensors = load_file(folder / TENSORS)
+    del tensors[name]
+    save_file(tensors, folder / TENSORS)
+
+
+DAMAGE: dict[str, Any] = {
+    "facts-missing": lambda folder: (folder / FACTS).unlink(),
+    "tensors-missing": lambda folder: (folder / TENSORS).unlink(),
+    "facts-not-json": lambda folder: (folder / FACTS).write_text("{"),
+    "facts-not-an-object": lambda folder: (folder / FACTS).write_text("[]"),
+    "tensors-cut": lambda folder: os.truncate(folder / TENSORS, (folder / TENSORS).stat().st_size - 5),
+    "newer-version": lambda folder: _edit(folder, lambda facts: facts.update(format_version=2)),
+    "no-model": lambda folder: _edit(folder, lambda facts: facts.pop("model")),
+    "no-layers": lambda folder: _edit(folder, lambda facts: facts.update(layers=[])),
+    "no-length": lambda folder: _edit(folder, lambda facts: facts["layers"][1].pop("cumulative_length")),
+    "a-tensor-missing": lambda folder: _drop_tensor(folder, "layers.1.value_tail"),
+    "records-missing": lambda folder: _drop_tensor(folder, "layers.0.records"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage(name: str, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    prefilled(model, KIVI).save_pretrained(tmp_path)
+    DAMAGE[name](tmp_path)
+    with pytest.raises(ArtifactError) as failure:
+        KVCache.from_pretrained(tmp_path, model)
+    assert str(tmp_path) in str(failure.value)
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="nowhere"):
+        KVCache.from_pretrained(tmp_path / "nowhere", tiny_model("llama"))
+    with pytest.raises(ValueError, match="model or its configuration"):
+        kvp.KVCache.from_pretrained(tmp_path, "llama")

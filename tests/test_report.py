@@ -1,0 +1,132 @@
+"""What a cache says of itself, against sums over its own tensors and against what the dense cache takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvcache_plugins import CacheReport, build_cache
+from kvcache_plugins.testing import tiny_model
+
+
+def filled(model: Any, config: dict[str, Any], lengths: tuple[int, ...], batch_size: int = 2) -> Any:
+    cache = build_cache(model, config)
+    with torch.no_grad():
+        for length in lengths:
+            model(torch.randint(3, 120, (batch_size, length)), past_key_values=cache)
+    return cache
+
+
+def test_numbers_that_follow_from_others() -> None:
+    report = CacheReport("kivi", tokens_seen=10, tokens_held=10, kv_bytes=300, dense_bytes=1200, values=600)
+    assert report.memory_fraction == 0.25
+    assert report.bits_per_value == 4.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.kv_bytes = 0  # type: ignore[misc]
+
+
+def test_an_empty_cache() -> None:
+    report = build_cache(tiny_model("llama"), {"backend": "kivi"}).report()
+    assert (report.tokens_seen, report.tokens_held, report.kv_bytes, report.dense_bytes) == (0, 0, 0, 0)
+    assert report.memory_fraction == report.bits_per_value == 0.0
+    assert "kivi" in str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(
+    "config", [{"backend": "int8"}, {"backend": "kivi", "residual_length": 32}], ids=lambda c: c["backend"]
+)
+def test_bytes_are_those_of_the_tensors(config: dict[str, Any], dtype: torch.dtype) -> None:
+    model = tiny_model("llama", dtype=dtype)
+    cache = filled(model, config, (130, 1, 1))
+    report = cache.report()
+    assert (report.backend, report.tokens_seen, report.tokens_held) == (config["backend"], 132, 132)
+    owned = [tensor for layer in cache.packed_layers for tensor in layer.tensors().values()]
+    assert report.kv_bytes == sum(t.untyped_storage().nbytes() for t in owned) > 0
+    # 2 rows, 2 layers, 2 kv heads, 132 tokens, keys and values of 16 channels
+    assert report.values == 2 * 2 * 2 * 132 * 32
+    dense = filled_dense(model)
+    assert report.dense_bytes == dense == report.values * dtype.itemsize
+    assert report.memory_fraction == report.kv_bytes / dense
+    assert report.bits_per_value == 8 * report.kv_bytes / report.values
+
+
+def filled_dense(model: Any) -> int:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.randint(3, 120, (2, 132)), past_key_values=cache)
+    return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+def test_int8_costs_what_it_says_it_costs() -> None:
+    # 8 + 16 / head_dim bits; 6400 tokens fill their blocks, and the exact window has only its slack.
+    layer = build_cache(tiny_model("llama"), {"backend": "int8"}).packed_layers[0]
+    layer.update(torch.randn(1, 2, 6400, 128), torch.randn(1, 2, 6400, 128))
+    tail = sum(stream.tail.buffer.nbytes for stream in layer.streams)
+    assert 8 * (layer.kv_bytes - tail) / (2 * 2 * 6400 * 128) == pytest.approx(8 + 16 / 128)
+    assert tail < 0.02 * layer.kv_bytes
+
+
+def test_hybrid_models() -> None:
+    model = tiny_model("gemma2", num_hidden_layers=4)
+    cache = filled(model, {"backend": "int8", "skip_layers": [3], "kernel": "torch"}, (100, 1))
+    report = cache.report()
+    sliding = "sliding_attention: holds at most 16 tokens already"
+    assert report.kernel == ["dense", "torch", "dense", "dense"]
+    assert report.dense_layers == {0: sliding, 2: sliding, 3: "skip_layers"}
+    assert report.tokens_seen == report.tokens_held == 101
+    # Sliding layers hold 15 or 16 tokens, the skipped one all of them.
+    held = [layer.keys.shape[2] for layer in (cache.layers[0], cache.layers[2])]
+    assert held[0] == held[1] in (15, 16)
+    assert report.values == 2 * 2 * 32 * (held[0] + 101 + held[1] + 101)
+    dense = sum(t.nbytes for i in (0, 2, 3) for t in (cache.layers[i].keys, cache.layers[i].values))
+    assert report.kv_bytes >= cache.packed_layers[0].kv_bytes + dense
+    text = str(report)
+    assert re.search(rf"^dense layers \[0, 2\] +{sliding}$", text, re.MULTILINE)
+    assert re.search(r"^dense layers \[3\] +skip_layers$", text, re.MULTILINE)
+    assert "torch x1" in text and "dense x3" in text
+
+
+def test_recurrent_states_are_counted() -> None:
+    model = tiny_model("qwen3_next")
+    cache = filled(model, {"backend": "int8"}, (40,))
+    linear, packed = cache.layers
+    states = [t for value in vars(linear).values() for t in _tensors(value)]
+    assert states
+    assert cache.kv_bytes() == packed.kv_bytes + sum(t.untyped_storage().nbytes() for t in states)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def test_reads_that_decoded_are_counted() -> None:
+    model = tiny_model("llama", attn_implementation="eager")
+    cache = filled(model, {"backend": "int8"}, (40, 1, 1))
+    assert cache.report().fallback_reads == 2 * 2 * 2  # calls, layers, keys and values
+    assert "8 times" in str(cache.report())
+
+
+def test_the_table_is_aligned_and_readable() -> None:
+    report = CacheReport(
+        "kivi", 2000, 1500, 1234567, 9876543, ["torch", "torch", "dense"], {2: "skip_layers"}, 3, values=10**6
+    )
+    values = [
+        "kivi",
+        "2000 / 1500",
+        "1,234,567 of 9,876,543 dense (12.5%)",
+        "9.88",
+        "torch x2, dense x1",
+        "3 times",
+        "skip_layers",
+    ]
+    columns = {row.index(value) for row, value in zip(str(report).splitlines(), values, strict=True)}
+    assert len(columns) == 1
