@@ -68,7 +68,7 @@ class KVCache(Cache):
                 layer = self.layer_class(layer_configs[layer_idx], layer_idx, facts[layer_idx])
                 layer.kernel = kernel
                 layer.final_length = max_cache_length
-                layer.prepare(*key_value_heads(config, layer_idx)[1:])
+                layer.prepare(*key_value_heads(config, layer_idx))
                 layers.append(layer)
             else:
                 layers.append(plan.build_dense())

@@ -40,7 +40,9 @@ def save_cache(cache: KVCache, directory: str | os.PathLike[str]) -> None:
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any]] = []
     for layer_idx, layer in enumerate(cache.layers):
-        layer_tensors, facts = layer.state() if isinstance(layer, PackedLayer) else _dense_state(layer)
+        layer_tensors, facts = (
+            layer.state() if isinstance(layer, PackedLayer) else _dense_state(layer_idx, layer)
+        )
         layers.append(facts)
         tensors |= {f"layers.{layer_idx}.{name}": t.contiguous().clone() for name, t in layer_tensors.items()}
     facts = {
@@ -104,13 +106,13 @@ def _fingerprint(config: Any) -> dict[str, Any]:
     return facts
 
 
-def _dense_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _dense_state(layer_idx: int, layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if (
         getattr(layer, "conv_states", None) is not None
         or getattr(layer, "recurrent_states", None) is not None
     ):
         raise UnsupportedOperationError(
-            f"save_pretrained: a layer of type {type(layer).__name__} keeps recurrent states, "
+            f"save_pretrained: layer {layer_idx}, of type {type(layer).__name__}, keeps recurrent states, "
             "which are not saved."
         )
     if getattr(layer, "keys", None) is None:

@@ -19,7 +19,8 @@ from kvcache_plugins.artifacts.scales import Scales, save_scales
 from kvcache_plugins.testing import tiny_model
 
 TENSORS, FACTS = "cache.safetensors", "cache.json"
-KIVI = {"backend": "kivi", "residual_length": 32, "q_group_size": 16}
+KIVI = {"backend": "kivi", "residual_length": 32, "q_group_size": 16, "kernel": "torch"}
+INT8 = {"backend": "int8", "kernel": "torch"}
 
 
 def prefilled(model: Any, config: dict[str, Any], length: int = 90, pads: int = 0) -> KVCache:
@@ -61,7 +62,7 @@ def assert_continues(model: Any, cache: KVCache, folder: Path, pads: int = 0) ->
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss", "exaone4"])
-@pytest.mark.parametrize("config", [KIVI, {"backend": "int8"}], ids=lambda c: c["backend"])
+@pytest.mark.parametrize("config", [KIVI, INT8], ids=lambda c: c["backend"])
 def test_hybrid_models_with_sliding_layers(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     model = tiny_model(name, num_hidden_layers=4)
     cache = prefilled(model, config)
@@ -76,8 +77,8 @@ def test_hybrid_models_with_sliding_layers(name: str, config: dict[str, Any], tm
 CASES: dict[str, dict[str, Any]] = {
     "kivi-block": {**KIVI, "nbits": 2, "rope_mode": "block"},
     "padding-and-sinks": {**KIVI, "sink_length": 3},
-    "int4-smooth": {"backend": "int4", "residual_length": 64, "smooth": 0.5},
-    "int8-tensor": {"backend": "int8", "granularity": "tensor", "residual_length": 5},
+    "int4-smooth": {"backend": "int4", "kernel": "torch", "residual_length": 64, "smooth": 0.5},
+    "int8-tensor": {**INT8, "granularity": "tensor", "residual_length": 5},
     "skipped-and-overridden": {**KIVI, "skip_layers": [-1], "layer_overrides": {"0": {"nbits": 8}}},
     "nothing-packed-yet": {**KIVI, "residual_length": 1024},
 }
@@ -95,13 +96,18 @@ def test_static_scales_are_found_again(tmp_path: Path) -> None:
     model = tiny_model("llama")
     absmax = {index: torch.tensor([4.0, 5.0]) for index in range(2)}
     save_scales(tmp_path / "scales", Scales(absmax, absmax))
-    config = {"backend": "float8", "scale": "head", "calibration": str(tmp_path / "scales")}
+    config = {
+        "backend": "float8",
+        "kernel": "torch",
+        "scale": "head",
+        "calibration": str(tmp_path / "scales"),
+    }
     assert_continues(model, prefilled(model, config), tmp_path / "cache")
 
 
 def test_wide_metadata_stays_wide(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    cache = build_cache(model, {"backend": "int8"})
+    cache = build_cache(model, INT8)
     for layer in cache.packed_layers:
         layer.update(torch.randn(2, 2, 70, 16) * 1e9, torch.randn(2, 2, 70, 16))
     cache.save_pretrained(tmp_path)
@@ -152,7 +158,7 @@ def test_one_document_many_questions(tmp_path: Path) -> None:
 
 
 def test_packed_on_disk_and_saved_whole(tmp_path: Path) -> None:
-    cache = prefilled(tiny_model("llama"), {"backend": "int8"})
+    cache = prefilled(tiny_model("llama"), INT8)
     cache.save_pretrained(tmp_path / "deep" / "er")
     folder = tmp_path / "deep" / "er"
     assert sorted(path.name for path in folder.iterdir()) == [FACTS, TENSORS]
@@ -191,7 +197,7 @@ def test_a_model_of_another_family_is_named_beside_the_right_one(tmp_path: Path)
 
 def test_linear_attention_cannot_be_saved(tmp_path: Path) -> None:
     model = tiny_model("qwen3_next")
-    cache = prefilled(model, {"backend": "int8"})
+    cache = prefilled(model, INT8)
     with pytest.raises(UnsupportedOperationError, match=r"save_pretrained.*LinearAttention\w*.*not saved"):
         cache.save_pretrained(tmp_path)
     assert not (tmp_path / TENSORS).exists() and not (tmp_path / FACTS).exists()

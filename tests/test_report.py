@@ -15,7 +15,7 @@ from kvcache_plugins.testing import tiny_model
 
 
 def filled(model: Any, config: dict[str, Any], lengths: tuple[int, ...], batch_size: int = 2) -> Any:
-    cache = build_cache(model, config)
+    cache = build_cache(model, {**config, "kernel": "torch"})
     with torch.no_grad():
         for length in lengths:
             model(torch.randint(3, 120, (batch_size, length)), past_key_values=cache)
@@ -74,7 +74,7 @@ def test_int8_costs_what_it_says_it_costs() -> None:
 
 def test_hybrid_models() -> None:
     model = tiny_model("gemma2", num_hidden_layers=4)
-    cache = filled(model, {"backend": "int8", "skip_layers": [3], "kernel": "torch"}, (100, 1))
+    cache = filled(model, {"backend": "int8", "skip_layers": [3]}, (100, 1))
     report = cache.report()
     sliding = "sliding_attention: holds at most 16 tokens already"
     assert report.kernel == ["dense", "torch", "dense", "dense"]

@@ -48,17 +48,18 @@ class Scales:
     value_absmax: dict[int, Tensor]
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def for_layer(self, layer_idx: int, side: str, scheme: str, format: str) -> Tensor:
+    def for_layer(self, layer_idx: int, num_heads: int, side: str, scheme: str, format: str) -> Tensor:
         """Return fp32 scales of shape `(1, H, 1, 1)` (`scheme="head"`) or `(1, 1, 1, 1)` (`"tensor"`).
 
         Args:
             layer_idx (`int`): Layer of the model.
+            num_heads (`int`): Its kv heads.
             side (`str`): `"key"` or `"value"`.
             scheme (`str`): `"head"` or `"tensor"`.
             format (`str`): `"e4m3"`, `"e5m2"` or `"int8"`.
 
         Raises:
-            ArtifactError: If the artifact has no such layer.
+            ArtifactError: If the artifact has no such layer, or one of another number of heads.
         """
         by_layer = self.key_absmax if side == "key" else self.value_absmax
         if layer_idx not in by_layer:
@@ -67,6 +68,10 @@ class Scales:
             )
         largest = 127.0 if format == "int8" else FLOAT8_MAX[format]
         absmax = by_layer[layer_idx]
+        if absmax.shape != (num_heads,):
+            raise ArtifactError(
+                f"The scales artifact was made for {len(absmax)} kv heads in layer {layer_idx}, which has {num_heads}."
+            )
         absmax = absmax if scheme == "head" else absmax.max()[None]
         return (absmax / largest).clamp_min(SMALLEST_SCALE).view(1, -1, 1, 1)
 

@@ -70,7 +70,7 @@ class Float8Layer(PackedLayer):
         if self.config.calibration is None:
             return None
         scales = load_scales(self.config.calibration)
-        return scales.for_layer(self.layer_idx, side, self.config.scale, self.config.format)
+        return scales.for_layer(self.layer_idx, self.num_heads, side, self.config.scale, self.config.format)
 
 
 @register_backend("float8")

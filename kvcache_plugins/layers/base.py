@@ -53,7 +53,7 @@ class PackedLayer(CacheLayerMixin):
         self.fallback_reads = 0
         self.kernel = "torch"
         self.record_past = False
-        self._prepared: tuple[tuple[int, int], StreamSpec, StreamSpec] | None = None
+        self._prepared: tuple[tuple[int, int, int], StreamSpec, StreamSpec] | None = None
         self._forget()
 
     @abstractmethod
@@ -64,13 +64,15 @@ class PackedLayer(CacheLayerMixin):
     def value_stream(self, head_dim: int) -> StreamSpec:
         """How values of `head_dim` channels are stored."""
 
-    def prepare(self, key_dim: int, value_dim: int) -> None:
-        """Build the streams for the head sizes the model announces, so that wrong options fail now.
+    def prepare(self, num_heads: int, key_dim: int, value_dim: int) -> None:
+        """Build the streams for the heads the model announces, so that wrong options fail now.
 
         Raises:
             ValueError: If an option does not fit the head size, or an artifact cannot be read.
         """
-        self._prepared = ((key_dim, value_dim), self.key_stream(key_dim), self.value_stream(value_dim))
+        self.num_heads = num_heads
+        shape = (num_heads, key_dim, value_dim)
+        self._prepared = (shape, self.key_stream(key_dim), self.value_stream(value_dim))
 
     def bind(self, facts: LayerFacts, padding: Tensor | None, final_length: int | None) -> None:
         """Learn what a cache layer is not told by `update`.
@@ -106,8 +108,8 @@ class PackedLayer(CacheLayerMixin):
                 f"and {tuple(value_states.shape)}."
             )
         key_dim, value_dim = key_states.shape[-1], value_states.shape[-1]
-        if self._prepared is None or self._prepared[0] != (key_dim, value_dim):
-            self.prepare(key_dim, value_dim)
+        if self._prepared is None or self._prepared[0] != (num_heads, key_dim, value_dim):
+            self.prepare(num_heads, key_dim, value_dim)
         assert self._prepared is not None
         _, keys, values = self._prepared
         self._prepared = None  # codecs may learn from the tokens to come, so they serve once

@@ -108,7 +108,7 @@ def _two_turns(
     if cache_config is None:
         cache = DynamicCache(config=model.config)
     else:
-        from kvcache_plugins import build_cache
+        from ..cache import build_cache
 
         cache = build_cache(model, dict(cache_config))
     first = _generate(model, **inputs, **arguments, past_key_values=cache)

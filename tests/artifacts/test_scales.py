@@ -72,14 +72,14 @@ def test_an_artifact_that_changed_is_read_again(artifact: Path) -> None:
 def test_scales_follow_from_magnitudes(format: str) -> None:
     largest = {"int8": 127.0} | {name: limit for name, (_, limit) in FLOAT8_FORMATS.items()}
     scales = some_scales()
-    head = scales.for_layer(0, "key", "head", format)
+    head = scales.for_layer(0, 2, "key", "head", format)
     assert head.shape == (1, 2, 1, 1) and head.dtype == torch.float32
     assert torch.equal(head.flatten(), torch.tensor([4.48, 44.8]) / largest[format])
-    tensor = scales.for_layer(0, "value", "tensor", format)
+    tensor = scales.for_layer(0, 2, "value", "tensor", format)
     assert tensor.shape == (1, 1, 1, 1)
     assert tensor.item() == torch.tensor(2.0).div(largest[format]).item()
     # a head that was silent during calibration divides by the smallest scale, not by zero
-    assert scales.for_layer(1, "key", "head", format).flatten()[0] == SMALLEST_SCALE
+    assert scales.for_layer(1, 2, "key", "head", format).flatten()[0] == SMALLEST_SCALE
 
 
 # -- what is refused
@@ -87,7 +87,7 @@ def test_scales_follow_from_magnitudes(format: str) -> None:
 
 def test_a_layer_without_scales(artifact: Path) -> None:
     with pytest.raises(ArtifactError, match=r"has layers \[0, 1\], but layer 5 needs one"):
-        load_scales(str(artifact)).for_layer(5, "key", "head", "e4m3")
+        load_scales(str(artifact)).for_layer(5, 2, "key", "head", "e4m3")
     model = tiny_model("llama", num_hidden_layers=3)
     with pytest.raises(ArtifactError, match="layer 2 needs one"):
         build_cache(model, {"backend": "float8", "scale": "head", "calibration": str(artifact)})
@@ -174,7 +174,13 @@ def calibration(model: Any, prompt: Tensor, tmp_path_factory: pytest.TempPathFac
 class TestCaches:
     @pytest.fixture
     def config(self, calibration: str, scheme: str, format: str) -> dict[str, Any]:
-        return {"backend": "float8", "scale": scheme, "format": format, "calibration": calibration}
+        return {
+            "backend": "float8",
+            "kernel": "torch",
+            "scale": scheme,
+            "format": format,
+            "calibration": calibration,
+        }
 
     def test_what_is_read_is_close(self, model: Any, prompt: Tensor, config: dict[str, Any]) -> None:
         cache, dense = build_cache(model, config), DynamicCache(config=model.config)
@@ -238,3 +244,13 @@ def test_per_head_and_per_tensor_differ(model: Any, prompt: Tensor, calibration:
 def test_a_dynamic_scale_needs_no_artifact_and_takes_none(model: Any, calibration: str) -> None:
     with pytest.raises(ValueError, match=r"calibration is needed for scale='head'.*only for these"):
         build_cache(model, {"backend": "float8", "calibration": calibration})
+
+
+@pytest.mark.parametrize("scheme", ["head", "tensor"])
+def test_an_artifact_of_other_heads(tmp_path: Path, scheme: str) -> None:
+    absmax = {layer_idx: torch.ones(3) for layer_idx in range(2)}
+    save_scales(tmp_path, Scales(absmax, absmax))
+    with pytest.raises(ArtifactError, match=r"made for 3 kv heads in layer 0, which has 2"):
+        build_cache(
+            tiny_model("llama"), {"backend": "float8", "scale": scheme, "calibration": str(tmp_path)}
+        )

@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 @pytest.fixture
 def layer() -> PackedLayer:
-    layer = KIVILayer(KIVIConfig(q_group_size=16, residual_length=32), 0, LayerFacts())
+    layer = KIVILayer(KIVIConfig(q_group_size=16, residual_length=32, kernel="torch"), 0, LayerFacts())
     layer.update(torch.randn(2, 2, 100, 48), torch.randn(2, 2, 100, 48))
     return layer
 

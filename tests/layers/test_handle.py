@@ -19,11 +19,12 @@ from kvcache_plugins.models.facts import LayerFacts
 from kvcache_plugins.testing.comparison import assert_close
 
 B, H, T, D, DV = 2, 3, 101, 48, 32
+OPTIONS: dict[str, Any] = {"q_group_size": 16, "residual_length": 32, "kernel": "torch"}
 
 
 @pytest.fixture
 def layer() -> PackedLayer:
-    layer = KIVILayer(KIVIConfig(q_group_size=16, residual_length=32), 7, LayerFacts())
+    layer = KIVILayer(KIVIConfig(**OPTIONS), 7, LayerFacts())
     layer.update(torch.randn(B, H, T - 1, D), torch.randn(B, H, T - 1, DV))
     return layer
 
@@ -62,7 +63,7 @@ def test_asking_about_a_handle_decodes_nothing(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=lambda d: str(d)[6:])
 def test_it_has_the_dtype_of_the_model(dtype: torch.dtype) -> None:
-    layer = KIVILayer(KIVIConfig(q_group_size=16, residual_length=32), 0, LayerFacts())
+    layer = KIVILayer(KIVIConfig(**OPTIONS), 0, LayerFacts())
     states = torch.randn(B, H, 40, D).to(dtype)
     layer.update(states, states)
     key, value = layer.update(states[:, :, :1], states[:, :, :1])

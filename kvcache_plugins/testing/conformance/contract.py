@@ -1,0 +1,79 @@
+"""What transformers asks of a layer, and the invariants behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cache import KVCache, build_cache
+from ...layers.base import PackedLayer
+from ...layers.handle import KVHandle
+from .feeding import decoded, fed, feed, state_bytes
+from .fixtures import Fixtures
+
+__all__ = ["ContractConformance"]
+
+
+class ContractConformance(Fixtures):
+    """Lengths, masks, splits, immutability, what a handle reads."""
+
+    # ---------------------------------------------------------------------------
+
+    def test_lengths_and_masks(self, layer: PackedLayer, states: tuple[Tensor, Tensor]) -> None:
+        keys, values = states
+        seen = 0
+        for count in (70, 1, 1, 40, 7, 130, 1):
+            assert layer.get_mask_sizes(count) == (seen + count, 0)
+            got = layer.update(keys[:, :, seen : seen + count], values[:, :, seen : seen + count])
+            seen += count
+            assert layer.get_seq_length() == seen
+            assert [tuple(t.shape) for t in got] == [(*keys.shape[:2], seen, keys.shape[3])] * 2
+            assert all(t.dtype == keys.dtype and t.device == keys.device for t in got)
+        assert layer.key_stream_.packed_length > 0 and layer.value_stream_.packed_length > 0
+
+    def test_first_call_is_exact(self, layer: PackedLayer, states: tuple[Tensor, Tensor]) -> None:
+        got = layer.update(*states)
+        assert torch.equal(got[0], states[0]) and torch.equal(got[1], states[1])
+
+    def test_any_split_ends_in_the_same_bytes(
+        self, cache: KVCache, cache_config: dict[str, Any], model: Any, states: tuple[Tensor, Tensor]
+    ) -> None:
+        keys, values = states
+        reference = state_bytes(fed(cache.packed_layers[0], keys, values, [self.tokens]))
+        splits = [
+            [1] * self.tokens,
+            [100, 1, 1, 100, 131],
+            [64, 64, 64, 64, 64, 13],
+            [self.tokens - 1, 1],
+            [7] * 47 + [4],
+        ]
+        for split in splits:
+            assert sum(split) == self.tokens
+            other = state_bytes(fed(build_cache(model, cache_config).packed_layers[0], keys, values, split))
+            assert other.keys() == reference.keys()
+            for name, tensor in reference.items():
+                assert torch.equal(tensor, other[name]), f"{name} differs when fed in calls of {split[:5]}..."
+
+    def test_packed_blocks_never_change(self, layer: PackedLayer, states: tuple[Tensor, Tensor]) -> None:
+        keys, values = states
+        feed(layer, keys, values, [200])
+        before = [(s.packed_length, s.decode(0, s.packed_length)) for s in layer.streams]
+        feed(layer, keys[:, :, 200:], values[:, :, 200:], [1] * 60 + [73])
+        for (length, old), stream in zip(before, layer.streams, strict=True):
+            assert torch.equal(old, stream.decode(0, length))
+
+    def test_handle_reads_what_was_packed_before_the_call(
+        self, layer: PackedLayer, states: tuple[Tensor, Tensor]
+    ) -> None:
+        keys, values = states
+        feed(layer, keys, values, [150])
+        for start, count in ((150, 1), (151, 5), (156, 100), (256, 77)):
+            before = decoded(layer)
+            got = layer.update(keys[:, :, start : start + count], values[:, :, start : start + count])
+            for handle, old, new in zip(got, before, (keys, values), strict=True):
+                assert isinstance(handle, KVHandle)
+                dense = handle.dense()
+                assert torch.equal(dense[:, :, :start].float(), old)
+                assert torch.equal(dense[:, :, start:], new[:, :, start : start + count])
