@@ -16,18 +16,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.metadata
 import importlib.util
-import json
 import math
 import os
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +30,25 @@ import torch
 import transformers
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, QuantizedCache
-from transformers.cache_utils import Cache, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 import kvcache_plugins as kvp
-from kvcache_plugins.cli.options import add_cache_config_option, cache_label, parse_cache_configs
+from kvcache_plugins.cli.options import add_cache_config_option, parse_cache_configs
+from kvcache_plugins.evaluation.caches import cache_bytes, new_cache, why_unavailable
+from kvcache_plugins.evaluation.labels import DENSE, cache_label, dense_first
+from kvcache_plugins.evaluation.progress import progress_bar
+from kvcache_plugins.evaluation.results import build_document, write_results
+from kvcache_plugins.evaluation.timing import StepTimer
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-DENSE = {"backend": "dense"}
 DEFAULT_CACHE_CONFIGS: list[dict[str, Any]] = [
     {"backend": "int8"},
     {"backend": "float8"},
@@ -142,7 +139,7 @@ def run(args: argparse.Namespace) -> None:
             f"{args.new_tokens}."
         )
     chosen = DEFAULT_CACHE_CONFIGS if args.cache_config is None else parse_cache_configs(args.cache_config)
-    cache_configs = [DENSE, *(cache_config for cache_config in chosen if cache_config != DENSE)]
+    cache_configs = dense_first(chosen)
     text = read_text(args.text)
     model_config = AutoConfig.from_pretrained(args.model)
     reasons = {i: reason for i, c in enumerate(cache_configs) if (reason := why_unavailable(model_config, c))}
@@ -162,16 +159,12 @@ def run(args: argparse.Namespace) -> None:
     results: list[dict[str, Any]] = []
     skipped = [{"cache_config": cache_configs[i], "reason": reason} for i, reason in reasons.items()]
     dense: dict[str, Any] = {}
-    with progress_bar() as progress:
-        task = progress.add_task("", total=len(cache_configs) - len(reasons))
+    with progress_bar(len(cache_configs) - len(reasons)) as progress:
         for index, cache_config in enumerate(cache_configs):
             if index in reasons:
                 continue
-            progress.update(task, description=cache_label(cache_config))
-            if not progress.console.is_terminal:  # a log shows no bar until its end
-                progress.console.print(
-                    f"measuring {cache_label(cache_config)}", highlight=False, markup=False
-                )
+            label = cache_label(cache_config)
+            progress(label)
             try:
                 measured = measure(model, scorer, token_ids, cache_config, args)
             except Exception as error:
@@ -181,11 +174,10 @@ def run(args: argparse.Namespace) -> None:
                     raise
                 message = " ".join(str(error).split())[:200]
                 skipped.append({"cache_config": cache_config, "reason": f"failed: {message}"})
-                progress.advance(task)
-                continue
-            dense = dense or measured  # the dense cache comes first
-            results.append(compare(measured, dense, model.dtype, tokenizer))
-            progress.advance(task)
+            else:
+                dense = dense or measured  # the dense cache comes first
+                results.append(compare(measured, dense, model.dtype, tokenizer))
+            progress(label, advance=1)
 
     settings = {
         "model": model_name(args.model),
@@ -197,18 +189,11 @@ def run(args: argparse.Namespace) -> None:
             for name in ("prompt_tokens", "new_tokens", "score_tokens", "block_length")
         },
     }
-    document = {
-        "schema_version": 1,
-        "task": "quickstart",
-        "settings": settings,
-        "results": results,
-        "skipped": skipped,
-        "environment": environment(model.device),
-    }
+    document = build_document("quickstart", results, settings=settings, skipped=skipped, device=model.device)
     print_continuations(console, tokenizer, token_ids[0, : args.prompt_tokens], results)
     print_table(console, document)
-    (args.output / "results.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    console.print(f"numbers: {args.output / 'results.json'}", highlight=False, soft_wrap=True)
+    path = write_results(args.output, document)
+    console.print(f"numbers: {path}", highlight=False, soft_wrap=True)
     if importlib.util.find_spec("matplotlib") is None:
         console.print(
             "picture: matplotlib is not installed; pip install 'kvcache-plugins[plots]'", markup=False
@@ -282,89 +267,7 @@ def model_name(model: str) -> str:
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
 
 
-# ---- caches ----
-
-
-def new_cache(model_or_config: Any, cache_config: dict[str, Any]) -> Cache:
-    """Build an empty cache, ours or one of transformers' own."""
-    options = dict(cache_config)
-    if cache_config["backend"] not in (*TRANSFORMERS_BACKENDS, "dense"):
-        return kvp.build_cache(model_or_config, options)
-    backend = options.pop("backend")
-    config = getattr(model_or_config, "config", model_or_config).get_text_config(decoder=True)
-    return DynamicCache(config=config) if backend == "dense" else QuantizedCache(backend, config, **options)
-
-
-def why_unavailable(model_config: Any, cache_config: dict[str, Any]) -> str | None:
-    """Build the cache once without a model: a wrong option raises, a missing package is returned."""
-    try:
-        new_cache(model_config, cache_config)
-    except ImportError:
-        return "not installed"
-    except ValueError as error:
-        if "Unknown quantization backend" in str(error):  # fp8 came with a later transformers
-            return f"not in transformers {transformers.__version__}"
-        raise
-    return None
-
-
-def cache_bytes(cache: Cache) -> int:
-    """Return the bytes of every tensor a cache keeps alive.
-
-    For our caches that is `kv_bytes()`. For any other cache it is the sum over the storages of all tensors
-    reachable from its layers: attributes, containers, and the inner tensors of wrapper subclasses such as
-    quanto's, whose own storage is a fiction of the full size. A storage shared by several tensors counts
-    once, and whole.
-    """
-    if isinstance(cache, kvp.KVCache):
-        return cache.kv_bytes()
-    storages: dict[int, int] = {}
-    for tensor in reachable_tensors(cache.layers, set()):
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def reachable_tensors(owner: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors inside an object, looking into containers, layers and tensor wrappers."""
-    if id(owner) in seen:
-        return
-    seen.add(id(owner))
-    if isinstance(owner, torch.Tensor):
-        if is_traceable_wrapper_subclass(owner):
-            names, _ = owner.__tensor_flatten__()
-            for name in names:
-                yield from reachable_tensors(getattr(owner, name), seen)
-        else:
-            yield owner
-    elif isinstance(owner, dict):
-        for value in owner.values():
-            yield from reachable_tensors(value, seen)
-    elif isinstance(owner, (list, tuple)):
-        for value in owner:
-            yield from reachable_tensors(value, seen)
-    elif type(owner).__module__.startswith("transformers.cache_utils"):
-        yield from reachable_tensors(vars(owner), seen)
-
-
 # ---- measuring ----
-
-
-class StepTimer(BaseStreamer):
-    """Notes when `generate()` hands out each token, by then on the CPU, so that the device has finished."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-    def decode_ms(self) -> list[float]:
-        """Return the time of each decode step; the first two calls bring the prompt and prefill's token."""
-        return [1000 * (b - a) for a, b in zip(self.times[1:], self.times[2:], strict=False)]
 
 
 @torch.inference_mode()
@@ -482,53 +385,7 @@ def compare(
     }
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Return what a reader needs to repeat the run."""
-    versions = {"python": platform.python_version()}
-    for name in ("kvcache-plugins", "torch", "transformers", "optimum-quanto", "hqq"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain")
-    script = Path(sys.argv[0]).resolve()
-    script_name = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else script.name
-    return {
-        "versions": versions,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "threads": torch.get_num_threads(),
-        "commit": commit,
-        "dirty": None if status is None else bool(status),
-        "command": shlex.join(["python", script_name, *sys.argv[1:]]),
-    }
-
-
-def git(*arguments: str) -> str | None:
-    """Return the output of a git command in the checkout, or None outside of one."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
-def cpu_name() -> str:
-    """Return the processor's name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 # ---- showing ----
-
-
-def progress_bar() -> Progress:
-    """Return the bar shown while measuring, on the standard error stream to leave the table alone."""
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))
 
 
 OTHERS = "transformers' own:"

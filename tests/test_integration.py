@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import cache_utils as host
 from transformers.generation import utils as generation_utils
 
 import kvcache_plugins as kvp
+from kvcache_plugins.kernels import loader
 from kvcache_plugins.testing import tiny_model
 
 INPUTS = torch.arange(5, 45)[None]
@@ -131,7 +133,13 @@ def test_a_config_that_is_not_a_dict(model: Any, no_forward: None, config: objec
         kvp.build_cache(model, config)  # type: ignore[arg-type]
 
 
-def test_native_kernel_without_one(model: Any, no_forward: None) -> None:
+def test_native_kernel_without_one(
+    model: Any, no_forward: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loader, "_library", None)
+    monkeypatch.setattr(loader, "_failure", None)
+    monkeypatch.setenv("KVCACHE_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setenv("KVCACHE_NO_BUILD", "1")
     with pytest.raises(kvp.KernelUnavailableError, match=r"kernel='native'.*kivi.*kernel='torch'"):
         generate(model, {"backend": "kivi", "kernel": "native"})
 
@@ -233,8 +241,8 @@ def test_a_changed_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("backend", ["kivi", "int8"])
 def test_a_drafting_model_keeps_its_cache(model: Any, backend: str) -> None:
     tokens = torch.randint(3, 120, (1, 90), generator=torch.Generator().manual_seed(0))
-    # Drafted tokens are verified several at a time, so they are packed a little later than one by one; with the exact
-    # window of kivi nothing is packed at all, and int8's error is too small to matter here.
+    # Drafted tokens are verified several at a time, so they are packed a little later than one by one; with
+    # the exact window of kivi nothing is packed at all, and int8's error is too small to matter here.
     options: dict[str, Any] = {"backend": backend, "residual_length": 4096 if backend == "kivi" else 32}
     arguments = {
         "max_new_tokens": 60,

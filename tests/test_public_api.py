@@ -9,7 +9,8 @@ def test_exports() -> None:
     assert sorted(kvp.__all__) == [
         "ArtifactError", "BackendConfig", "CacheReport", "Float8Cache", "IncompatibleTransformersError",
         "Int4Cache", "Int8Cache", "KIVICache", "KVCache", "KernelUnavailableError",
-        "UnsupportedOperationError", "build_cache", "estimate", "install", "list_backends", "register_backend", "uninstall",
+        "UnsupportedOperationError", "build_cache", "estimate", "install", "list_backends",
+        "register_backend", "uninstall",
     ]  # fmt: skip
     for name in kvp.__all__:
         assert getattr(kvp, name) is not None

@@ -70,7 +70,8 @@ class Scales:
         absmax = by_layer[layer_idx]
         if absmax.shape != (num_heads,):
             raise ArtifactError(
-                f"The scales artifact was made for {len(absmax)} kv heads in layer {layer_idx}, which has {num_heads}."
+                f"The scales artifact was made for {len(absmax)} kv heads in layer {layer_idx}, "
+                f"which has {num_heads}."
             )
         absmax = absmax if scheme == "head" else absmax.max()[None]
         return (absmax / largest).clamp_min(SMALLEST_SCALE).view(1, -1, 1, 1)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
 from ..layers.handle import KVHandle, intercept
+from .native import attend_handles
 from .reference import AttentionOptions, DenseView, TokenView, attend
 
 __all__ = ["attention_forward", "forward_over_handles", "wrap_attention_function"]
@@ -55,7 +56,7 @@ def _scaled_dot_product_attention(
         shape = (query.shape[2], key.shape[2])
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
     with torch.no_grad():
-        return attend(query, key.tokens, value.tokens, AttentionOptions(scaling=scale, mask=mask))
+        return attend_handles(query, key, value, AttentionOptions(scaling=scale, mask=mask))
 
 
 def forward_over_handles(
@@ -85,7 +86,7 @@ def forward_over_handles(
     """
     options = _options(module, query, key.shape[2], attention_mask, scaling, kwargs)
     with torch.no_grad():
-        output = attend(query, key.tokens, value.tokens, options)
+        output = attend_handles(query, key, value, options)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from ..models.presets import PRESETS, preset_config
 from ..registry import TRANSFORMERS_BACKENDS
 from .options import add_cache_config_option, cache_label, parse_cache_configs
 
@@ -14,37 +15,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 __all__ = ["PRESETS", "add_parser", "run"]
-
-# Shapes of well-known models, so that a table needs neither weights nor a download: model type, then the
-# fields of its configuration that decide the size of a cache.
-PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2-7b": (
-        "llama",
-        {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32},
-    ),
-    "llama3-8b": (
-        "llama",
-        {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
-    ),
-    "mistral-7b": (
-        "mistral",
-        {
-            "num_hidden_layers": 32,
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "sliding_window": None,
-        },
-    ),
-    "qwen2.5-7b": (
-        "qwen2",
-        {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
-    ),
-    "tiny": (
-        "llama",
-        {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2},
-    ),
-}
 
 _DEFAULT_PRESET = "llama3-8b"
 _DEFAULT_CONFIGS: tuple[dict[str, Any], ...] = (
@@ -127,8 +97,7 @@ def _model_config(args: argparse.Namespace) -> PreTrainedConfig:
     if args.model is not None:
         config = AutoConfig.from_pretrained(args.model)
     else:
-        model_type, fields = PRESETS[args.preset or _DEFAULT_PRESET]
-        config = AutoConfig.for_model(model_type, **fields, dtype="bfloat16")
+        config = preset_config(args.preset or _DEFAULT_PRESET)
     return config
 
 

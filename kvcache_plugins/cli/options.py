@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from ..evaluation.labels import cache_label
 from ..registry import TRANSFORMERS_BACKENDS, get_backend
 
-__all__ = ["add_cache_config_option", "cache_label", "parse_cache_configs"]
+__all__ = ["add_cache_config_option", "cache_label", "merge_options", "parse_cache_configs"]
 
 _EXAMPLE = '{"backend": "kivi", "nbits": 2}'
 
@@ -42,17 +44,36 @@ def parse_cache_configs(given: Iterable[Iterable[str]]) -> list[dict[str, Any]]:
     return [_parse(text) for group in given for text in group]
 
 
-def cache_label(cache_config: dict[str, Any]) -> str:
-    """Return a short name of a cache for tables and plots, such as `kivi 2-bit` or `hqq 4-bit axis 1`."""
-    options = dict(cache_config)
-    words = [str(options.pop("backend"))]
-    if "nbits" in options:
-        words.append(f"{options.pop('nbits')}-bit")
-    if "axis_key" in options and options["axis_key"] == options.get("axis_value"):
-        words.append(f"axis {options.pop('axis_key')}")
-        del options["axis_value"]
-    words += [f"{key}={value}" for key, value in options.items()]
-    return " ".join(words)
+def merge_options(given: dict[str, Any], config_file: str | None) -> dict[str, Any]:
+    """Return the options of a file, overridden by those given on the command line.
+
+    Args:
+        given (`dict`): Options of the command line, without those that were left out; `cache_config` as
+            `argparse` collects it.
+        config_file (`str`, *optional*): A YAML file with options by name; its `cache_config` is a list of
+            mappings.
+
+    Raises:
+        ValueError: If the file is no mapping, or a cache option is wrong.
+    """
+    merged: dict[str, Any] = {}
+    if config_file is not None:
+        import yaml
+
+        try:
+            merged = yaml.safe_load(Path(config_file).read_text(encoding="utf-8")) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"--config must be a YAML file, got {config_file!r} ({error}).") from error
+        if not isinstance(merged, dict):
+            raise ValueError(f"--config must hold options by name, got {merged!r} in {config_file!r}.")
+        if "cache_config" in merged:
+            caches = merged["cache_config"]
+            caches = caches if isinstance(caches, list) else [caches]
+            merged["cache_config"] = parse_cache_configs([[json.dumps(cache) for cache in caches]])
+    merged |= given
+    if "cache_config" in given:
+        merged["cache_config"] = parse_cache_configs(given["cache_config"])
+    return merged
 
 
 def _parse(text: str) -> dict[str, Any]:

@@ -1,1 +1,4 @@
-"""Choice of the kernel that serves a layer; the torch reference always works."""
+"""Native kernels over packed codes: their operators, how they are built, which one serves a layer.
+
+The torch reference always works; a kernel is built at first use, never on import.
+"""

@@ -251,6 +251,4 @@ def test_an_artifact_of_other_heads(tmp_path: Path, scheme: str) -> None:
     absmax = {layer_idx: torch.ones(3) for layer_idx in range(2)}
     save_scales(tmp_path, Scales(absmax, absmax))
     with pytest.raises(ArtifactError, match=r"made for 3 kv heads in layer 0, which has 2"):
-        build_cache(
-            tiny_model("llama"), {"backend": "float8", "scale": scheme, "calibration": str(tmp_path)}
-        )
+        build_cache(tiny_model("llama"), {"backend": "float8", "scale": scheme, "calibration": str(tmp_path)})

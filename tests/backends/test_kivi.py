@@ -76,7 +76,7 @@ def test_the_qwen_case() -> None:
         < 0.02
     )
     kivi = error(model, lambda: kvp.build_cache(model, {"backend": "kivi"}))
-    # A bias this large makes attention pick single tokens, so the 4-bit error of one value is not averaged away.
+    # A bias this large makes attention pick single tokens, so the 4-bit error of a value is not averaged.
     assert kivi < 0.08
     assert error(model, lambda: kvp.build_cache(model, {"backend": "kivi", "rope_mode": "post"})) > 3 * kivi
 

@@ -14,6 +14,7 @@ from kvcache_plugins.cli import backend_table, main
 from kvcache_plugins.cli.backend_table import SECTIONS, backend_rows, docstring_sections, markdown_table
 from kvcache_plugins.cli.estimate import PRESETS
 from kvcache_plugins.cli.options import cache_label, parse_cache_configs
+from kvcache_plugins.kernels import loader
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
@@ -35,7 +36,7 @@ def test_help_imports_nothing_heavy_and_names_every_command() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert {"list", "estimate"} <= set(done.stdout.split())
+    assert {"list", "estimate", "kernels"} <= set(done.stdout.split())
 
 
 # ---- list ----
@@ -167,6 +168,32 @@ def test_estimate_dtype_widens_the_dense_cache(capsys: pytest.CaptureFixture[str
     )  # keys and values, layers, heads, channels, tokens, bytes
 
 
+# ---- kernels ----
+
+
+def test_kernels_status_builds_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loader, "_library", None)
+    monkeypatch.setenv("KVCACHE_KERNEL_CACHE", str(tmp_path / "cache"))
+    assert main(["kernels", "status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] in ("state:           missing", "state:           unavailable")
+    assert f"cache directory: {tmp_path / 'cache'}" in lines
+    assert not (tmp_path / "cache").exists()
+
+
+def test_kernels_build_says_why_it_cannot(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loader, "_library", None)
+    monkeypatch.setattr(loader, "_failure", None)
+    monkeypatch.setenv("KVCACHE_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setenv("KVCACHE_NO_BUILD", "1")
+    assert main(["kernels", "build"]) == 2
+    assert "KVCACHE_NO_BUILD forbids building kernels" in capsys.readouterr().err
+
+
 # ---- errors ----
 
 
@@ -180,7 +207,7 @@ def test_estimate_dtype_widens_the_dense_cache(capsys: pytest.CaptureFixture[str
         (["--cache_config", '{"backend": "kivi", "nbit": 2}'], ["nbit", "nbits"]),
         (["--cache_config", '{"backend": "kivi", "nbits": 5}'], ["nbits", "5"]),
         (["--cache_config", '{"backend": "quanto"}'], ["quanto", "measured"]),
-        (["--cache_config", '{"backend": "int8", "kernel": "native"}'], ["kernel", "native"]),
+        (["--cache_config", '{"backend": "int8", "kernel": "fast"}'], ["kernel", "fast", "native"]),
         (["--tokens", "0"], ["--tokens", "0"]),
         (["--batch_size", "-1"], ["--batch_size", "-1"]),
         (["--dtype", "int7"], ["--dtype", "int7"]),

@@ -27,8 +27,8 @@ class OptionConformance(Fixtures):
         [
             ("residual_length", -1), ("residual_length", "many"), ("sink_length", 1.5), ("kernel", "fast"),
             ("skip_layers", 3), ("skip_layers", [99]), ("layer_overrides", {"99": {}}),
-            ("layer_overrides", [1]), ("layer_overrides", {"0": {"no_such_option": 1}}), ("no_such_option", 1),
-            ("budget", 128),
+            ("layer_overrides", [1]), ("layer_overrides", {"0": {"no_such_option": 1}}),
+            ("no_such_option", 1), ("budget", 128),
         ],
     )  # fmt: skip
     def test_wrong_options_are_named(

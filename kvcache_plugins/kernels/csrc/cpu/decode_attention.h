@@ -42,7 +42,7 @@ struct Side {
   float static_scale;
   const float* factors;    // [head_dim], multiply decoded values (SmoothAttention), or null
   const float* cos;        // [period][rotary_dim / 2]: decoded keys of slot t are still to be rotated by t % period,
-  const float* sin;        // or null
+  const float* sin;        // or null; never together with factors
   int32_t period, rotary_dim;
   int32_t dtype;           // Dtype of the exact segments and sinks
   Segment segments[3];     // exact tokens after the packed ones, in order
@@ -62,7 +62,7 @@ struct Task {
   int32_t is_causal;       // query token i of n sees slots <= length - n + i
   int64_t window;          // 0: none; else slots > length - n + i - window
   float softcap;           // 0: none
-  const float* alibi;      // [group] slopes, or null: adds slope * (slot - length + 1)
+  const float* alibi;      // [group] slopes, or null: adds slope * (slot - slot of the query)
   const float* bias;       // additive, [queries][length] with the strides below, or null; -inf masks
   int64_t bias_row_stride;
   // results: maximum and sum of exponentials per query row, and the unnormalised output

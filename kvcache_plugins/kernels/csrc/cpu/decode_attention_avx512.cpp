@@ -283,8 +283,8 @@ class Decoder {
       if (task_.window > 0) low = std::max(low, query_slot - task_.window + 1);
       for (int t = 0; t < kBlockTokens; t += kLanes) {
         __m512 score = _mm512_loadu_ps(scores[r] + t);
-        const __mmask16 live = _cvtmask16_u32(first_lanes(int(std::max<int64_t>(0, high - start - t))) &
-                                              ~first_lanes(int(std::max<int64_t>(0, low - start - t))));
+        __mmask16 live = _cvtmask16_u32(first_lanes(int(std::max<int64_t>(0, high - start - t))) &
+                                        ~first_lanes(int(std::max<int64_t>(0, low - start - t))));
         if (task_.softcap > 0) {
           alignas(64) float capped[kLanes];
           _mm512_store_ps(capped, score);
@@ -295,11 +295,16 @@ class Decoder {
         if (task_.alibi != nullptr) {
           const float slope = task_.alibi[row / task_.query_length];
           const __m512 distance = _mm512_cvtepi32_ps(
-              _mm512_add_epi32(lane, _mm512_set1_epi32(int(start + t - task_.length + 1))));
+              _mm512_add_epi32(lane, _mm512_set1_epi32(int(start + t - query_slot))));
           score = _mm512_fmadd_ps(distance, _mm512_set1_ps(slope), score);
         }
-        if (task_.bias != nullptr)
-          score = _mm512_add_ps(score, _mm512_maskz_loadu_ps(live, task_.bias + row * task_.bias_row_stride + start + t));
+        if (task_.bias != nullptr) {
+          const float* bias_row = task_.bias + row * task_.bias_row_stride + start + t;
+          const __m512 bias = _mm512_maskz_loadu_ps(live, bias_row);
+          // a hidden token counts for nothing, whatever its score: minus infinity and NaN would make NaN
+          live = _mm512_mask_cmp_ps_mask(live, bias, _mm512_set1_ps(kNothing), _CMP_GT_OQ);
+          score = _mm512_add_ps(score, bias);
+        }
         _mm512_storeu_ps(scores[r] + t, _mm512_mask_blend_ps(live, _mm512_set1_ps(kNothing), score));
       }
     }
@@ -352,8 +357,9 @@ class Decoder {
       const void* data = exact_token(value_, slot, &at);
       for (int r = 0; r < pass.rows; ++r) {
         const __m512 weight = _mm512_set1_ps(weights[r][slot - start]);
+        const bool hidden = weights[r][slot - start] == 0.0f;  // and may hold anything
         weights[r][slot - start] = 0.0f;
-        if (data == nullptr) continue;
+        if (data == nullptr || hidden) continue;
         for (int c = 0; c < value_.head_dim; c += kLanes) {
           const __m512 token = load_exact(value_, data, at + c, value_.head_dim - c);
           _mm512_store_ps(pass.output[r] + c, _mm512_fmadd_ps(token, weight, _mm512_load_ps(pass.output[r] + c)));

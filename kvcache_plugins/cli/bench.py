@@ -1,0 +1,121 @@
+"""`kvcache-plugins bench`: the speed of attention over packed codes, and of `generate()`, against dense."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..evaluation.speed_options import DTYPES, AttentionOptions, GenerationOptions
+from ..models.presets import PRESETS
+from .options import add_cache_config_option, merge_options
+
+__all__ = ["add_parser", "run"]
+
+_NOT_MEASURED = ("command", "benchmark", "run", "config", "output", "no_plots")
+"""What the command line knows and the benchmark need not."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure the speed of caches",
+        description="Measure the speed of caches against dense ones in the same run.",
+    )
+    kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="attention|generate")
+    # An option that is not given stays out of the namespace, so that a file of options may set it.
+    attention = kinds.add_parser(
+        "attention",
+        argument_default=argparse.SUPPRESS,
+        help="one decode step of one layer",
+        description="Time one decode step of one layer (append, encode, attend) against dense attention.",
+    )
+    attention.add_argument("--preset", help=f"one of {', '.join(sorted(PRESETS))} (default: llama3-8b)")
+    _add_common(attention, "int8, int4, kivi 4- and 2-bit (also block rope), float8", "4096 32768")
+    attention.add_argument("--repeats", type=int, metavar="N", help="timed rounds (default: 30)")
+    attention.add_argument("--warm_up", type=int, metavar="N", help="rounds before them (default: 3)")
+    generate = kinds.add_parser(
+        "generate",
+        argument_default=argparse.SUPPRESS,
+        help="prefill, time per token and memory of generate()",
+        description="Measure generate() with every cache, each in a fresh process. Without --model: a random "
+        "Llama of 50 million parameters.",
+    )
+    _add_common(generate, "int8, int4, kivi 4- and 2-bit, float8, and transformers' own", "4096")
+    generate.add_argument("--max_new_tokens", type=int, metavar="N", help="default: 64")
+    generate.add_argument("--repeats", type=int, metavar="N", help="processes per point (default: 1)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table, and write `results.json` and a picture."""
+    given = {name: value for name, value in vars(args).items() if name not in _NOT_MEASURED}
+    merged = merge_options(given, getattr(args, "config", None))
+    output = Path(getattr(args, "output", "."))
+    kind: Any = AttentionOptions if args.benchmark == "attention" else GenerationOptions
+    options = kind.from_dict(merged)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
+
+    from ..evaluation import speed_plots
+
+    if not hasattr(args, "no_plots"):
+        speed_plots.check_plotting()  # before the measurement, not after it
+    document = _measure(args.benchmark, options)
+    _show(args.benchmark, document, output, plots=not hasattr(args, "no_plots"))
+    return 0
+
+
+def _add_common(parser: argparse.ArgumentParser, caches: str, lengths: str) -> None:
+    parser.add_argument("--config", metavar="FILE.yaml", help="options of this command, by name")
+    parser.add_argument("--model", metavar="PATH_OR_HUB_ID")
+    add_cache_config_option(parser, caches)
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="N", help=f"tokens (default: {lengths})")
+    parser.add_argument("--batch_sizes", nargs="+", type=int, metavar="B", help="rows (default: 1)")
+    parser.add_argument("--dtype", help=f"one of {', '.join(DTYPES)} (default: bf16)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    parser.add_argument("--output", metavar="DIR", help="default: current directory")
+    parser.add_argument("--no_plots", action="store_true", help="draw no picture")
+
+
+def _measure(benchmark: str, options: Any) -> dict[str, Any]:
+    import transformers
+
+    from ..evaluation.progress import progress_bar
+
+    transformers.logging.set_verbosity_error()
+    points = len(options.lengths) * len(options.batch_sizes)
+    caches = len(options.cache_configs)
+    if benchmark == "attention":
+        from ..evaluation.attention_speed import measure_attention
+
+        with progress_bar(points * (caches - 1 + options.repeats + options.warm_up)) as progress:
+            return measure_attention(options, progress)
+    from ..evaluation.generation_speed import measure_generation
+
+    with progress_bar(points * caches * options.repeats) as progress:
+        return measure_generation(options, progress)
+
+
+def _show(benchmark: str, document: dict[str, Any], output: Path, *, plots: bool) -> None:
+    from rich.console import Console
+
+    from ..evaluation import speed_plots, speed_tables
+    from ..evaluation.results import write_results
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a file has no width of its own
+    is_attention = benchmark == "attention"
+    console.print((speed_tables.attention_table if is_attention else speed_tables.generation_table)(document))
+    lines: Sequence[str] = speed_tables.footnotes(document)
+    path = write_results(output, document)
+    lines = [*lines, f"numbers: {path}"]
+    if plots:
+        picture = output / f"{benchmark}.png"
+        (speed_plots.plot_attention if is_attention else speed_plots.plot_generation)(document, picture)
+        lines.append(f"picture: {picture}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

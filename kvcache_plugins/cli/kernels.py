@@ -1,0 +1,42 @@
+"""`kvcache-plugins kernels`: state of the native kernels, and building them ahead of their first use."""
+
+from __future__ import annotations
+
+import argparse
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser(
+        "kernels",
+        help="build the native kernels, or say what became of them",
+        description="Native kernels are built at first use. See to it earlier, or look at what there is.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("status", help="print the state; nothing is built")
+    build = actions.add_parser("build", help="build what is not built yet")
+    build.add_argument("--force", action="store_true", help="even if there is an intact build")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build if asked to, then print the state."""
+    from ..kernels import loader
+
+    if args.action == "build":
+        loader.build(force=args.force)
+    status = loader.status()
+    rows = {
+        "state": status.state,
+        "library": status.path,
+        "cache directory": status.cache_directory,
+        "compiler": status.compiler or "none found",
+        "instruction set": status.instruction_set,
+        "reason": status.reason,
+    }
+    for name, value in rows.items():
+        if value is not None:
+            print(f"{name + ':':<17}{value}")
+    return 0

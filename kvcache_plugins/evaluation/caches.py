@@ -1,0 +1,91 @@
+"""Caches of every origin under one roof: ours, the dense one, and transformers' own quantized ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import QuantizedCache
+from transformers.cache_utils import Cache, DynamicCache
+
+from ..cache import KVCache, build_cache
+from ..models.facts import decoder_config, split_model_or_config
+from ..registry import TRANSFORMERS_BACKENDS
+
+__all__ = ["cache_bytes", "new_cache", "why_unavailable"]
+
+
+def new_cache(
+    model_or_config: Any, cache_config: Mapping[str, Any], *, max_cache_length: int | None = None
+) -> Cache:
+    """Build an empty cache, ours or one of transformers' own.
+
+    Args:
+        model_or_config (`PreTrainedModel | PreTrainedConfig`): What the cache is for.
+        cache_config (`Mapping`): `"backend"` in lower case and its options; `"dense"` is the ordinary cache.
+        max_cache_length (`int`, *optional*): Tokens the cache will hold in the end; for ours.
+
+    Raises:
+        ValueError: On a wrong option.
+        ImportError: If a cache of transformers' needs a package that is not installed.
+    """
+    options = dict(cache_config)
+    if cache_config["backend"] not in (*TRANSFORMERS_BACKENDS, "dense"):
+        return build_cache(model_or_config, options, max_cache_length=max_cache_length)
+    backend = options.pop("backend")
+    config = decoder_config(split_model_or_config(model_or_config)[1])
+    return DynamicCache(config=config) if backend == "dense" else QuantizedCache(backend, config, **options)
+
+
+def why_unavailable(model_config: Any, cache_config: Mapping[str, Any]) -> str | None:
+    """Build the cache once without a model: a wrong option raises, a missing package is returned."""
+    try:
+        new_cache(model_config, cache_config)
+    except ImportError:
+        return "not installed"
+    except ValueError as error:
+        if "Unknown quantization backend" in str(error):  # fp8 came with a later transformers
+            return f"not in transformers {transformers.__version__}"
+        raise
+    return None
+
+
+def cache_bytes(cache: Any) -> int:
+    """Return the bytes of every tensor a cache, or one layer of it, keeps alive.
+
+    For our caches that is `kv_bytes()`. For any other it is the sum over the storages of all tensors
+    reachable from its layers: attributes, containers, and the inner tensors of wrapper subclasses such as
+    quanto's, whose own storage is a fiction of the full size. A storage shared by several tensors counts
+    once, and whole.
+    """
+    if isinstance(cache, KVCache):
+        return cache.kv_bytes()
+    storages: dict[int, int] = {}
+    for tensor in _reachable_tensors(cache.layers if isinstance(cache, Cache) else cache, set()):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _reachable_tensors(owner: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors inside an object, looking into containers, layers and tensor wrappers."""
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
+    if isinstance(owner, torch.Tensor):
+        flatten = getattr(owner, "__tensor_flatten__", None)  # what a wrapper subclass consists of
+        if flatten is None:
+            yield owner
+        else:
+            for name in flatten()[0]:
+                yield from _reachable_tensors(getattr(owner, name), seen)
+    elif isinstance(owner, dict):
+        for value in owner.values():
+            yield from _reachable_tensors(value, seen)
+    elif isinstance(owner, (list, tuple)):
+        for value in owner:
+            yield from _reachable_tensors(value, seen)
+    elif type(owner).__module__.startswith("transformers.cache_utils"):
+        yield from _reachable_tensors(vars(owner), seen)

@@ -1,0 +1,165 @@
+"""Options of the two speed benchmarks, checked when they are made. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ..models.presets import PRESETS
+from ..registry import suggest
+from .labels import dense_first
+
+__all__ = ["DTYPES", "AttentionOptions", "GenerationOptions", "SpeedOptions"]
+
+DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+}
+"""Accepted names of dtypes, and torch's."""
+
+_OURS: tuple[dict[str, Any], ...] = (
+    {"backend": "int8"},
+    {"backend": "int4"},
+    {"backend": "kivi", "nbits": 4},
+    {"backend": "kivi", "nbits": 2},
+    {"backend": "float8"},
+)
+_BLOCK_ROPE: tuple[dict[str, Any], ...] = (
+    {"backend": "kivi", "nbits": 4, "rope_mode": "block"},
+    {"backend": "kivi", "nbits": 2, "rope_mode": "block"},
+)
+_TRANSFORMERS: tuple[dict[str, Any], ...] = (
+    {"backend": "fp8"},
+    {"backend": "quanto", "nbits": 4},
+    # transformers' default axis is quanto's; its documentation recommends axis 1 for hqq
+    {"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedOptions:
+    """What both benchmarks are told.
+
+    Args:
+        cache_config (`Sequence[dict]`): The caches to measure, beside the dense one.
+        lengths (`Sequence[int]`): Tokens in the cache.
+        batch_sizes (`Sequence[int]`): Rows.
+        dtype (`str`): Of the model and its states, one of `DTYPES`.
+        threads (`int`, *optional*): CPU threads; torch's choice by default.
+        model (`str`, *optional*): Path or hub id of a model.
+    """
+
+    cache_config: Sequence[dict[str, Any]]
+    lengths: Sequence[int]
+    batch_sizes: Sequence[int] = (1,)
+    dtype: str = "bf16"
+    threads: int | None = None
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts("lengths", self.lengths)
+        _check_counts("batch_sizes", self.batch_sizes)
+        _check_choice("dtype", self.dtype, DTYPES)
+        if self.threads is not None:
+            _check_count("threads", self.threads)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Any:
+        """Build from plain values, as they come from a YAML file or the command line.
+
+        Raises:
+            ValueError: On an unknown option or a wrong value; the message names the allowed ones.
+        """
+        known = {option.name for option in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise ValueError(
+                    f"Unknown option {name!r}.{suggest(name, known)} Allowed are {sorted(known)}."
+                )
+        return cls(**options)
+
+    @property
+    def cache_configs(self) -> list[dict[str, Any]]:
+        """The caches to measure, the dense one first."""
+        return dense_first(self.cache_config)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the merged options for the result file."""
+        settings = asdict(self)
+        del settings["cache_config"]  # every result carries its own
+        return settings | {"dtype": DTYPES[self.dtype]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions(SpeedOptions):
+    """Options of `bench attention`.
+
+    Args:
+        preset (`str`, *optional*): Whose attention layer; a name of `models.presets.PRESETS`. Llama 3 8B by
+            default, unless a `model` is named.
+        repeats (`int`): Timed rounds.
+        warm_up (`int`): Rounds before them.
+    """
+
+    cache_config: Sequence[dict[str, Any]] = field(default=(*_OURS, *_BLOCK_ROPE))
+    lengths: Sequence[int] = (4096, 32768)
+    preset: str | None = None
+    repeats: int = 30
+    warm_up: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("repeats", self.repeats)
+        _check_count("warm_up", self.warm_up, least=0)
+        if self.preset is not None and self.model is not None:
+            raise ValueError(
+                f"--preset and --model exclude each other, got {self.preset!r} and {self.model!r}."
+            )
+        if self.preset is None and self.model is None:
+            object.__setattr__(self, "preset", "llama3-8b")
+        if self.preset is not None:
+            _check_choice("preset", self.preset, PRESETS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions(SpeedOptions):
+    """Options of `bench generate`.
+
+    Args:
+        max_new_tokens (`int`): Tokens to generate.
+        repeats (`int`): Processes per point, in rounds over all caches.
+    """
+
+    cache_config: Sequence[dict[str, Any]] = field(default=(*_OURS, *_TRANSFORMERS))
+    lengths: Sequence[int] = (4096,)
+    max_new_tokens: int = 64
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("max_new_tokens", self.max_new_tokens, least=8)
+        _check_count("repeats", self.repeats)
+
+
+def _check_count(name: str, value: Any, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"--{name} must be an integer >= {least}, got {value!r}.")
+
+
+def _check_counts(name: str, values: Any) -> None:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
+        raise ValueError(f"--{name} must be one or more integers >= 1, got {values!r}.")
+    for value in values:
+        _check_count(name, value)
+
+
+def _check_choice(name: str, value: Any, allowed: Mapping[str, Any]) -> None:
+    if value not in allowed:
+        raise ValueError(
+            f"--{name} must be one of {sorted(allowed)}, got {value!r}.{suggest(value, allowed)}"
+        )

@@ -1,0 +1,153 @@
+"""The results of the speed benchmarks as pictures. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from .labels import DENSE
+
+__all__ = ["check_plotting", "plot_attention", "plot_generation"]
+
+_GREYS = ("#222222", "#777777", "#aaaaaa")
+_DASHES = ("-", "--", ":")
+
+
+def check_plotting() -> None:
+    """Make sure that pictures can be drawn.
+
+    Raises:
+        ValueError: If matplotlib is not installed; the message names the extra.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "Pictures need matplotlib, which is not installed: pip install 'kvcache-plugins[plots]', "
+            "or leave them out with --no_plots."
+        )
+
+
+def plot_attention(document: dict[str, Any], path: Path) -> None:
+    """Draw, for every batch size, the time against the length and the ratio to the best dense way.
+
+    Args:
+        document (`dict`): Of `measure_attention`.
+        path (`Path`): Where the PNG goes.
+    """
+    plt = _pyplot()
+    results, settings = document["results"], document["settings"]
+    batch_sizes = list(dict.fromkeys(row["batch_size"] for row in results))
+    figure, grid = plt.subplots(
+        len(batch_sizes), 2, figsize=(14, 5.2 * len(batch_sizes)), layout="constrained", squeeze=False
+    )
+    for (times, ratios), batch_size in zip(grid, batch_sizes, strict=True):
+        rows = [row for row in results if row["batch_size"] == batch_size]
+        dense = [row for row in rows if row["cache_config"] == DENSE]
+        lengths = [row["length"] for row in dense]
+        for name, colour, dash in zip(dense[0]["baseline_ms"], _GREYS, _DASHES, strict=True):
+            heights = [row["baseline_ms"][name] for row in dense]
+            times.plot(lengths, heights, dash, color=colour, marker="s", markersize=4, label=f"dense {name}")
+        labels = _labels(rows)
+        for index, label in enumerate(labels):
+            own = [row for row in rows if row["label"] == label]
+            x, y = [row["length"] for row in own], [row["median_ms"] for row in own]
+            times.plot(x, y, color=f"C{index}", marker="o", markersize=4, label=label)
+            low, high = [row["p20_ms"] for row in own], [row["p80_ms"] for row in own]
+            times.fill_between(x, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
+        times.set_xscale("log", base=2)
+        times.set_yscale("log")
+        times.set_xticks(sorted(set(lengths)), [str(length) for length in sorted(set(lengths))])
+        times.minorticks_off()
+        times.set_xlabel("tokens held")
+        times.set_ylabel("milliseconds (median, band: p20 to p80)")
+        times.set_title(f"One decode step of one layer, batch of {batch_size}")
+        times.legend(frameon=False, fontsize=8)
+        _bars(ratios, rows, labels, "ratio_to_best_dense")
+        ratios.set_xlabel("time, of the fastest dense way (lower is better)")
+        ratios.set_title(f"Against dense, batch of {batch_size}")
+    place = document["environment"]
+    figure.suptitle(
+        f"{settings['model'] or settings['preset']}, {settings['dtype']}: "
+        f"{place['device']}, {place['threads']} thread{'' if place['threads'] == 1 else 's'}"
+    )
+    _save(figure, grid.flat, path)
+
+
+def plot_generation(document: dict[str, Any], path: Path) -> None:
+    """Draw the time per token, the time to the first token and the peak memory of every cache.
+
+    Args:
+        document (`dict`): Of `measure_generation`.
+        path (`Path`): Where the PNG goes.
+    """
+    plt = _pyplot()
+    results, settings = document["results"], document["settings"]
+    batch_sizes = list(dict.fromkeys(row["batch_size"] for row in results))
+    panels = (
+        ("ms_per_token", "milliseconds per token (median)", "Decoding", True),
+        ("prefill_ratio_to_dense", "time to the first token, of dense", "Prefill", False),
+        ("memory_fraction", "bytes, of dense", "Cache", False),
+    )
+    figure, grid = plt.subplots(
+        len(batch_sizes), 3, figsize=(18, 5.2 * len(batch_sizes)), layout="constrained", squeeze=False
+    )
+    for line, batch_size in zip(grid, batch_sizes, strict=True):
+        rows = [row for row in results if row["batch_size"] == batch_size]
+        for axes, (metric, description, title, is_logarithmic) in zip(line, panels, strict=True):
+            _bars(axes, rows, ["dense", *_labels(rows)], metric)
+            if is_logarithmic:
+                axes.set_xscale("log")
+            axes.set_xlabel(description)
+            axes.set_title(f"{title}, batch of {batch_size}")
+    figure.suptitle(
+        f"{settings['model'] or 'random Llama'} of {settings['parameters'] / 1e6:.0f}M parameters, "
+        f"{settings['dtype']}: {document['environment']['device']}"
+    )
+    _save(figure, grid.flat, path)
+
+
+def _bars(axes: Any, rows: list[dict[str, Any]], labels: list[str], metric: str) -> None:
+    """Draw one group of horizontal bars per label, one bar per length."""
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    height = 0.8 / len(lengths)
+    for index, length in enumerate(lengths):
+        found = {row["label"]: row[metric] for row in rows if row["length"] == length}
+        places = [place for place, label in enumerate(labels) if label in found]
+        bars = axes.barh(
+            [place + (index - (len(lengths) - 1) / 2) * height for place in places],
+            [found[labels[place]] for place in places],
+            height=0.9 * height,
+            color=f"C{index}",
+            label=f"{length} tokens",
+        )
+        axes.bar_label(bars, fmt="%.2f" if "ms" not in metric else "%.1f", padding=3, fontsize=8)
+    if "ms" not in metric:
+        axes.axvline(1, color=_GREYS[1], linestyle=":", linewidth=1)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _labels(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(row["label"] for row in rows if row["cache_config"] != DENSE))
+
+
+def _pyplot() -> Any:
+    check_plotting()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _save(figure: Any, grid: Any, path: Path) -> None:
+    for axes in grid:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    _pyplot().close(figure)

@@ -1,0 +1,203 @@
+// The keys or values as the op receives them, checked and turned into what the kernels read (binding.cpp).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "decode_attention.h"
+
+#define KVCACHE_CHECK(condition, what, name, expected, got) \
+  TORCH_CHECK_VALUE(condition, "Invalid ", what, " of ", name, ": expected ", expected, ", got ", got)
+
+namespace kvcache {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// The integers of a layout, in the order of `SideLayout` in ops.py.
+enum LayoutField {
+  kPackedLength,
+  kNbits,
+  kFormatField,
+  kHeadDim,
+  kGroupTokens,
+  kWidth,
+  kMetadataBytes,
+  kInterleaved,
+  kCodesOffset,
+  kScaleOffset,
+  kMinimumOffset,
+  kPeriod,
+  kRotaryDim,
+  kLayoutFields
+};
+
+struct Inputs {
+  const char* name;  // "key" or "value"
+  std::vector<at::Tensor> segments;
+  OptionalTensor static_scale, factors, cos, sin, sinks;
+  Side side;  // what all rows and heads share
+};
+
+int32_t dtype_of(const at::Tensor& tensor, const std::string& name) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return kFloat32;
+    case at::kBFloat16:
+      return kBFloat16;
+    case at::kHalf:
+      return kFloat16;
+    default:
+      KVCACHE_CHECK(false, "dtype", name, "float32, bfloat16 or float16", tensor.scalar_type());
+  }
+}
+
+void check_tensor(const at::Tensor& tensor, const std::string& name, at::IntArrayRef shape) {
+  KVCACHE_CHECK(tensor.device().is_cpu(), "device", name, "cpu", tensor.device());
+  KVCACHE_CHECK(tensor.sizes() == shape, "shape", name, shape, tensor.sizes());
+  KVCACHE_CHECK(tensor.numel() == 0 || shape.empty() || tensor.size(-1) == 1 || tensor.stride(-1) == 1,
+                "stride of the last dimension", name, 1, tensor.stride(-1));
+}
+
+// Checks an fp32 extra and makes it contiguous; `name` is a suffix such as "factors".
+void check_extra(const Inputs& inputs, OptionalTensor& tensor, const char* suffix, at::IntArrayRef shape) {
+  if (!tensor.has_value()) return;
+  const std::string name = std::string(inputs.name) + "_" + suffix;
+  check_tensor(*tensor, name, shape);
+  KVCACHE_CHECK(tensor->scalar_type() == at::kFloat, "dtype", name, "float32", tensor->scalar_type());
+  tensor = tensor->contiguous();
+}
+
+Inputs describe(const char* name, const at::Tensor& records, at::TensorList segments,
+                const c10::List<OptionalTensor>& extras, at::IntArrayRef layout, const at::Tensor& query) {
+  KVCACHE_CHECK(layout.size() == kLayoutFields, "length", std::string(name) + "_layout", int{kLayoutFields},
+                layout.size());
+  KVCACHE_CHECK(extras.size() == 5, "length", std::string(name) + "_extras", 5, extras.size());
+  Inputs inputs{name,          segments.vec(), extras.get(0), extras.get(1),
+                extras.get(2), extras.get(3),  extras.get(4), {}};
+  Side& side = inputs.side;
+  side.packed_length = layout[kPackedLength];
+  side.nbits = static_cast<int32_t>(layout[kNbits]);
+  side.format = static_cast<int32_t>(layout[kFormatField]);
+  side.head_dim = static_cast<int32_t>(layout[kHeadDim]);
+  side.padded_dim = (side.head_dim + 15) / 16 * 16;
+  side.group_tokens = static_cast<int32_t>(layout[kGroupTokens]);
+  side.width = static_cast<int32_t>(layout[kWidth]);
+  side.metadata_bytes = static_cast<int32_t>(layout[kMetadataBytes]);
+  side.interleaved = static_cast<int32_t>(layout[kInterleaved]);
+  side.codes_offset = layout[kCodesOffset];
+  side.scale_offset = layout[kScaleOffset];
+  side.minimum_offset = layout[kMinimumOffset];
+  side.period = static_cast<int32_t>(layout[kPeriod]);
+  side.rotary_dim = static_cast<int32_t>(layout[kRotaryDim]);
+  side.record_bytes = records.size(3);
+
+  const std::string layout_name = std::string(name) + "_layout";
+  const int64_t batch = records.size(0), heads = records.size(1), dim = side.head_dim;
+  KVCACHE_CHECK(dim >= 1 && dim <= kMaxHeadDim, "head_dim", layout_name, "1 to 256", dim);
+  KVCACHE_CHECK(side.format == kAffine
+                    ? side.nbits == 2 || side.nbits == 3 || side.nbits == 4 || side.nbits == 8
+                    : side.nbits == 8 && side.format >= kAffine && side.format <= kE5M2,
+                "nbits and format", layout_name, "2, 3, 4 or 8 for format 0, 8 for formats 1 to 3",
+                std::to_string(side.nbits) + " and " + std::to_string(side.format));
+  KVCACHE_CHECK(
+      side.group_tokens >= 1 && side.group_tokens <= kBlockTokens && kBlockTokens % side.group_tokens == 0,
+      "group_tokens", layout_name, "a divisor of 64", side.group_tokens);
+  KVCACHE_CHECK(side.width >= 1 && dim % side.width == 0, "width", layout_name, "a divisor of head_dim",
+                side.width);
+  KVCACHE_CHECK(side.metadata_bytes == 2 || side.metadata_bytes == 4, "metadata_bytes", layout_name, "2 or 4",
+                side.metadata_bytes);
+  const int64_t entries = kBlockTokens / side.group_tokens * side.width;
+  KVCACHE_CHECK(entries <= kMaxMetadata, "metadata entries", layout_name, "at most 4096", entries);
+  const int64_t blocks = (side.packed_length + kBlockTokens - 1) / kBlockTokens;
+  KVCACHE_CHECK(side.packed_length >= 0 && blocks <= records.size(2), "packed_length", layout_name,
+                "at most the tokens of the records", side.packed_length);
+  const int64_t code_bytes = kBlockTokens * side.padded_dim * side.nbits / 8;
+  const int64_t row_bytes = entries * side.metadata_bytes;
+  for (const auto& [offset, size] : {std::pair{side.codes_offset, code_bytes},
+                                     std::pair{std::max<int64_t>(side.scale_offset, 0), row_bytes},
+                                     std::pair{std::max<int64_t>(side.minimum_offset, 0), row_bytes}}) {
+    KVCACHE_CHECK(offset >= 0 && (blocks == 0 || offset + size <= side.record_bytes), "field offset",
+                  layout_name, "a field inside the record", offset);
+  }
+  KVCACHE_CHECK(side.scale_offset >= 0 || inputs.static_scale.has_value() || blocks == 0, "scale",
+                layout_name, "an offset or a static scale", "neither");
+  KVCACHE_CHECK(inputs.cos.has_value() == inputs.sin.has_value(), "rotation", layout_name, "both cos and sin",
+                "one");
+  KVCACHE_CHECK(!inputs.cos.has_value() || !inputs.factors.has_value(), "extras", std::string(name),
+                "factors or a rotation", "both");
+  if (inputs.cos.has_value()) {
+    KVCACHE_CHECK(
+        side.period >= 1 && side.rotary_dim >= 0 && side.rotary_dim % 2 == 0 && side.rotary_dim <= dim,
+        "rotary_dim", layout_name, "an even number up to head_dim and a period", side.rotary_dim);
+  }
+  check_extra(inputs, inputs.static_scale, "static_scale", {heads});
+  check_extra(inputs, inputs.factors, "factors", {batch, heads, dim});
+  check_extra(inputs, inputs.cos, "cos", {side.period, side.rotary_dim / 2});
+  check_extra(inputs, inputs.sin, "sin", {side.period, side.rotary_dim / 2});
+  side.cos = inputs.cos.has_value() ? inputs.cos->const_data_ptr<float>() : nullptr;
+  side.sin = inputs.sin.has_value() ? inputs.sin->const_data_ptr<float>() : nullptr;
+
+  KVCACHE_CHECK(inputs.segments.size() <= 3, "length", std::string(name) + "_segments", "at most 3",
+                inputs.segments.size());
+  side.dtype = inputs.segments.empty() ? dtype_of(query, "query") : dtype_of(inputs.segments[0], name);
+  for (const at::Tensor& segment : inputs.segments) {
+    const std::string segment_name = std::string(name) + "_segments";
+    KVCACHE_CHECK(segment.dim() == 4, "rank", segment_name, 4, segment.dim());
+    check_tensor(segment, segment_name, {batch, heads, segment.size(2), dim});
+    KVCACHE_CHECK(dtype_of(segment, segment_name) == side.dtype, "dtype", segment_name,
+                  inputs.segments[0].dtype(), segment.dtype());
+  }
+  if (inputs.sinks.has_value()) {
+    const std::string sinks_name = std::string(name) + "_sinks";
+    KVCACHE_CHECK(inputs.sinks->dim() == 4, "rank", sinks_name, 4, inputs.sinks->dim());
+    check_tensor(*inputs.sinks, sinks_name, {batch, heads, inputs.sinks->size(2), dim});
+    KVCACHE_CHECK(dtype_of(*inputs.sinks, sinks_name) == side.dtype, "dtype", sinks_name,
+                  "that of the segments", inputs.sinks->scalar_type());
+    inputs.sinks = inputs.sinks->contiguous();
+    side.sink_length = inputs.sinks->size(2);
+  }
+  return inputs;
+}
+
+int64_t length_of(const Inputs& inputs) {
+  int64_t length = inputs.side.packed_length;
+  for (const at::Tensor& segment : inputs.segments) length += segment.size(2);
+  return length;
+}
+
+// The side of one row and head.
+Side side_of(const Inputs& inputs, const at::Tensor& records, int64_t row, int64_t head,
+             const int64_t* sink_start) {
+  Side side = inputs.side;
+  side.records = static_cast<const uint8_t*>(records.const_data_ptr()) + row * records.stride(0) +
+                 head * records.stride(1);
+  if (inputs.static_scale.has_value()) side.static_scale = inputs.static_scale->const_data_ptr<float>()[head];
+  const int64_t index = row * records.size(1) + head;
+  if (inputs.factors.has_value()) {
+    side.factors = inputs.factors->const_data_ptr<float>() + index * side.head_dim;
+  }
+  if (inputs.sinks.has_value()) {
+    side.sinks = static_cast<const char*>(inputs.sinks->const_data_ptr()) +
+                 index * side.sink_length * side.head_dim * inputs.sinks->element_size();
+    side.sink_start = sink_start != nullptr ? sink_start[row] : 0;
+  }
+  int64_t start = side.packed_length;
+  for (const at::Tensor& segment : inputs.segments) {
+    const char* data = static_cast<const char*>(segment.const_data_ptr()) +
+                       (row * segment.stride(0) + head * segment.stride(1)) * segment.element_size();
+    if (segment.size(2) > 0)
+      side.segments[side.num_segments++] = {data, start, segment.size(2), segment.stride(2)};
+    start += segment.size(2);
+  }
+  return side;
+}
+
+}  // namespace
+}  // namespace kvcache

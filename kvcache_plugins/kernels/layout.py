@@ -1,0 +1,109 @@
+"""How a kernel finds the keys or values of a layer: plain integers and tensors, no notion of a cache."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from ..quantizers.packing import BLOCK_TOKENS
+
+__all__ = ["FORMATS", "MAX_HEAD_DIM", "MAX_METADATA", "Side", "SideLayout"]
+
+FORMATS = {"affine": 0, "symmetric": 1, "e4m3": 2, "e5m2": 3}
+"""Meaning of a code; the numbers of `Format` in `csrc/cpu/decode_attention.h`."""
+MAX_HEAD_DIM = 256
+MAX_METADATA = 4096
+"""Scales in a record, per side."""
+
+
+@dataclass(frozen=True)
+class SideLayout:
+    """Where the codes and metadata of the keys (or values) lie in a record, and what they mean.
+
+    The op takes it as a list of integers in the order of the fields.
+
+    Args:
+        packed_length (`int`): Slots `[0, packed_length)` are read from codes.
+        nbits (`int`): Bits per code.
+        format (`int`): One of `FORMATS`.
+        head_dim (`int`): Channels.
+        group_tokens (`int`): Tokens that share a row of metadata, 1 to 64.
+        width (`int`): Metadata entries in a row.
+        metadata_bytes (`int`): 2 for fp16, 4 for fp32.
+        interleaved (`int`): 1 if rotary pairs are neighbours.
+        codes_offset (`int`), scale_offset (`int`), minimum_offset (`int`): Bytes from the start of a record;
+            -1 where there is no such field.
+        period (`int`), rotary_dim (`int`): Rows and twice the columns of the rotation tables; 0 without.
+    """
+
+    packed_length: int
+    nbits: int
+    format: int
+    head_dim: int
+    group_tokens: int
+    width: int
+    metadata_bytes: int
+    interleaved: int
+    codes_offset: int
+    scale_offset: int = -1
+    minimum_offset: int = -1
+    period: int = 0
+    rotary_dim: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Metadata rows in a record."""
+        return BLOCK_TOKENS // self.group_tokens
+
+    def integers(self) -> list[int]:
+        """The fields in order, as the op takes them."""
+        return list(astuple(self))
+
+
+@dataclass(frozen=True)
+class Side:
+    """The keys or values a kernel reads: the packed tokens, then exact segments.
+
+    Args:
+        layout (`SideLayout`): Codes and metadata inside the records.
+        segments (`list[torch.Tensor]`): Exact tokens `(B, H, n, D)` that follow the packed ones, in order.
+        static_scale (`torch.Tensor` of shape `(H,)`, *optional*): fp32 scale instead of a stored one.
+        factors (`torch.Tensor` of shape `(B, H, D)`, *optional*): fp32, multiply what was decoded.
+        cos (`torch.Tensor` of shape `(period, rotary_dim / 2)`, *optional*), sin: fp32 rotation that packed
+            keys of slot `t` still need, row `t % period`.
+        sinks (`torch.Tensor` of shape `(B, H, n, D)`, *optional*): Exact tokens in place of packed ones.
+    """
+
+    layout: SideLayout
+    segments: list[Tensor]
+    static_scale: Tensor | None = None
+    factors: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def extras(self) -> list[Tensor | None]:
+        """The optional tensors, in the order in which the op takes them."""
+        return [self.static_scale, self.factors, self.cos, self.sin, self.sinks]
+
+    @property
+    def length(self) -> int:
+        """Tokens in all."""
+        return self.layout.packed_length + sum(segment.shape[2] for segment in self.segments)
+
+    @classmethod
+    def from_op(cls, layout: list[int], segments: list[Tensor], extras: list[Tensor | None]) -> Side:
+        """Inverse of `layout.integers()`, `segments` and `extras`."""
+        return cls(SideLayout(*layout), list(segments), *extras)
+
+    def contiguous_rows(self) -> list[Tensor]:
+        """The segments with their channels next to each other, as kernels read them."""
+        return [s if s.stride(3) == 1 or s.shape[3] == 1 else s.contiguous() for s in self.segments]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Dtypes of the exact tokens."""
+        return {t.dtype for t in (*self.segments, self.sinks) if t is not None}

@@ -1,0 +1,49 @@
+"""Shapes of well-known models, so that a prediction or a benchmark needs neither weights nor a download."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+__all__ = ["PRESETS", "preset_config"]
+
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2-7b": (
+        "llama",
+        {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32},
+    ),
+    "llama3-8b": (
+        "llama",
+        {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+    ),
+    "mistral-7b": (
+        "mistral",
+        {
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "sliding_window": None,
+        },
+    ),
+    "qwen2.5-7b": (
+        "qwen2",
+        {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+    ),
+    "tiny": (
+        "llama",
+        {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2},
+    ),
+}
+"""Model type, then the fields of its configuration that decide the shape of a cache."""
+
+
+def preset_config(name: str) -> PreTrainedConfig:
+    """Build the configuration of a preset, in bfloat16."""
+    from transformers import AutoConfig
+
+    model_type, fields = PRESETS[name]
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields, dtype="bfloat16")
+    return config

@@ -1,0 +1,247 @@
+// Runs the decode kernels on random tasks whose buffers are exactly as large as they may read, for the
+// address and undefined-behaviour sanitizers. Unused metadata is NaN. Every kernel must agree with the
+// portable one.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "decode_attention.h"
+
+using kvcache::Side;
+using kvcache::Task;
+
+namespace {
+
+std::mt19937 generator(7);
+
+int64_t draw(int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(generator);
+}
+
+template <typename T>
+T pick(std::initializer_list<T> choices) {
+  return choices.begin()[draw(0, static_cast<int64_t>(choices.size()) - 1)];
+}
+
+float real() { return std::uniform_real_distribution<float>(-1.0f, 1.0f)(generator); }
+
+// Buffers of exactly the size asked for: a vector may own more.
+struct Arena {
+  std::vector<std::unique_ptr<char[]>> buffers;
+
+  char* bytes(int64_t count) {
+    buffers.emplace_back(new char[count]);
+    for (int64_t i = 0; i < count; ++i) buffers.back()[i] = static_cast<char>(draw(0, 255));
+    return buffers.back().get();
+  }
+
+  float* floats(int64_t count) {
+    float* data = reinterpret_cast<float*>(bytes(count * 4));
+    for (int64_t i = 0; i < count; ++i) data[i] = real();
+    return data;
+  }
+
+  const void* exact(int64_t count, int32_t dtype) {
+    if (dtype == kvcache::kFloat32) return floats(count);
+    uint16_t* data = reinterpret_cast<uint16_t*>(bytes(count * 2));
+    for (int64_t i = 0; i < count; ++i) {
+      const float value = real();
+      uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      data[i] = dtype == kvcache::kBFloat16 ? bits >> 16 : (bits >> 16 & 0x8000) | draw(0x2000, 0x3c00);
+    }
+    return data;
+  }
+};
+
+void fill_metadata(uint8_t* field, const Side& side, int64_t used_tokens) {
+  for (int row = 0; row < 64 / side.group_tokens; ++row) {
+    const bool is_used = row * side.group_tokens < used_tokens;
+    for (int i = 0; i < side.width; ++i) {
+      const int64_t entry = row * side.width + i;
+      if (side.metadata_bytes == 4) {
+        const float value = is_used ? 0.1f * real() : NAN;
+        std::memcpy(field + 4 * entry, &value, 4);
+      } else {
+        const uint16_t value = is_used ? static_cast<uint16_t>(draw(0x2000, 0x2e00)) : 0x7e00;
+        std::memcpy(field + 2 * entry, &value, 2);
+      }
+    }
+  }
+}
+
+Side make_side(Arena& arena, bool is_key, int32_t head_dim, int64_t length) {
+  Side side{};
+  side.head_dim = head_dim;
+  side.padded_dim = (head_dim + 15) / 16 * 16;
+  side.nbits = pick({2, 3, 4, 8});
+  side.format = side.nbits == 8 ? static_cast<int32_t>(draw(0, 3)) : 0;
+  const bool is_per_channel = is_key && draw(0, 1) == 1;
+  side.group_tokens = is_per_channel ? pick({16, 32, 64}) : pick({1, 1, 1, 64});
+  side.width = is_per_channel       ? head_dim
+               : head_dim % 16 == 0 ? pick({1, head_dim / 16})
+                                    : pick({1, head_dim / 8});
+  side.metadata_bytes = pick({2, 4});
+  side.interleaved = is_key ? static_cast<int32_t>(draw(0, 1)) : 0;
+  side.packed_length = draw(0, length) / side.group_tokens * side.group_tokens;
+  const bool is_static = side.format != kvcache::kAffine && draw(0, 3) == 0;
+  const int64_t code_bytes = 8 * side.padded_dim * side.nbits;
+  const int64_t metadata_bytes =
+      static_cast<int64_t>(64 / side.group_tokens) * side.width * side.metadata_bytes;
+  const int64_t align = (metadata_bytes + 3) / 4 * 4;
+  side.codes_offset = pick({0, 64});
+  int64_t offset = side.codes_offset + code_bytes;
+  side.scale_offset = is_static ? -1 : offset;
+  offset += is_static ? 0 : align;
+  side.minimum_offset = side.format == kvcache::kAffine ? offset : -1;
+  offset += side.minimum_offset >= 0 ? align : 0;
+  side.record_bytes = (offset + 63) / 64 * 64;
+  side.static_scale = 0.02f;
+  const int64_t blocks = (side.packed_length + 63) / 64;
+  char* records = arena.bytes(blocks * side.record_bytes);
+  side.records = reinterpret_cast<uint8_t*>(records);
+  for (int64_t block = 0; block < blocks; ++block) {
+    uint8_t* record = reinterpret_cast<uint8_t*>(records) + block * side.record_bytes;
+    for (const int64_t field : {side.scale_offset, side.minimum_offset}) {
+      if (field >= 0) fill_metadata(record + field, side, side.packed_length - 64 * block);
+    }
+    if (side.format == kvcache::kE4M3 || side.format == kvcache::kE5M2) {  // neither NaN nor infinity
+      for (int64_t i = 0; i < code_bytes; ++i) record[side.codes_offset + i] &= 0xbf;
+    }
+  }
+  if (draw(0, 3) == 0) {
+    side.factors = arena.floats(head_dim);
+  } else if (is_per_channel && draw(0, 1) == 1) {
+    side.period = pick({32, 64, 128});
+    side.rotary_dim = pick({head_dim / 2 / 2 * 2, head_dim / 2 * 2});
+    side.cos = arena.floats(side.period * side.rotary_dim / 2);
+    side.sin = arena.floats(side.period * side.rotary_dim / 2);
+  }
+  side.dtype = static_cast<int32_t>(draw(0, 2));
+  int64_t start = side.packed_length;
+  while (start < length) {
+    const int64_t count = side.num_segments == 2 ? length - start : draw(1, length - start);
+    const int64_t stride = head_dim + pick({0, 8});
+    side.segments[side.num_segments++] = {arena.exact((count - 1) * stride + head_dim, side.dtype), start,
+                                          count, stride};
+    start += count;
+  }
+  if (draw(0, 3) == 0) {
+    side.sink_length = draw(1, 5);
+    side.sink_start = draw(0, 70);
+    side.sinks = arena.exact(side.sink_length * head_dim, side.dtype);
+  }
+  return side;
+}
+
+Task make_task(Arena& arena) {
+  Task task{};
+  task.length = pick<int64_t>({1, 63, 64, 65, 200, 333});
+  task.query_length = static_cast<int32_t>(pick<int64_t>({1, 1, 3, 8}));
+  if (task.query_length > task.length) task.query_length = 1;
+  const int32_t group = pick({1, 2, 3, 4, 7, 8});
+  task.queries = group * task.query_length;
+  task.key = make_side(arena, true, pick({16, 40, 64, 80, 128, 192, 256}), task.length);
+  task.value = make_side(arena, false, pick({16, 40, 64, 80, 128, 192, 256}), task.length);
+  float* query = arena.floats(task.queries * task.key.head_dim);
+  for (int64_t i = 0; i < task.queries * task.key.head_dim; ++i) query[i] *= 0.2f;
+  task.query = query;
+  task.precise = 1;
+  const int64_t blocks = (task.length + 63) / 64;
+  task.begin = draw(0, blocks - 1) * 64;
+  task.end = std::min(task.length, draw(task.begin / 64 + 1, blocks) * 64);
+  task.is_causal = static_cast<int32_t>(draw(0, 1));
+  task.window = task.is_causal != 0 ? pick<int64_t>({0, 1, 50, 500}) : 0;
+  task.softcap = pick({0.0f, 0.0f, 5.0f});
+  if (draw(0, 2) == 0) task.alibi = arena.floats(group);
+  if (draw(0, 1) == 0) {
+    task.bias_row_stride = draw(0, 1) * task.length;
+    const int64_t count = task.bias_row_stride == 0 ? task.length : task.queries * task.length;
+    float* bias = arena.floats(count);
+    for (int64_t i = 0; i < count; ++i) bias[i] = draw(0, 2) == 0 ? -INFINITY : bias[i];
+    task.bias = bias;
+  }
+  return task;
+}
+
+std::vector<float> run(const Task& prototype, kvcache::Kernel kernel) {
+  Arena arena;
+  Task task = prototype;
+  task.maximum = arena.floats(task.queries);
+  task.sum = arena.floats(task.queries);
+  task.output = arena.floats(task.queries * task.value.head_dim);
+  kernel(task);
+  std::vector<float> result;
+  for (int r = 0; r < task.queries; ++r) {
+    const bool is_empty = std::isinf(task.maximum[r]);
+    result.push_back(is_empty ? -1e30f : task.maximum[r] + std::log(task.sum[r]));
+    for (int d = 0; d < task.value.head_dim; ++d) {
+      result.push_back(is_empty ? 0.0f : task.output[r * task.value.head_dim + d] / task.sum[r]);
+    }
+  }
+  return result;
+}
+
+// Root mean square of the difference over that of `a`, which counts as at least 0.1.
+double error(const std::vector<float>& a, const std::vector<float>& b) {
+  double difference = 0, size = 0.01 * static_cast<double>(a.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (!std::isfinite(a[i]) || !std::isfinite(b[i])) return INFINITY;
+    if (a[i] == b[i]) continue;
+    difference += std::pow(double{a[i]} - b[i], 2);
+    size += std::pow(double{a[i]}, 2);
+  }
+  return std::sqrt(difference / size);
+}
+
+struct Candidate {
+  const char* name;
+  kvcache::Kernel kernel;
+  int precise;
+  double bound;
+};
+
+std::vector<Candidate> candidates() {
+  std::vector<Candidate> all = {{"portable", kvcache::decode_attention_portable, 1, 0}};
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    all.push_back({"avx2", kvcache::decode_attention_avx2, 1, 1e-5});
+  }
+#if !defined(KVCACHE_NO_AVX512)
+  if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
+    all.push_back({"avx512, precise", kvcache::decode_attention_avx512, 1, 1e-5});
+    all.push_back({"avx512", kvcache::decode_attention_avx512, 0, 5e-2});
+  }
+#endif
+#endif
+  return all;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 300;
+  int failures = 0;
+  for (int round = 0; round < rounds; ++round) {
+    Arena arena;
+    Task task = make_task(arena);
+    const std::vector<float> expected = run(task, kvcache::decode_attention_portable);
+    for (const Candidate& candidate : candidates()) {
+      task.precise = candidate.precise;
+      const double difference = error(expected, run(task, candidate.kernel));
+      if (difference <= candidate.bound) continue;
+      ++failures;
+      std::printf(
+          "round %d: error %.2e of %s (keys: %d bits, format %d, D %d; values: %d bits, format %d, D %d)\n",
+          round, difference, candidate.name, task.key.nbits, task.key.format, task.key.head_dim,
+          task.value.nbits, task.value.format, task.value.head_dim);
+    }
+  }
+  std::printf("%d rounds, %d failures\n", rounds, failures);
+  return failures == 0 ? 0 : 1;
+}
