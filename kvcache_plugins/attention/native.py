@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..errors import KernelUnavailableError
 from ..kernels import loader
-from ..kernels.layout import FORMATS, MAX_HEAD_DIM, MAX_METADATA, Side, SideLayout
+from ..kernels.layout import MAX_HEAD_DIM, MAX_METADATA, Side, SideLayout
 from ..kernels.ops import decode_attention
-from ..layers.codec import AffineCodec, Codec, Float8Codec, RotatedCodec, ScaledCodec, SymmetricCodec
+from ..layers.codec import RotatedCodec, ScaledCodec, code_format_of
 from ..layers.handle import KVHandle
 from ..layers.stream import StreamView
 from ..models.rotary import Rotary
@@ -70,7 +70,7 @@ def describe(view: StreamView) -> Side | None:
         codec, factors = outer.inner, outer.factors
     elif type(outer) is RotatedCodec:
         codec, rotary, period = outer.inner, outer.rotary, outer.period
-    code_format = _format(codec)
+    code_format = code_format_of(codec)
     if code_format is None:
         return None
     records = stream.records
@@ -112,14 +112,6 @@ def describe(view: StreamView) -> Side | None:
         and side.dtypes <= {*_DTYPES}
     )
     return side if is_readable else None
-
-
-def _format(codec: Codec) -> int | None:
-    if type(codec) is AffineCodec and codec.nbits in (2, 3, 4, 8):
-        return FORMATS["affine"]
-    if type(codec) is SymmetricCodec:
-        return FORMATS["symmetric"]
-    return FORMATS[codec.format] if type(codec) is Float8Codec else None
 
 
 @lru_cache(maxsize=64)

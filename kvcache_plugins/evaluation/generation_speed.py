@@ -62,7 +62,7 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
     left_out = [entry["cache_config"] for entry in skipped]
     cache_configs = [c for c in options.cache_configs if c not in left_out]
     results: list[dict[str, Any]] = []
-    parameters = 0
+    first: dict[str, Any] = {}
     for length in options.lengths:
         for batch_size in options.batch_sizes:
             answers: dict[int, list[dict[str, Any]]] = {}
@@ -73,7 +73,8 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
                     job = _job(options, cache_config, length, batch_size)
                     try:
                         if index not in failed:
-                            answers.setdefault(index, []).append(_run(job))
+                            answer = _run(job)
+                            answers.setdefault(index, []).append(answer)
                     except WorkerError as error:
                         if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
                             raise
@@ -81,13 +82,15 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
                         reason = f"failed at {length} tokens: {error}"
                         skipped.append({"cache_config": cache_config, "reason": reason})
                     progress(f"{length} tokens", advance=1)
-            parameters = answers[0][0]["parameters"]
+            first = answers[0][0]
             results += _compare(
                 [_row(cache_configs[index], length, batch_size, found) for index, found in answers.items()],
                 8 * getattr(torch, DTYPES[options.dtype]).itemsize,
             )
-    settings = options.settings() | {"parameters": parameters}
-    return build_document("bench generate", results, settings=settings, skipped=skipped)
+    settings = options.settings() | {"parameters": first["parameters"]}
+    return build_document(
+        "bench generate", results, settings=settings, skipped=skipped, threads=first["threads"]
+    )
 
 
 def _job(

@@ -63,8 +63,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
             `batch_size`, `max_new_tokens` and `threads`.
 
     Returns:
-        `dict`: `prefill_ms`, `step_ms` (list), `kv_bytes`, `values` (numbers held, if known),
-        `memory_before_bytes`, `peak_memory_bytes`, `kernel`, `fallback_reads`, `parameters`, `new_tokens`.
+        `dict`: `prefill_ms`, `step_ms` (list), `kv_bytes`, `memory_before_bytes`, `peak_memory_bytes`,
+        `kernel`, `fallback_reads`, `threads`, `parameters`, `new_tokens`.
     """
     if job["threads"] is not None:
         torch.set_num_threads(job["threads"])
@@ -92,6 +92,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "peak_memory_bytes": resident_bytes("VmHWM"),
         "kernel": sorted(set(report.kernel)) if report else None,
         "fallback_reads": report.fallback_reads if report else None,
+        "threads": torch.get_num_threads(),
         "parameters": model.num_parameters(),
         "new_tokens": output.sequences.shape[1] - job["length"],
     }

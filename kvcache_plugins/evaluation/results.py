@@ -55,6 +55,7 @@ def build_document(
     settings: Mapping[str, Any],
     skipped: Iterable[Mapping[str, Any]] = (),
     device: torch.device | str = "cpu",
+    threads: int | None = None,
 ) -> dict[str, Any]:
     """Put results together with where they come from.
 
@@ -65,6 +66,7 @@ def build_document(
         settings (`Mapping`): The merged options of the run.
         skipped (`Iterable[Mapping]`): `{"cache_config", "reason"}` of what could not be measured.
         device (`torch.device | str`): Where it was measured.
+        threads (`int`, *optional*): CPU threads, if another process measured; by default those of this one.
 
     Raises:
         ValueError: If the results do not follow the schema.
@@ -75,7 +77,7 @@ def build_document(
         "settings": dict(settings),
         "results": [dict(result) for result in results],
         "skipped": [dict(entry) for entry in skipped],
-        "environment": environment(device),
+        "environment": environment(device, threads),
     }
     check_document(document)
     return document
@@ -144,8 +146,8 @@ def read_results(path: Path) -> dict[str, Any]:
     return document
 
 
-def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return what a reader needs to repeat a run on `device`."""
+def environment(device: torch.device | str = "cpu", threads: int | None = None) -> dict[str, Any]:
+    """Return what a reader needs to repeat a run on `device`, with so many CPU threads."""
     device = torch.device(device)
     cpu = cpu_name()
     versions = {"python": platform.python_version()}
@@ -163,7 +165,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "versions": versions,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "cpu": cpu,
-        "threads": torch.get_num_threads(),
+        "threads": torch.get_num_threads() if threads is None else threads,
         "commit": commit,
         "dirty": None if status is None else bool(status),
         "command": _command(),

@@ -61,7 +61,7 @@ def plot_attention(document: dict[str, Any], path: Path) -> None:
         times.set_xlabel("tokens held")
         times.set_ylabel("milliseconds (median, band: p20 to p80)")
         times.set_title(f"One decode step of one layer, batch of {batch_size}")
-        times.legend(frameon=False, fontsize=8)
+        times.legend(frameon=False, fontsize=8, loc="lower right")
         _bars(ratios, rows, labels, "ratio_to_best_dense")
         ratios.set_xlabel("time, of the fastest dense way (lower is better)")
         ratios.set_title(f"Against dense, batch of {batch_size}")
@@ -97,6 +97,7 @@ def plot_generation(document: dict[str, Any], path: Path) -> None:
             _bars(axes, rows, ["dense", *_labels(rows)], metric)
             if is_logarithmic:
                 axes.set_xscale("log")
+                axes.xaxis.set_minor_formatter("")  # values stand at the bars
             axes.set_xlabel(description)
             axes.set_title(f"{title}, batch of {batch_size}")
     figure.suptitle(

@@ -117,7 +117,7 @@ def _compile_all(compiler: Compiler, sources: Path, directory: Path) -> list[Pat
 
     def start(file: Path, macros: list[str]) -> _Run:
         output = directory / f"{file.stem}.o"
-        options = _binding_options() if file.name == _BINDING else []
+        options = _binding_options() if file.name.endswith(_BINDING) else []  # only these know torch
         command = [compiler.path, *FLAGS, *options, *macros, "-c", str(file), "-o", str(output)]
         return _start(command, directory / f"{file.stem}.log")
 

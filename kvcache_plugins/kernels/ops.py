@@ -12,7 +12,7 @@ from torch import Tensor
 from .decoding import attend_dense, decode_side
 from .layout import Side
 
-__all__ = ["SCHEMAS", "decode_attention"]
+__all__ = ["SCHEMAS", "decode_attention", "encode_tokens"]
 
 SCHEMAS = {
     "decode_attention": (
@@ -21,6 +21,7 @@ SCHEMAS = {
         "int[] value_layout, float scaling, Tensor? bias, bool is_causal, int window, float softcap, "
         "Tensor? sink_logits, Tensor? alibi_slopes) -> Tensor"
     ),
+    "encode_tokens": "(Tensor(a!) records, Tensor states, bool is_key, int[] layout, int start) -> bool",
 }
 """Name and signature of every operator; a native library is built for exactly these."""
 
@@ -81,6 +82,30 @@ def decode_attention(
     return output
 
 
+def encode_tokens(records: Tensor, states: Tensor, is_key: bool, layout: list[int], start: int) -> bool:
+    """Encode new tokens into their places in the records.
+
+    Args:
+        records (`torch.Tensor` of shape `(B, H, N, record_bytes)`): uint8, zero where nothing is written yet.
+        states (`torch.Tensor` of shape `(B, H, n, D)`): fp32, bf16 or fp16; whole groups of tokens.
+        is_key (`bool`): Whether codes go in key order.
+        layout (`list[int]`): `[nbits, format, head_dim, group_tokens, width, metadata_bytes, interleaved,
+            codes_offset, scale_offset, minimum_offset]`, offsets in bytes inside a record, -1 if absent.
+        start (`int`): Slot of the first token.
+
+    Returns:
+        `bool`: Whether it was done. If not, nothing was written: no native library is loaded, or the states
+        hold what only the torch path handles (numbers that are not finite, metadata beyond fp16).
+    """
+    done: bool = torch.ops.kvcache_plugins.encode_tokens(records, states, is_key, layout, start)
+    return done
+
+
+def _encode_tokens(*args: object) -> bool:
+    """Leave the encoding to the codecs, which are the torch implementation."""
+    return False
+
+
 def _decode_attention(
     query: Tensor,
     records: Tensor,
@@ -125,10 +150,13 @@ def _register() -> None:
     """Define the operators, once per process: a module may be imported again, a registration may not."""
     if hasattr(torch.ops.kvcache_plugins, "decode_attention"):
         return
-    name = "kvcache_plugins::decode_attention"
-    torch.library.define(name, SCHEMAS["decode_attention"])
-    torch.library.impl(name, "default", _decode_attention)
-    torch.library.register_fake(name, _decode_attention_shape)
+    for name, default, shape in (
+        ("decode_attention", _decode_attention, _decode_attention_shape),
+        ("encode_tokens", _encode_tokens, _encode_tokens),
+    ):
+        torch.library.define(f"kvcache_plugins::{name}", SCHEMAS[name])
+        torch.library.impl(f"kvcache_plugins::{name}", "default", default)
+        torch.library.register_fake(f"kvcache_plugins::{name}", shape)
 
 
 _register()

@@ -117,10 +117,25 @@ class PackedLayer(CacheLayerMixin):
         self.records = Records(layout, batch_size, num_heads, self.device)
         interleaved = self.facts.rotary is not None and self.facts.rotary.interleaved
         self.key_stream_ = Stream(
-            "key", keys, self.records, self.padding, key_dim, self.dtype, self.device, interleaved
+            "key",
+            keys,
+            self.records,
+            self.padding,
+            key_dim,
+            self.dtype,
+            self.device,
+            interleaved,
+            use_native=self.config.kernel != "torch",
         )
         self.value_stream_ = Stream(
-            "value", values, self.records, self.padding, value_dim, value_states.dtype, self.device
+            "value",
+            values,
+            self.records,
+            self.padding,
+            value_dim,
+            value_states.dtype,
+            self.device,
+            use_native=self.config.kernel != "torch",
         )
         self.key_stream_.final_length = self.value_stream_.final_length = self.final_length
         self.is_initialized = True

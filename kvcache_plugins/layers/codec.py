@@ -8,12 +8,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.layout import FORMATS
 from ..models.rotary import Rotary
 from ..quantizers import affine, float8
 from ..quantizers.granularity import Granularity
 from ..quantizers.packing import BLOCK_TOKENS
 
-__all__ = ["AffineCodec", "Codec", "Encoded", "Float8Codec", "RotatedCodec", "ScaledCodec", "SymmetricCodec"]
+__all__ = [
+    "AffineCodec",
+    "Codec",
+    "Encoded",
+    "Float8Codec",
+    "RotatedCodec",
+    "ScaledCodec",
+    "SymmetricCodec",
+    "code_format_of",
+]
 
 
 class Encoded(NamedTuple):
@@ -185,6 +195,15 @@ class Float8Codec(_ScaleOnlyCodec):
     def decode(self, encoded: Encoded, position: int) -> Tensor:
         scale = self._stored_scale(encoded)
         return float8.dequantize_float8(encoded.codes, scale, self.stored_granularity, self.format)
+
+
+def code_format_of(codec: Codec) -> int | None:
+    """How native kernels call the codes of a codec; `None` for codecs they do not know, or wrapped ones."""
+    if type(codec) is AffineCodec and codec.nbits in (2, 3, 4, 8):
+        return FORMATS["affine"]
+    if type(codec) is SymmetricCodec:
+        return FORMATS["symmetric"]
+    return FORMATS[codec.format] if type(codec) is Float8Codec else None
 
 
 class _WrappedCodec(Codec):

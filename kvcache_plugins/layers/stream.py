@@ -18,6 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels import loader
+from ..kernels.layout import MAX_HEAD_DIM
+from ..kernels.ops import encode_tokens
 from ..quantizers.packing import (
     BLOCK_TOKENS,
     pack_keys,
@@ -26,7 +29,7 @@ from ..quantizers.packing import (
     unpack_keys,
     unpack_values,
 )
-from .codec import Codec, Encoded
+from .codec import Codec, Encoded, ScaledCodec, code_format_of
 from .padding import Padding
 from .records import Records
 from .tail import Tail
@@ -130,6 +133,7 @@ class Stream:
         head_dim (`int`): Channels.
         dtype (`torch.dtype`), device (`torch.device`): As the model's states.
         interleaved (`bool`): Whether rotary pairs are neighbours, for the order of key codes.
+        use_native (`bool`): Whether native kernels may encode.
     """
 
     def __init__(
@@ -142,6 +146,7 @@ class Stream:
         dtype: torch.dtype,
         device: torch.device,
         interleaved: bool = False,
+        use_native: bool = True,
     ) -> None:
         self.side, self.spec, self.codec, self.records, self.padding = (
             side,
@@ -150,7 +155,7 @@ class Stream:
             records,
             padding,
         )
-        self.head_dim, self.interleaved = head_dim, interleaved
+        self.head_dim, self.interleaved, self.use_native = head_dim, interleaved, use_native
         self.packed_length = 0
         self.final_length: int | None = None
         batch_size, num_heads = records.data.shape[:2]
@@ -285,9 +290,46 @@ class Stream:
         is_shape_only = self.records.data.is_meta
         for begin in () if is_shape_only else range(start - start % step, stop, step):
             low, high = max(begin, start), min(begin + step, stop)
-            states = source.read(low, high).float()
+            states = source.read(low, high)
+            if self._encode_native(states, low):
+                continue
+            states = states.float()
             self._write(low, self.codec.encode(states, low, self.padding.plain_mask(low, states)))
         self.packed_length = stop
+
+    def _encode_native(self, states: Tensor, start: int) -> bool:
+        """Encode and write by a native kernel; `False`, with nothing written, if that cannot be."""
+        outer = self.codec
+        factors = outer.factors if isinstance(outer, ScaledCodec) else None
+        codec = outer.inner if isinstance(outer, ScaledCodec) else outer
+        code_format = code_format_of(codec)
+        if code_format is None or not self.use_native:
+            return False
+        is_served = (
+            "scale" in codec.metadata_names
+            and not codec.granularity.across_heads
+            and states.device.type == "cpu"
+            and states.shape[3] <= MAX_HEAD_DIM
+            and start >= self.padding.first_plain_slot
+            and loader.try_load()
+        )
+        if not is_served:
+            return False
+        if factors is not None:
+            states = states.float() / factors
+        fields = self.records.layout.fields
+        layout = [
+            codec.nbits,
+            code_format,
+            self.head_dim,
+            codec.group_tokens,
+            codec.granularity.width(self.head_dim),
+            self.records.layout.metadata_bytes,
+            int(self.interleaved),
+            *(fields.get(f"{self.side}_{name}", (-1, 0))[0] for name in ("codes", "scale", "minimum")),
+        ]
+        states = states if states.stride(-1) == 1 else states.contiguous()
+        return encode_tokens(self.records.data, states, self.side == "key", layout, start)
 
     def _calibrate(self, source: StreamView) -> None:
         window = self.padding.longest + self.codec.warmup_tokens
