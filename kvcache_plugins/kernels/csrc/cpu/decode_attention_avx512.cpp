@@ -96,6 +96,7 @@ class Decoder {
     packed_values_ = int(std::max<int64_t>(0, std::min<int64_t>(kBlockTokens, value_.packed_length - start)));
     key_record_ = key_.records + start / kBlockTokens * key_.record_bytes;
     value_record_ = value_.records + start / kBlockTokens * value_.record_bytes;
+    prefetch_next(start);
     if (packed_keys_ > 0) {
       if (key_.width > 1) {
         load_channel_metadata(key_, key_record_, key_.cos == nullptr ? code_center(key_.nbits) : 0.0f, &channels_);
@@ -112,6 +113,14 @@ class Decoder {
         for (int t = 0; t < kBlockTokens; ++t) values_.scale[0][t] = t < packed_values_ ? value_.static_scale : 0.0f;
       for (int g = 0; g < value_.width; ++g) center(value_, values_.scale[g], values_.minimum[g]);
     }
+  }
+
+  // The codes are read in strides that hardware does not foresee: ask for the next record as a whole.
+  void prefetch_next(int64_t start) const {
+    const int64_t next = start + kBlockTokens;
+    if (next >= task_.end || next >= std::max(key_.packed_length, value_.packed_length)) return;
+    const uint8_t* record = key_record_ + key_.record_bytes;
+    for (int64_t at = 0; at < key_.record_bytes; at += 64) _mm_prefetch((const char*)record + at, _MM_HINT_T1);
   }
 
   // Moves the minima of a block's tokens to the middle code.
