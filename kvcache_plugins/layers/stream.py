@@ -18,9 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import loader
-from ..kernels.layout import MAX_HEAD_DIM
-from ..kernels.ops import encode_tokens
 from ..quantizers.packing import (
     BLOCK_TOKENS,
     pack_keys,
@@ -29,7 +26,8 @@ from ..quantizers.packing import (
     unpack_keys,
     unpack_values,
 )
-from .codec import Codec, Encoded, ScaledCodec, code_format_of
+from .codec import Codec, Encoded
+from .native_encoding import encode_native
 from .padding import Padding
 from .records import Records
 from .tail import Tail
@@ -291,45 +289,13 @@ class Stream:
         for begin in () if is_shape_only else range(start - start % step, stop, step):
             low, high = max(begin, start), min(begin + step, stop)
             states = source.read(low, high)
-            if self._encode_native(states, low):
+            if self.use_native and encode_native(
+                self.codec, self.side, self.records, states, low, self.interleaved, self.padding
+            ):
                 continue
             states = states.float()
             self._write(low, self.codec.encode(states, low, self.padding.plain_mask(low, states)))
         self.packed_length = stop
-
-    def _encode_native(self, states: Tensor, start: int) -> bool:
-        """Encode and write by a native kernel; `False`, with nothing written, if that cannot be."""
-        outer = self.codec
-        factors = outer.factors if isinstance(outer, ScaledCodec) else None
-        codec = outer.inner if isinstance(outer, ScaledCodec) else outer
-        code_format = code_format_of(codec)
-        if code_format is None or not self.use_native:
-            return False
-        is_served = (
-            "scale" in codec.metadata_names
-            and not codec.granularity.across_heads
-            and states.device.type == "cpu"
-            and states.shape[3] <= MAX_HEAD_DIM
-            and start >= self.padding.first_plain_slot
-            and loader.try_load()
-        )
-        if not is_served:
-            return False
-        if factors is not None:
-            states = states.float() / factors
-        fields = self.records.layout.fields
-        layout = [
-            codec.nbits,
-            code_format,
-            self.head_dim,
-            codec.group_tokens,
-            codec.granularity.width(self.head_dim),
-            self.records.layout.metadata_bytes,
-            int(self.interleaved),
-            *(fields.get(f"{self.side}_{name}", (-1, 0))[0] for name in ("codes", "scale", "minimum")),
-        ]
-        states = states if states.stride(-1) == 1 else states.contiguous()
-        return encode_tokens(self.records.data, states, self.side == "key", layout, start)
 
     def _calibrate(self, source: StreamView) -> None:
         window = self.padding.longest + self.codec.warmup_tokens

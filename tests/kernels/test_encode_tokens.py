@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcache_plugins import build_cache
 from kvcache_plugins.kernels import loader
-from kvcache_plugins.layers import stream as stream_module
+from kvcache_plugins.layers import native_encoding
 from kvcache_plugins.testing import tiny_model
 from kvcache_plugins.testing.conformance import fed, state_bytes
 
@@ -65,13 +65,13 @@ def check(options: dict[str, Any], keys: Tensor, values: Tensor, mask: Tensor | 
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What the native op answered, call by call."""
     answers: list[bool] = []
-    original = stream_module.encode_tokens
+    original = native_encoding.encode_tokens
 
     def record(*args: Any) -> bool:
         answers.append(original(*args))
         return answers[-1]
 
-    monkeypatch.setattr(stream_module, "encode_tokens", record)
+    monkeypatch.setattr(native_encoding, "encode_tokens", record)
     return answers
 
 
