@@ -38,7 +38,7 @@ def plot_attention(document: dict[str, Any], path: Path) -> None:
     results, settings = document["results"], document["settings"]
     batch_sizes = list(dict.fromkeys(row["batch_size"] for row in results))
     figure, grid = plt.subplots(
-        len(batch_sizes), 2, figsize=(14, 5.2 * len(batch_sizes)), layout="constrained", squeeze=False
+        len(batch_sizes), 2, figsize=(16, 5.2 * len(batch_sizes)), layout="constrained", squeeze=False
     )
     for (times, ratios), batch_size in zip(grid, batch_sizes, strict=True):
         rows = [row for row in results if row["batch_size"] == batch_size]
@@ -61,7 +61,7 @@ def plot_attention(document: dict[str, Any], path: Path) -> None:
         times.set_xlabel("tokens held")
         times.set_ylabel("milliseconds (median, band: p20 to p80)")
         times.set_title(f"One decode step of one layer, batch of {batch_size}")
-        times.legend(frameon=False, fontsize=8, loc="lower right")
+        times.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
         _bars(ratios, rows, labels, "ratio_to_best_dense")
         ratios.set_xlabel("time, of the fastest dense way (lower is better)")
         ratios.set_title(f"Against dense, batch of {batch_size}")
@@ -84,22 +84,20 @@ def plot_generation(document: dict[str, Any], path: Path) -> None:
     results, settings = document["results"], document["settings"]
     batch_sizes = list(dict.fromkeys(row["batch_size"] for row in results))
     panels = (
-        ("ms_per_token", "milliseconds per token (median)", "Decoding", True),
-        ("prefill_ratio_to_dense", "time to the first token, of dense", "Prefill", False),
-        ("memory_fraction", "bytes, of dense", "Cache", False),
+        ("ms_per_token", "milliseconds per token (median)", "Decoding"),
+        ("prefill_ratio_to_dense", "time to the first token, of dense", "Prefill"),
+        ("memory_fraction", "bytes, of dense", "Cache"),
     )
     figure, grid = plt.subplots(
         len(batch_sizes), 3, figsize=(18, 5.2 * len(batch_sizes)), layout="constrained", squeeze=False
     )
     for line, batch_size in zip(grid, batch_sizes, strict=True):
         rows = [row for row in results if row["batch_size"] == batch_size]
-        for axes, (metric, description, title, is_logarithmic) in zip(line, panels, strict=True):
+        for axes, (metric, description, title) in zip(line, panels, strict=True):
             _bars(axes, rows, ["dense", *_labels(rows)], metric)
-            if is_logarithmic:
-                axes.set_xscale("log")
-                axes.xaxis.set_minor_formatter("")  # values stand at the bars
             axes.set_xlabel(description)
-            axes.set_title(f"{title}, batch of {batch_size}")
+            lengths = " and ".join(f"{length:,}" for length in dict.fromkeys(row["length"] for row in rows))
+            axes.set_title(f"{title}, batch of {batch_size}, {lengths} tokens")
     figure.suptitle(
         f"{settings['model'] or 'random Llama'} of {settings['parameters'] / 1e6:.0f}M parameters, "
         f"{settings['dtype']}: {document['environment']['device']}"
@@ -127,7 +125,8 @@ def _bars(axes: Any, rows: list[dict[str, Any]], labels: list[str], metric: str)
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.legend(frameon=False, fontsize=8)
+    if len(lengths) > 1:
+        axes.legend(frameon=False, fontsize=8)
 
 
 def _labels(rows: list[dict[str, Any]]) -> list[str]:
