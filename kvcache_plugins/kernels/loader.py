@@ -181,7 +181,8 @@ def _find_or_build(force: bool) -> tuple[Path, ctypes.CDLL | None]:
         target.parent.mkdir(parents=True, exist_ok=True)
         with compiler.file_lock(target.with_suffix(".lock")):
             if force or not _is_intact(target):  # another process may have built it meanwhile
-                _logger.info("building %s", target)
+                # Half a minute of silence in a first `generate()` would look like a hang.
+                _logger.warning("building the CPU kernels into %s, once on this machine", target)
                 compiler.compile_library(found, _SOURCES, target, _sealed)
     except OSError as error:
         raise KernelUnavailableError(
