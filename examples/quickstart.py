@@ -34,12 +34,11 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.generation.streamers import BaseStreamer
 
 import kvcache_plugins as kvp
 from kvcache_plugins.cli.options import add_cache_config_option, parse_cache_configs
-from kvcache_plugins.evaluation.caches import cache_bytes, new_cache, why_unavailable
-from kvcache_plugins.evaluation.labels import DENSE, cache_label, dense_first
+from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, why_unavailable
+from kvcache_plugins.evaluation.labels import cache_label, dense_first
 from kvcache_plugins.evaluation.progress import progress_bar
 from kvcache_plugins.evaluation.results import build_document, write_results
 from kvcache_plugins.evaluation.timing import StepTimer
@@ -307,29 +306,6 @@ def measure(
         "log_probs": log_probs,
         "targets": token_ids[0, args.prompt_tokens :],
     }
-
-
-def generate(
-    model: PreTrainedModel,
-    prompt: torch.Tensor,
-    cache_config: dict[str, Any],
-    new_tokens: int,
-    streamer: BaseStreamer | None = None,
-) -> Any:
-    """Call `model.generate()` the way any user would; only the cache differs."""
-    options: dict[str, Any] = {}
-    if cache_config != DENSE:
-        options = {"cache_implementation": "quantized", "cache_config": dict(cache_config)}
-    return model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,  # every cache is timed over the same number of steps
-        streamer=streamer,
-        return_dict_in_generate=True,
-        **options,
-    )
 
 
 def score(

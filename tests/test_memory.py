@@ -47,13 +47,14 @@ def test_effective_bits(options: dict[str, Any], tokens: int, most: float) -> No
     assert kvp.estimate(CONFIG, options, tokens) == cache.kv_bytes()
 
 
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
 @pytest.mark.parametrize(
     "options", [{"backend": "kivi"}, {"backend": "kivi", "rope_mode": "block"}, {"backend": "int8"}]
 )
-def test_a_long_prompt_is_encoded_in_slabs(options: dict[str, Any]) -> None:
+def test_a_long_prompt_is_encoded_in_slabs(options: dict[str, Any], kernel: str) -> None:
     tokens = 16384
     states = torch.randn(1, 8, tokens, 128, dtype=torch.bfloat16)
-    cache = kvp.build_cache(CONFIG, options)
+    cache = kvp.build_cache(CONFIG, {**options, "kernel": kernel})
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         cache.layers[0].update(states, states)
     allocated = peak = 0
@@ -61,7 +62,8 @@ def test_a_long_prompt_is_encoded_in_slabs(options: dict[str, Any]) -> None:
         if event.name() == "[memory]":
             allocated += event.nbytes()
             peak = max(peak, allocated)
-    assert peak > 0.9 * cache.kv_bytes()  # the profile did see the buffers
+    # The profile did see the buffers; in torch there are temporaries besides.
+    assert peak > (cache.kv_bytes() if kernel == "torch" else 0.9 * cache.kv_bytes())
     assert peak <= 1.25 * cache.kv_bytes() + 64 * 2**20
 
 

@@ -13,8 +13,39 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..cache import KVCache, build_cache
 from ..models.facts import decoder_config, split_model_or_config
 from ..registry import TRANSFORMERS_BACKENDS
+from .labels import DENSE
 
-__all__ = ["cache_bytes", "new_cache", "why_unavailable"]
+__all__ = ["cache_bytes", "generate", "new_cache", "why_unavailable"]
+
+
+def generate(
+    model: Any, prompt: torch.Tensor, cache_config: Mapping[str, Any], new_tokens: int, streamer: Any = None
+) -> Any:
+    """Call `model.generate()` the way any user would; only the cache differs.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        prompt (`torch.Tensor` of shape `(B, T)`): Token ids without padding.
+        cache_config (`Mapping`): As for [`new_cache`].
+        new_tokens (`int`): Exactly so many are generated, greedily.
+        streamer (`BaseStreamer`, *optional*): Told of every token, such as a timer.
+
+    Returns:
+        `GenerateDecoderOnlyOutput`: With `sequences` and `past_key_values`.
+    """
+    options: dict[str, Any] = {}
+    if cache_config != DENSE:
+        options = {"cache_implementation": "quantized", "cache_config": dict(cache_config)}
+    return model.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,  # every cache is timed over the same number of steps
+        streamer=streamer,
+        return_dict_in_generate=True,
+        **options,
+    )
 
 
 def new_cache(

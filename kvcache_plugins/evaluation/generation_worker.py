@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ..artifacts.files import read_json, write_json
 from ..cache import KVCache
-from .caches import cache_bytes
-from .labels import DENSE
+from .caches import cache_bytes, generate
 from .timing import StepTimer
 
 __all__ = ["main", "measure", "model_config"]
@@ -78,10 +77,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     prompt = torch.randint(10, vocabulary, (job["batch_size"], job["length"]))
     # kernels and quanto's extension are built at their first use
-    _generate(model, prompt[:, :_WARM_UP_PROMPT], job["cache_config"], WARM_UP_STEPS)
+    generate(model, prompt[:, :_WARM_UP_PROMPT], job["cache_config"], WARM_UP_STEPS)
     before = resident_bytes("VmRSS")
     timer = StepTimer()
-    output = _generate(model, prompt, job["cache_config"], job["max_new_tokens"], timer)
+    output = generate(model, prompt, job["cache_config"], job["max_new_tokens"], timer)
     cache = output.past_key_values
     report = cache.report() if isinstance(cache, KVCache) else None
     return {
@@ -115,25 +114,6 @@ def main(argv: list[str]) -> int:
     transformers.logging.set_verbosity_error()
     write_json(answer, measure(read_json(job)))
     return 0
-
-
-def _generate(
-    model: Any, prompt: torch.Tensor, cache_config: dict[str, Any], new_tokens: int, timer: Any = None
-) -> Any:
-    """Call `model.generate()` the way any user would; only the cache differs."""
-    options: dict[str, Any] = {}
-    if cache_config != DENSE:
-        options = {"cache_implementation": "quantized", "cache_config": dict(cache_config)}
-    return model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,  # every cache is timed over the same number of steps
-        streamer=timer,
-        return_dict_in_generate=True,
-        **options,
-    )
 
 
 if __name__ == "__main__":
