@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ MAX_METADATA = 4096
 """Scales in a record, per side."""
 
 
-@dataclass(frozen=True)
-class SideLayout:
+class SideLayout(NamedTuple):
     """Where the codes and metadata of the keys (or values) lie in a record, and what they mean.
 
     The op takes it as a list of integers in the order of the fields.
@@ -59,7 +59,7 @@ class SideLayout:
 
     def integers(self) -> list[int]:
         """The fields in order, as the op takes them."""
-        return list(astuple(self))
+        return list(self)
 
 
 @dataclass(frozen=True)
