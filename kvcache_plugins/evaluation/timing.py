@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,10 +64,11 @@ def time_in_turn(
     device: torch.device,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Spread]:
-    """Time every candidate `repeats` times, one after the other in rounds (A B C A B C ...).
+    """Time every candidate `repeats` times, in rounds of one call each, in an order drawn anew for each round.
 
-    Whatever slows the machine for a while then slows all of them alike. The processor's caches are emptied
-    before each call.
+    Whatever slows the machine for a while then slows all of them alike, and so does whatever the call before
+    leaves behind (the first packed step after a dense one is a fifth slower than after another). The
+    processor's caches are emptied before each call.
 
     Args:
         candidates (`Mapping[str, Callable]`): What to time, by name.
@@ -77,8 +79,9 @@ def time_in_turn(
     """
     flush = CacheFlusher(device)
     times: dict[str, list[float]] = {name: [] for name in candidates}
+    order = random.Random(0)
     for turn in range(warm_up + repeats):
-        for name, call in candidates.items():
+        for name, call in order.sample(list(candidates.items()), len(candidates)):
             flush()
             _synchronize(device)
             started = time.perf_counter()

@@ -65,7 +65,7 @@ void fill_metadata(uint8_t* field, const Side& side, int64_t used_tokens) {
     for (int i = 0; i < side.width; ++i) {
       const int64_t entry = row * side.width + i;
       if (side.metadata_bytes == 4) {
-        const float value = is_used ? 0.1f * real() : NAN;
+        const float value = is_used ? 0.1f * std::fabs(real()) : NAN;  // scales are not negative
         std::memcpy(field + 4 * entry, &value, 4);
       } else {
         const uint16_t value = is_used ? static_cast<uint16_t>(draw(0x2000, 0x2e00)) : 0x7e00;

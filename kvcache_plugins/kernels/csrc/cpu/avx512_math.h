@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "decode_attention.h"
+
 namespace kvcache {
 namespace avx512 {
 
@@ -44,6 +46,24 @@ inline __m512i bf16_pairs(__m512 low, __m512 high, __m512i* rest) {
     *rest = _mm512_or_si512(c, _mm512_slli_epi32(d, 16));
   }
   return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
+}
+
+// Sums of four vectors.
+inline void reduce_add(const __m512* x, float* sums) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+
+// Maxima of four vectors.
+inline void reduce_max(const __m512* x, float* maxima) {
+  const __m512 ab = _mm512_max_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const __m512 cd = _mm512_max_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  const __m512 all = _mm512_max_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  _mm_storeu_ps(maxima, _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 
 inline __m512 dot_bf16(__m512 sum, __m512i a, __m512i b) {
@@ -111,6 +131,12 @@ struct Float8Table {
       low[i] = _mm512_load_si512(bytes[0] + 64 * i);
       high[i] = _mm512_load_si512(bytes[1] + 64 * i);
     }
+  }
+
+  // The table of a format; that of E4M3 for those that need none.
+  static const Float8Table& of(int format) {
+    static const Float8Table e4m3(4, 7), e5m2(5, 15);
+    return format == kE5M2 ? e5m2 : e4m3;
   }
 
   // 64 codes as bf16, four of every 32-bit lane side by side: `even` holds the first two lanes of every 128 bits,

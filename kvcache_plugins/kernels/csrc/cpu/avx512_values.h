@@ -1,8 +1,8 @@
-// Up to four rows of probabilities times one 64-token block of packed values, lanes = channels.
+// R rows (one or four) of probabilities times one 64-token block of packed values, lanes = channels.
 //
-// A 32-bit lane holds two (16-bit codes) or four (8-bit codes) tokens of one channel, so nothing is summed across lanes.
-// Scales belong to tokens and groups of channels: they are folded into the probabilities. Minima are summed apart, as
-// one number per row and group of channels.
+// A 32-bit lane holds two (16-bit codes) or four (8-bit codes) tokens of one channel, so nothing is summed across
+// lanes. Scales belong to tokens and groups of channels: they are folded into the probabilities. Minima are summed
+// apart, as one number per row and group of channels.
 #pragma once
 
 #include "avx512_math.h"
@@ -61,14 +61,14 @@ inline void transpose_metadata(const uint8_t* data, int bytes, int width, int gr
 }
 
 // Probabilities times scale as bf16 pairs of neighbouring tokens: [part][group][row][token / 2].
+template <int R>
 struct WeightPairs {
-  alignas(64) uint32_t pairs[2][kMaxWidth][4][kBlockTokens / 2];
+  alignas(64) uint32_t pairs[2][kMaxWidth][R][kBlockTokens / 2];
 };
 
-template <int PARTS>
-inline void fold_weights(const float (*weights)[kBlockTokens], const float* scale, int rows, int group,
-                         WeightPairs* out) {
-  for (int r = 0; r < rows; ++r) {
+template <int PARTS, int R>
+inline void fold_weights(const float (*weights)[kBlockTokens], const float* scale, int group, WeightPairs<R>* out) {
+  for (int r = 0; r < R; ++r) {
     for (int t = 0; t < kBlockTokens; t += 32) {
       const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(weights[r] + t), _mm512_load_ps(scale + t));
       const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(weights[r] + t + 16), _mm512_load_ps(scale + t + 16));
@@ -80,8 +80,8 @@ inline void fold_weights(const float (*weights)[kBlockTokens], const float* scal
 }
 
 // U chunks of channels, of which [U0, U0 + N) in this pass; `group_of` is channels per group / 16.
-template <int B, int U, int U0, int N, int PARTS>
-inline void add_words_pass(const uint8_t* codes, const WeightPairs& weights, int group_of, float* const* out) {
+template <int B, int U, int U0, int N, int PARTS, int R>
+inline void add_words_pass(const uint8_t* codes, const WeightPairs<R>& weights, int group_of, float* const* out) {
   // The place of a chunk in its word repeats every `period` pairs of tokens, so that shifts are constants.
   constexpr int per_word = B == 3 ? 16 : 16 / B;
   constexpr int period = per_word / (U % 16 == 0 ? per_word < 16 ? per_word : 16
@@ -90,8 +90,8 @@ inline void add_words_pass(const uint8_t* codes, const WeightPairs& weights, int
                                      : U % 2 == 0 ? 2
                                                   : 1);
   const __m512i table = code_table(B);
-  __m512 sum[4][N];
-  for (int r = 0; r < 4; ++r)
+  __m512 sum[R][N];
+  for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) sum[r][n] = _mm512_setzero_ps();
   for (int first = 0; first < kBlockTokens / 2; first += period) {
     const uint8_t* base = codes;  // chunk `first * U` starts a word in every plane
@@ -117,13 +117,13 @@ inline void add_words_pass(const uint8_t* codes, const WeightPairs& weights, int
         value = _mm512_permutexvar_epi16(value, table);
         const int g = (U0 + n) / group_of;
 #pragma GCC unroll 4
-        for (int r = 0; r < 4; ++r)
+        for (int r = 0; r < R; ++r)
           for (int part = 0; part < PARTS; ++part)
             sum[r][n] = dot_bf16(sum[r][n], value, broadcast_pair(&weights.pairs[part][g][r][j]));
       }
     }
   }
-  for (int r = 0; r < 4; ++r) {
+  for (int r = 0; r < R; ++r) {
     for (int n = 0; n < N; ++n) {
       float* at = out[r] + 16 * (U0 + n);
       _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), sum[r][n]));
@@ -131,84 +131,88 @@ inline void add_words_pass(const uint8_t* codes, const WeightPairs& weights, int
   }
 }
 
-template <int B, int U, int PARTS, int U0 = 0>
-inline void add_words(const uint8_t* codes, const WeightPairs& weights, int group_of, float* const* out) {
+template <int B, int U, int PARTS, int R, int U0 = 0>
+inline void add_words(const uint8_t* codes, const WeightPairs<R>& weights, int group_of, float* const* out) {
   if constexpr (U0 < U) {
     constexpr int n = U - U0 < 4 ? U - U0 : 4;
-    add_words_pass<B, U, U0, n, PARTS>(codes, weights, group_of, out);
-    add_words<B, U, PARTS, U0 + n>(codes, weights, group_of, out);
+    add_words_pass<B, U, U0, n, PARTS, R>(codes, weights, group_of, out);
+    add_words<B, U, PARTS, R, U0 + n>(codes, weights, group_of, out);
   }
 }
 
-// Probabilities times scale in signed bytes, with one factor per row and block.
+// Probabilities times scale, which are not negative, as two or three unsigned bytes (16 or 24 bits), with one unit per
+// row and block.
+template <int R>
 struct WeightBytes {
-  alignas(64) int32_t bytes[3][4][kBlockTokens / 4];
-  float scale[4];
-  int32_t sum[3][4];
+  alignas(64) uint8_t bytes[3][R][kBlockTokens];
+  float unit[R];
 };
 
-inline void fold_weight_bytes(const float (*weights)[kBlockTokens], const float* scale, int rows, WeightBytes* out) {
-  for (int r = 0; r < 4; ++r) {
-    __m512 folded[4];
-    __m512 largest = _mm512_setzero_ps();
+template <int PARTS, int R>
+inline void fold_weight_bytes(const float (*weights)[kBlockTokens], const float* scale, WeightBytes<R>* out) {
+  const float most = PARTS == 3 ? 16776960.0f : 65535.0f;  // never rounds up to one byte more
+  __m512 folded[4][4], largest[4] = {};
+  for (int r = 0; r < R; ++r) {
     for (int i = 0; i < 4; ++i) {
-      folded[i] = r < rows ? _mm512_mul_ps(_mm512_loadu_ps(weights[r] + 16 * i), _mm512_load_ps(scale + 16 * i))
-                           : _mm512_setzero_ps();
-      largest = _mm512_max_ps(largest, _mm512_abs_ps(folded[i]));
+      folded[r][i] = _mm512_mul_ps(_mm512_loadu_ps(weights[r] + 16 * i), _mm512_load_ps(scale + 16 * i));
+      largest[r] = _mm512_max_ps(largest[r], folded[r][i]);
     }
-    const float top = _mm512_reduce_max_ps(largest);
-    const float unit = top > 0 ? top / (127.0f * 128.0f * 128.0f) : 1.0f;
-    out->scale[r] = unit;
-    __m512i sums[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+  }
+  float top[4];
+  reduce_max(largest, top);
+  for (int r = 0; r < R; ++r) {
+    out->unit[r] = top[r] > 0 ? top[r] / most : 1.0f;
+    const __m512 inverse = _mm512_set1_ps(1.0f / out->unit[r]);
     for (int i = 0; i < 4; ++i) {
-      __m512 rest = _mm512_roundscale_ps(_mm512_mul_ps(folded[i], _mm512_set1_ps(1.0f / unit)), 0);
-      const float place[3] = {16384.0f, 128.0f, 1.0f};
-      for (int p = 0; p < 3; ++p) {
-        const __m512 digit = _mm512_roundscale_ps(_mm512_mul_ps(rest, _mm512_set1_ps(1.0f / place[p])), 0);
-        rest = _mm512_fnmadd_ps(digit, _mm512_set1_ps(place[p]), rest);
-        const __m512i whole = _mm512_cvtps_epi32(digit);
-        sums[p] = _mm512_add_epi32(sums[p], whole);
-        _mm_store_si128((__m128i*)((int8_t*)out->bytes[p][r] + 16 * i), _mm512_cvtsepi32_epi8(whole));
+      const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(folded[r][i], inverse));
+#pragma GCC unroll 3
+      for (int p = 0; p < PARTS; ++p) {  // the most significant byte first
+        const __m128i byte = _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, unsigned(8 * (PARTS - 1 - p))));
+        _mm_store_si128((__m128i*)(out->bytes[p][r] + 16 * i), byte);
       }
     }
-    for (int p = 0; p < 3; ++p) out->sum[p][r] = _mm512_reduce_add_epi32(sums[p]);
   }
 }
 
-template <int PARTS>
-inline void add_bytes(const uint8_t* codes, int chunks, const WeightBytes& weights, float* const* out) {
+template <int PARTS, int R>
+inline void add_bytes(const uint8_t* codes, int chunks, const WeightBytes<R>& weights, float* const* out) {
+  const __m512i sign = _mm512_set1_epi8(char(0x80));  // turns a code biased by 128 into a signed byte
   for (int u = 0; u < chunks; ++u) {
-    __m512i sum[4][PARTS];
-    for (int r = 0; r < 4; ++r)
-      for (int p = 0; p < PARTS; ++p) sum[r][p] = _mm512_set1_epi32(-128 * weights.sum[p][r]);
+    __m512i sum[R][PARTS];
+    for (int r = 0; r < R; ++r)
+      for (int p = 0; p < PARTS; ++p) sum[r][p] = _mm512_setzero_si512();
     for (int t = 0; t < kBlockTokens / 4; ++t) {
-      const __m512i block = _mm512_loadu_si512(codes + 64 * (t * chunks + u));
+      const __m512i block = _mm512_xor_si512(_mm512_loadu_si512(codes + 64 * (t * chunks + u)), sign);
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r)
-        for (int p = 0; p < PARTS; ++p)
-          sum[r][p] = _mm512_dpbusd_epi32(sum[r][p], block, _mm512_set1_epi32(weights.bytes[p][r][t]));
+      for (int r = 0; r < R; ++r) {
+        for (int p = 0; p < PARTS; ++p) {
+          int32_t four;
+          std::memcpy(&four, weights.bytes[p][r] + 4 * t, 4);
+          sum[r][p] = _mm512_dpbusd_epi32(sum[r][p], _mm512_set1_epi32(four), block);
+        }
+      }
     }
-    for (int r = 0; r < 4; ++r) {
-      __m512 total = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][0]), _mm512_set1_ps(16384.0f));
-      total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][1]), _mm512_set1_ps(128.0f), total);
-      if (PARTS == 3) total = _mm512_add_ps(_mm512_cvtepi32_ps(sum[r][PARTS - 1]), total);
+    for (int r = 0; r < R; ++r) {
+      __m512 total = _mm512_cvtepi32_ps(sum[r][0]);
+      for (int p = 1; p < PARTS; ++p)
+        total = _mm512_fmadd_ps(total, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sum[r][p]));
       float* at = out[r] + 16 * u;
-      _mm512_storeu_ps(at, _mm512_fmadd_ps(total, _mm512_set1_ps(weights.scale[r]), _mm512_loadu_ps(at)));
+      _mm512_storeu_ps(at, _mm512_fmadd_ps(total, _mm512_set1_ps(weights.unit[r]), _mm512_loadu_ps(at)));
     }
   }
 }
 
-template <int PARTS>
-inline void add_floats(const uint8_t* codes, int chunks, const WeightPairs& weights, const Float8Table& table,
+template <int PARTS, int R>
+inline void add_floats(const uint8_t* codes, int chunks, const WeightPairs<R>& weights, const Float8Table& table,
                        float* const* out) {
   for (int u = 0; u < chunks; ++u) {
-    __m512 sum[4][2];
-    for (int r = 0; r < 4; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    __m512 sum[R][2];
+    for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
     for (int t = 0; t < kBlockTokens / 4; ++t) {
       __m512i even, odd;
       table.decode(_mm512_loadu_si512(codes + 64 * (t * chunks + u)), &even, &odd);
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) {
+      for (int r = 0; r < R; ++r) {
         for (int p = 0; p < PARTS; ++p) {
           const __m512i pairs = broadcast_two_pairs(&weights.pairs[p][0][r][2 * t]);
           sum[r][0] = dot_bf16(sum[r][0], even, pairs);
@@ -216,7 +220,7 @@ inline void add_floats(const uint8_t* codes, int chunks, const WeightPairs& weig
         }
       }
     }
-    for (int r = 0; r < 4; ++r) {
+    for (int r = 0; r < R; ++r) {
       float* at = out[r] + 16 * u;
       _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), Float8Table::join(sum[r][0], sum[r][1])));
     }

@@ -2,6 +2,7 @@
 // checks the tensors, cuts the work into tasks of one (row, kv head, at most 64 query rows, range of slots),
 // runs them on torch's threads with the kernel of this machine, and merges the ranges. It adds a few
 // microseconds to what the kernels read.
+#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -45,7 +46,8 @@ std::vector<InstructionSet> instruction_sets() {
   sets.push_back({"avx512", decode_attention_avx512,
                   __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")});
+                      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
+                      __builtin_cpu_supports("avx512vbmi")});
 #else
   sets.push_back({"avx512", nullptr, false});
 #endif
@@ -112,6 +114,41 @@ at::Tensor prepare_bias(const at::Tensor& bias, at::IntArrayRef full) {
   return bias.expand({bias.size(0), full[1], full[2], full[3]}).contiguous();
 }
 
+// Writes the query as contiguous fp32 numbers times `scaling`; returns where they end.
+float* scale_query(const at::Tensor& query, float scaling, float* out) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, query.scalar_type(), "decode_attention", [&] {
+    const scalar_t* data = query.const_data_ptr<scalar_t>();
+    for (int64_t b = 0; b < query.size(0); ++b) {
+      for (int64_t h = 0; h < query.size(1); ++h) {
+        for (int64_t i = 0; i < query.size(2); ++i) {
+          const scalar_t* row = data + b * query.stride(0) + h * query.stride(1) + i * query.stride(2);
+          for (int64_t d = 0; d < query.size(3); ++d) *out++ = static_cast<float>(row[d]) * scaling;
+        }
+      }
+    }
+  });
+  return out;
+}
+
+// Merges what the tasks of one query row found, `splits` ranges of slots; `sink` is a logit without a value.
+template <typename scalar_t>
+void merge(const Task* tasks, int64_t splits, int32_t r, float sink, scalar_t* out) {
+  const int32_t value_dim = tasks->value.head_dim;
+  float maximum = sink;
+  for (int64_t s = 0; s < splits; ++s) maximum = std::max(maximum, tasks[s].maximum[r]);
+  float total = maximum == kNothing ? 0.0f : std::exp(sink - maximum);
+  float merged[kMaxHeadDim] = {};
+  for (int64_t s = 0; s < splits; ++s) {
+    if (tasks[s].maximum[r] == kNothing) continue;
+    const float weight = std::exp(tasks[s].maximum[r] - maximum);
+    total += weight * tasks[s].sum[r];
+    const float* partial = tasks[s].output + int64_t{r} * value_dim;
+    for (int32_t d = 0; d < value_dim; ++d) merged[d] += weight * partial[d];
+  }
+  const float inverse = total == 0.0f ? 1.0f : 1.0f / total;
+  for (int32_t d = 0; d < value_dim; ++d) out[d] = static_cast<scalar_t>(merged[d] * inverse);
+}
+
 at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, at::TensorList key_segments,
                             at::TensorList value_segments, const c10::List<OptionalTensor>& key_extras,
                             const c10::List<OptionalTensor>& value_extras, const OptionalTensor& sink_start,
@@ -157,7 +194,6 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, 
   at::Tensor biases;
   if (bias.has_value()) biases = prepare_bias(*bias, {batch, query_heads, query_length, length});
 
-  const at::Tensor scaled = query.to(at::kFloat).mul(scaling).contiguous();
   const int64_t first =
       window > 0 ? std::max<int64_t>(0, length - query_length - window + 1) / kBlockTokens : 0;
   const int64_t blocks = (length + kBlockTokens - 1) / kBlockTokens - first;
@@ -167,9 +203,11 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, 
   const bool is_serial =
       row_groups * blocks * kBlockTokens * (keys.side.head_dim + value_dim) < kSerialValues;
   const int64_t splits = choose_splits(blocks, row_groups, is_serial);
-  const at::Tensor partial =
-      at::empty({batch * kv_heads * splits * rows * (value_dim + 2)}, scaled.options());
-  float* free = partial.mutable_data_ptr<float>();
+  const int64_t key_dim = keys.side.head_dim;
+  const at::Tensor scratch =
+      at::empty({batch * kv_heads * rows * (key_dim + splits * (value_dim + 2))}, query.options().dtype(at::kFloat));
+  float* const scaled = scratch.mutable_data_ptr<float>();
+  float* free = scale_query(query, static_cast<float>(scaling), scaled);
 
   std::vector<Task> tasks;
   tasks.reserve(row_groups * splits);
@@ -187,8 +225,7 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, 
       for (int64_t g = 0; g < group; g += heads_per_task) {
         const int64_t head = h * group + g;
         task.queries = static_cast<int32_t>(std::min(heads_per_task, group - g) * query_length);
-        task.query =
-            scaled.const_data_ptr<float>() + (b * query_heads + head) * query_length * keys.side.head_dim;
+        task.query = scaled + (b * query_heads + head) * query_length * key_dim;
         task.alibi = slopes != nullptr ? slopes + head : nullptr;
         if (biases.defined()) {
           const bool is_shared = biases.size(1) == 1 && biases.size(2) == 1 && query_heads * query_length > 1;
@@ -210,30 +247,17 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, 
   }
   run_tasks(tasks, instruction_set.kernel, is_serial);
 
-  at::Tensor output = at::empty({batch, query_heads, query_length, value_dim}, scaled.options());
-  float* out = output.mutable_data_ptr<float>();
-  for (size_t t = 0, row = 0; t < tasks.size(); t += splits) {
-    for (int32_t r = 0; r < tasks[t].queries; ++r, ++row, out += value_dim) {
-      const int64_t head = row / query_length % query_heads;
-      const float sink = logits != nullptr ? logits[head] : kNothing;
-      float maximum = sink;
-      for (int64_t s = 0; s < splits; ++s) maximum = std::max(maximum, tasks[t + s].maximum[r]);
-      float total = maximum == kNothing ? 0.0f : std::exp(sink - maximum);
-      std::fill(out, out + value_dim, 0.0f);
-      if (maximum == kNothing) continue;
-      for (int64_t s = 0; s < splits; ++s) {
-        const Task& task = tasks[t + s];
-        if (task.maximum[r] == kNothing) continue;
-        const float weight = std::exp(task.maximum[r] - maximum);
-        total += weight * task.sum[r];
-        const float* partial_output = task.output + r * value_dim;
-        for (int64_t d = 0; d < value_dim; ++d) out[d] += weight * partial_output[d];
+  at::Tensor output = at::empty({batch, query_heads, query_length, value_dim}, query.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, query.scalar_type(), "decode_attention", [&] {
+    scalar_t* out = output.mutable_data_ptr<scalar_t>();
+    for (size_t t = 0, row = 0; t < tasks.size(); t += splits) {
+      for (int32_t r = 0; r < tasks[t].queries; ++r, ++row, out += value_dim) {
+        const int64_t head = row / query_length % query_heads;
+        merge(&tasks[t], splits, r, logits != nullptr ? logits[head] : kNothing, out);
       }
-      const float inverse = total == 0.0f ? 1.0f : 1.0f / total;
-      for (int64_t d = 0; d < value_dim; ++d) out[d] *= inverse;
     }
-  }
-  return output.to(query.scalar_type());
+  });
+  return output;
 }
 
 }  // namespace

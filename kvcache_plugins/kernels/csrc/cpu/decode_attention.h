@@ -37,7 +37,7 @@ struct Side {
   int32_t metadata_bytes;  // 2: fp16, 4: fp32
   int32_t interleaved;     // rotary pairs are neighbours (order of key codes)
   int64_t codes_offset;    // bytes from the start of a record
-  int64_t scale_offset;    // -1: `static_scale` instead
+  int64_t scale_offset;    // -1: `static_scale` instead; scales are never negative
   int64_t minimum_offset;  // -1: none
   float static_scale;
   const float* factors;    // [head_dim], multiply decoded values (SmoothAttention), or null

@@ -1,11 +1,12 @@
 // Decode attention over packed codes for CPUs with AVX-512 F, BW, VL, DQ, VBMI, VNNI and BF16.
 //
-// A task walks its 64-token blocks once. For each block and each four query rows: scores (avx512_keys.h), exact tokens and
-// masks, one step of the online softmax, values (avx512_values.h). Nothing is decoded to memory. Bound: the codes are read
-// once per four query rows at the speed of the memory; beyond four rows, two dot-product instructions a cycle.
+// A task walks its 64-token blocks once. For each block and each pass of R query rows (four, or one if there is one):
+// scores (avx512_keys.h), exact tokens and masks, one step of the online softmax, values (avx512_values.h). Nothing is
+// decoded to memory. Bound: for one row the speed of the memory, for four decoding (a shift and a look-up for 32 codes)
+// and dot products (one for 32 codes and a row), about alike.
 //
-// What this file does not cover (scales per token and group of channels for keys, 8-bit codes with scales per channel, a
-// rotation of some channels in half-split layout) goes to the AVX2 kernel, which covers everything.
+// What this file does not cover (scales per token and group of channels for keys, 8-bit codes with scales per channel,
+// a rotation of some channels in half-split layout) goes to the AVX2 kernel, which covers everything.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi,f16c,fma")
 
 #include "decode_attention.h"
@@ -47,37 +48,37 @@ bool covers_value(const Side& value) {
   return chunks <= 8 || chunks == 12 || chunks == 16;
 }
 
+template <int R>
 struct Pass {
   int first, rows;
-  Query query;
-  std::unique_ptr<TurnedQuery> turned;
-  float best[kRows], total[kRows];
-  alignas(64) float output[kRows][kMaxHeadDim];
-  alignas(64) float minimum_sum[kRows][kMaxWidth][kLanes];  // sums of p * minimum, not yet added to the channels
+  Query<R> query;
+  std::unique_ptr<TurnedQuery<R>> turned;
+  float best[4];
+  alignas(64) float total[R][kLanes];  // sums of exponentials, lane by lane
+  alignas(64) float output[R][kMaxHeadDim];
+  alignas(64) float minimum_sum[R][kMaxWidth][kLanes];  // sums of p * minimum, not yet added to the channels
 };
 
+// R: query rows in a pass.
+template <int R>
 class Decoder {
  public:
   explicit Decoder(const Task& task)
       : task_(task), key_(task.key), value_(task.value), parts_(task.precise ? 2 : 1),
-        key_floats_(key_.format == kE5M2 ? 5 : 4, key_.format == kE5M2 ? 15 : 7),
-        value_floats_(value_.format == kE5M2 ? 5 : 4, value_.format == kE5M2 ? 15 : 7) {
-    for (int first = 0; first < task.queries; first += kRows) {
-      passes_.push_back(std::make_unique<Pass>());
-      Pass& pass = *passes_.back();
+        key_floats_(Float8Table::of(key_.format)), value_floats_(Float8Table::of(value_.format)) {
+    for (int first = 0; first < task.queries; first += R) {
+      passes_.push_back(std::make_unique<Pass<R>>());
+      Pass<R>& pass = *passes_.back();
       pass.first = first;
-      pass.rows = std::min(kRows, task.queries - first);
-      const float* rows[kRows];
+      pass.rows = std::min(R, task.queries - first);
+      const float* rows[R];
       for (int r = 0; r < pass.rows; ++r) rows[r] = task.query + int64_t(first + r) * key_.head_dim;
       prepare_query(key_, rows, pass.rows, &pass.query);
       if (key_.cos != nullptr) {
-        pass.turned = std::make_unique<TurnedQuery>();
-        std::memset(pass.turned.get(), 0, sizeof(TurnedQuery));
+        pass.turned.reset(new TurnedQuery<R>);  // 256 KB, of which only what is used is written
         prepare_turned_query(key_, pass.query, pass.turned.get());
       }
-      for (int r = 0; r < kRows; ++r) pass.best[r] = kNothing, pass.total[r] = 0.0f;
-      std::memset(pass.output, 0, sizeof(pass.output));
-      std::memset(pass.minimum_sum, 0, sizeof(pass.minimum_sum));
+      std::fill(pass.best, pass.best + 4, kNothing);
     }
   }
 
@@ -100,7 +101,7 @@ class Decoder {
     fetch_records(start);
     if (packed_keys_ > 0) {
       if (key_.width > 1) {
-        load_channel_metadata(key_, key_record_, key_.cos == nullptr ? code_center(key_.nbits) : 0.0f, &channels_);
+        if (key_.cos != nullptr) load_channel_metadata(key_, key_record_, &channels_);
       } else {
         load_token_metadata(key_, key_record_, packed_keys_, tokens_scale_, tokens_minimum_);
         center(key_, tokens_scale_[0], tokens_minimum_[0]);
@@ -154,8 +155,8 @@ class Decoder {
       for (int t = 0; t < kBlockTokens; ++t) scale[0][t] = side.static_scale;
   }
 
-  void attend(int64_t start, Pass& pass) {
-    alignas(64) float scores[kRows][kBlockTokens];
+  void attend(int64_t start, Pass<R>& pass) {
+    alignas(64) float scores[R][kBlockTokens];
     if (packed_keys_ > 0) score_packed(pass, scores);
     score_exact(start, pass, scores);
     mask(start, pass, scores);
@@ -165,60 +166,35 @@ class Decoder {
   }
 
   template <int B, int PARTS>
-  void score_low_bits(Pass& pass, float (*scores)[kBlockTokens]) {
+  void score_low_bits(Pass<R>& pass, float (*scores)[kBlockTokens]) {
     const uint8_t* codes = key_record_ + key_.codes_offset;
     if (key_.cos != nullptr) {
-      score_turned<B, PARTS>(key_, codes, channels_, *pass.turned, scores);
+      score_turned<B, PARTS, R>(key_, codes, channels_, *pass.turned, scores);
       return;
     }
-    if (key_.width == 1) {
+    alignas(16) float constant[kMaxGroups][4] = {};
+    const bool is_per_channel = key_.width > 1;
+    if (is_per_channel) {
+      fold_channels<B, PARTS, R>(key_, key_record_, pass.query, folded_, constant);
+    } else {
       for (int part = 0; part < PARTS; ++part)
         std::memcpy(folded_[part][0], pass.query.pairs[part], sizeof(pass.query.pairs[part]));
-      score_words<B, PARTS>(key_, codes, folded_, 1, scores);
-      return;
     }
-    const int groups = kBlockTokens / key_.group_tokens;
-    float constant[kMaxGroups][kRows];
-    for (int g = 0; g < groups; ++g) {
-      for (int r = 0; r < kRows; ++r) {
-        __m512 sum = _mm512_setzero_ps();
-        alignas(64) float folded[kMaxHeadDim];
-        for (int c = 0; c < key_.padded_dim; c += kLanes) {
-          const __m512 q = _mm512_load_ps(pass.query.values[r] + c);
-          sum = _mm512_fmadd_ps(q, _mm512_load_ps(channels_.minimum[g] + c), sum);
-          _mm512_store_ps(folded + c, _mm512_mul_ps(q, _mm512_load_ps(channels_.scale[g] + c)));
-        }
-        for (int pair = 0; pair < key_.padded_dim / 2; pair += kLanes) {
-          __m512 low, high;
-          load_pair_channels(key_, folded, pair, &low, &high);
-          __m512i rest;
-          _mm512_store_si512(folded_[0][g][r] + pair, bf16_pairs(low, high, PARTS == 2 ? &rest : nullptr));
-          if (PARTS == 2) _mm512_store_si512(folded_[1][g][r] + pair, rest);
-        }
-        constant[g][r] = _mm512_reduce_add_ps(sum);
-      }
-    }
-    score_words<B, PARTS>(key_, codes, folded_, groups, scores);
-    for (int r = 0; r < kRows; ++r) {
-      for (int k = 0; k < 4; ++k) {
-        const __m512 shifted =
-            _mm512_add_ps(_mm512_loadu_ps(scores[r] + 16 * k), _mm512_set1_ps(constant[k * groups / 4][r]));
-        _mm512_storeu_ps(scores[r] + 16 * k, shifted);
-      }
-    }
+    const int groups = is_per_channel ? kBlockTokens / key_.group_tokens : 1;
+    score_words<B, PARTS, R>(key_, codes, folded_, groups, constant, scores);
   }
 
   template <int PARTS>
-  void score_bits(Pass& pass, float (*scores)[kBlockTokens]) {
+  void score_bits(Pass<R>& pass, float (*scores)[kBlockTokens]) {
     const uint8_t* codes = key_record_ + key_.codes_offset;
     if (key_.nbits == 2) score_low_bits<2, PARTS>(pass, scores);
     if (key_.nbits == 3) score_low_bits<3, PARTS>(pass, scores);
     if (key_.nbits == 4) score_low_bits<4, PARTS>(pass, scores);
-    if (key_.nbits == 8 && is_float8(key_)) score_floats<PARTS>(key_, codes, pass.query, key_floats_, scores);
-    if (key_.nbits == 8 && !is_float8(key_)) score_bytes<PARTS + 1>(key_, codes, pass.query, scores);
+    if (key_.nbits == 8 && is_float8(key_)) score_floats<PARTS, R>(key_, codes, pass.query, key_floats_, scores);
+    if (key_.nbits == 8 && !is_float8(key_)) score_bytes<PARTS + 1, R>(key_, codes, pass.query, scores);
   }
 
-  void score_packed(Pass& pass, float (*scores)[kBlockTokens]) {
+  void score_packed(Pass<R>& pass, float (*scores)[kBlockTokens]) {
     if (parts_ == 2) {
       score_bits<2>(pass, scores);
     } else {
@@ -271,13 +247,13 @@ class Decoder {
     for (int64_t slot = start + packed; slot < stop; ++slot) visit(slot);
   }
 
-  void score_exact(int64_t start, Pass& pass, float (*scores)[kBlockTokens]) {
+  void score_exact(int64_t start, Pass<R>& pass, float (*scores)[kBlockTokens]) {
     for_exact(key_, start, packed_keys_, [&](int64_t slot) {
       int64_t at = 0;
       const void* data = exact_token(key_, slot, &at);
       if (data == nullptr) return;
-      __m512 sum[kRows];
-      for (int r = 0; r < kRows; ++r) sum[r] = _mm512_setzero_ps();
+      __m512 sum[R];
+      for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
       for (int c = 0; c < key_.head_dim; c += kLanes) {
         const int count = key_.head_dim - c;
         const __m512 token = load_exact(key_, data, at + c, count);
@@ -290,8 +266,9 @@ class Decoder {
     });
   }
 
-  void mask(int64_t start, Pass& pass, float (*scores)[kBlockTokens]) {
+  void mask(int64_t start, Pass<R>& pass, float (*scores)[kBlockTokens]) {
     const int64_t stop = std::min(start + kBlockTokens, task_.end);
+    const bool is_plain = task_.softcap <= 0 && task_.alibi == nullptr && task_.bias == nullptr;
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     for (int r = 0; r < pass.rows; ++r) {
       const int row = pass.first + r;
@@ -299,6 +276,7 @@ class Decoder {
       int64_t low = start, high = stop;  // visible slots
       if (task_.is_causal) high = std::min(high, query_slot + 1);
       if (task_.window > 0) low = std::max(low, query_slot - task_.window + 1);
+      if (is_plain && low == start && high == start + kBlockTokens) continue;
       for (int t = 0; t < kBlockTokens; t += kLanes) {
         __m512 score = _mm512_loadu_ps(scores[r] + t);
         __mmask16 live = _cvtmask16_u32(first_lanes(int(std::max<int64_t>(0, high - start - t))) &
@@ -329,33 +307,26 @@ class Decoder {
   }
 
   // Turns scores into weights relative to the rows' maxima so far; false if no row sees anything of the block.
-  bool softmax(Pass& pass, float (*scores)[kBlockTokens]) {
+  bool softmax(Pass<R>& pass, float (*scores)[kBlockTokens]) {
+    __m512 largest[4] = {};
+    for (int r = 0; r < R; ++r) {
+      if (r >= pass.rows) continue;
+      largest[r] = _mm512_loadu_ps(scores[r]);
+      for (int t = kLanes; t < kBlockTokens; t += kLanes)
+        largest[r] = _mm512_max_ps(largest[r], _mm512_loadu_ps(scores[r] + t));
+    }
+    float block_best[4];
+    reduce_max(largest, block_best);
     bool any = false;
-    for (int r = 0; r < kRows; ++r) {
-      if (r >= pass.rows) {
-        std::memset(scores[r], 0, sizeof(scores[r]));
-        continue;
-      }
-      __m512 largest = _mm512_loadu_ps(scores[r]);
-      for (int t = kLanes; t < kBlockTokens; t += kLanes) largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores[r] + t));
-      const float block_best = _mm512_reduce_max_ps(largest);
-      if (block_best == kNothing) {
+    for (int r = 0; r < R; ++r) {
+      if (r >= pass.rows || block_best[r] == kNothing) {
         std::memset(scores[r], 0, sizeof(scores[r]));
         continue;
       }
       any = true;
-      if (block_best > pass.best[r]) {
-        const float decay = pass.best[r] == kNothing ? 0.0f : std::exp(pass.best[r] - block_best);
-        pass.best[r] = block_best;
-        pass.total[r] *= decay;
-        const __m512 factor = _mm512_set1_ps(decay);
-        for (int c = 0; c < value_.padded_dim; c += kLanes)
-          _mm512_store_ps(pass.output[r] + c, _mm512_mul_ps(_mm512_load_ps(pass.output[r] + c), factor));
-        for (int g = 0; g < value_.width; ++g)
-          _mm512_store_ps(pass.minimum_sum[r][g], _mm512_mul_ps(_mm512_load_ps(pass.minimum_sum[r][g]), factor));
-      }
+      if (block_best[r] > pass.best[r]) rescale(pass, r, block_best[r]);
       const __m512 shift = _mm512_set1_ps(pass.best[r]);
-      __m512 sum = _mm512_setzero_ps();
+      __m512 sum = _mm512_load_ps(pass.total[r]);
       for (int t = 0; t < kBlockTokens; t += kLanes) {
         const __m512 score = _mm512_loadu_ps(scores[r] + t);
         const __mmask16 live = _mm512_cmp_ps_mask(score, _mm512_set1_ps(kNothing), _CMP_GT_OQ);
@@ -363,13 +334,24 @@ class Decoder {
         sum = _mm512_add_ps(sum, weight);
         _mm512_storeu_ps(scores[r] + t, weight);
       }
-      pass.total[r] += _mm512_reduce_add_ps(sum);
+      _mm512_store_ps(pass.total[r], sum);
     }
     return any;
   }
 
+  // Makes `best` the maximum of a row.
+  void rescale(Pass<R>& pass, int r, float best) {
+    const __m512 factor = _mm512_set1_ps(pass.best[r] == kNothing ? 0.0f : std::exp(pass.best[r] - best));
+    pass.best[r] = best;
+    _mm512_store_ps(pass.total[r], _mm512_mul_ps(_mm512_load_ps(pass.total[r]), factor));
+    for (int c = 0; c < value_.padded_dim; c += kLanes)
+      _mm512_store_ps(pass.output[r] + c, _mm512_mul_ps(_mm512_load_ps(pass.output[r] + c), factor));
+    for (int g = 0; g < value_.width; ++g)
+      _mm512_store_ps(pass.minimum_sum[r][g], _mm512_mul_ps(_mm512_load_ps(pass.minimum_sum[r][g]), factor));
+  }
+
   // Adds the exact values of the block, and takes their weights out of what the packed values will see.
-  void add_exact(int64_t start, Pass& pass, float (*weights)[kBlockTokens]) {
+  void add_exact(int64_t start, Pass<R>& pass, float (*weights)[kBlockTokens]) {
     for_exact(value_, start, packed_values_, [&](int64_t slot) {
       int64_t at = 0;
       const void* data = exact_token(value_, slot, &at);
@@ -387,17 +369,17 @@ class Decoder {
   }
 
   template <int PARTS>
-  void add_bits(Pass& pass, float (*weights)[kBlockTokens], float* const* out) {
+  void add_bits(Pass<R>& pass, float (*weights)[kBlockTokens], float* const* out) {
     const uint8_t* codes = value_record_ + value_.codes_offset;
     const int chunks = value_.padded_dim / 16;
     if (value_.nbits == 8 && is_float8(value_)) {
-      fold_weights<PARTS>(weights, values_.scale[0], kRows, 0, &pairs_);
-      add_floats<PARTS>(codes, chunks, pairs_, value_floats_, out);
+      fold_weights<PARTS, R>(weights, values_.scale[0], 0, &pairs_);
+      add_floats<PARTS, R>(codes, chunks, pairs_, value_floats_, out);
     } else if (value_.nbits == 8) {
-      fold_weight_bytes(weights, values_.scale[0], kRows, &bytes_);
-      add_bytes<PARTS + 1>(codes, chunks, bytes_, out);
+      fold_weight_bytes<PARTS + 1, R>(weights, values_.scale[0], &bytes_);
+      add_bytes<PARTS + 1, R>(codes, chunks, bytes_, out);
     } else {
-      for (int g = 0; g < value_.width; ++g) fold_weights<PARTS>(weights, values_.scale[g], kRows, g, &pairs_);
+      for (int g = 0; g < value_.width; ++g) fold_weights<PARTS, R>(weights, values_.scale[g], g, &pairs_);
       const int group_of = value_.width == 1 ? chunks : value_.head_dim / value_.width / 16;
       if (value_.nbits == 2) add_chunks<2, PARTS>(codes, chunks, group_of, out);
       if (value_.nbits == 3) add_chunks<3, PARTS>(codes, chunks, group_of, out);
@@ -408,20 +390,20 @@ class Decoder {
   template <int B, int PARTS>
   void add_chunks(const uint8_t* codes, int chunks, int group_of, float* const* out) {
     switch (chunks) {
-      case 1: return add_words<B, 1, PARTS>(codes, pairs_, group_of, out);
-      case 2: return add_words<B, 2, PARTS>(codes, pairs_, group_of, out);
-      case 3: return add_words<B, 3, PARTS>(codes, pairs_, group_of, out);
-      case 4: return add_words<B, 4, PARTS>(codes, pairs_, group_of, out);
-      case 5: return add_words<B, 5, PARTS>(codes, pairs_, group_of, out);
-      case 6: return add_words<B, 6, PARTS>(codes, pairs_, group_of, out);
-      case 7: return add_words<B, 7, PARTS>(codes, pairs_, group_of, out);
-      case 8: return add_words<B, 8, PARTS>(codes, pairs_, group_of, out);
-      case 12: return add_words<B, 12, PARTS>(codes, pairs_, group_of, out);
-      case 16: return add_words<B, 16, PARTS>(codes, pairs_, group_of, out);
+      case 1: return add_words<B, 1, PARTS, R>(codes, pairs_, group_of, out);
+      case 2: return add_words<B, 2, PARTS, R>(codes, pairs_, group_of, out);
+      case 3: return add_words<B, 3, PARTS, R>(codes, pairs_, group_of, out);
+      case 4: return add_words<B, 4, PARTS, R>(codes, pairs_, group_of, out);
+      case 5: return add_words<B, 5, PARTS, R>(codes, pairs_, group_of, out);
+      case 6: return add_words<B, 6, PARTS, R>(codes, pairs_, group_of, out);
+      case 7: return add_words<B, 7, PARTS, R>(codes, pairs_, group_of, out);
+      case 8: return add_words<B, 8, PARTS, R>(codes, pairs_, group_of, out);
+      case 12: return add_words<B, 12, PARTS, R>(codes, pairs_, group_of, out);
+      case 16: return add_words<B, 16, PARTS, R>(codes, pairs_, group_of, out);
     }
   }
 
-  void add_packed(Pass& pass, float (*weights)[kBlockTokens]) {
+  void add_packed(Pass<R>& pass, float (*weights)[kBlockTokens]) {
     if (value_.minimum_offset >= 0) {
       for (int r = 0; r < pass.rows; ++r) {
         for (int g = 0; g < value_.width; ++g) {
@@ -432,7 +414,8 @@ class Decoder {
         }
       }
     }
-    float* const out[kRows] = {pass.output[0], pass.output[1], pass.output[2], pass.output[3]};
+    float* out[R];
+    for (int r = 0; r < R; ++r) out[r] = pass.output[r];
     if (parts_ == 2) {
       add_bits<2>(pass, weights, out);
     } else {
@@ -440,12 +423,12 @@ class Decoder {
     }
   }
 
-  void store(const Pass& pass) {
+  void store(const Pass<R>& pass) {
     const int channels = value_.head_dim / value_.width;
     for (int r = 0; r < pass.rows; ++r) {
       const int row = pass.first + r;
       task_.maximum[row] = pass.best[r];
-      task_.sum[row] = pass.total[r];
+      task_.sum[row] = _mm512_reduce_add_ps(_mm512_load_ps(pass.total[r]));
       for (int g = 0; g < value_.width; ++g) {
         const float minimum = _mm512_reduce_add_ps(_mm512_load_ps(pass.minimum_sum[r][g]));
         for (int c = g * channels; c < (g + 1) * channels; ++c)
@@ -458,8 +441,9 @@ class Decoder {
   const Side& key_;
   const Side& value_;
   const int parts_;
-  const Float8Table key_floats_, value_floats_;
-  std::vector<std::unique_ptr<Pass>> passes_;
+  const Float8Table& key_floats_;
+  const Float8Table& value_floats_;
+  std::vector<std::unique_ptr<Pass<R>>> passes_;
   // of the present block
   int packed_keys_ = 0, packed_values_ = 0;
   const uint8_t* key_record_ = nullptr;
@@ -469,9 +453,9 @@ class Decoder {
   alignas(64) float tokens_scale_[1][kBlockTokens];
   alignas(64) float tokens_minimum_[1][kBlockTokens];
   ValueMetadata values_;
-  alignas(64) uint32_t folded_[2][kMaxGroups][kRows][kMaxPairs];
-  WeightPairs pairs_;
-  WeightBytes bytes_;
+  alignas(64) uint32_t folded_[2][kMaxGroups][R][kMaxPairs];
+  WeightPairs<R> pairs_;
+  WeightBytes<R> bytes_;
 };
 
 }  // namespace
@@ -482,8 +466,12 @@ void decode_attention_avx512(const Task& task) {
     decode_attention_avx2(task);
     return;
   }
-  auto decoder = std::make_unique<avx512::Decoder>(task);  // tens of KB of scratch: not on the stack of a pool's thread
-  decoder->run();
+  // tens of KB of scratch: not on the stack of a pool's thread
+  if (task.queries == 1) {
+    std::make_unique<avx512::Decoder<1>>(task)->run();
+  } else {
+    std::make_unique<avx512::Decoder<4>>(task)->run();
+  }
 }
 
 }  // namespace kvcache
