@@ -64,7 +64,7 @@ def time_in_turn(
     device: torch.device,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Spread]:
-    """Time every candidate `repeats` times, in rounds of one call each, in an order drawn anew for each round.
+    """Time every candidate `repeats` times, in rounds of one call each, every round in an order of its own.
 
     Whatever slows the machine for a while then slows all of them alike, and so does whatever the call before
     leaves behind (the first packed step after a dense one is a fifth slower than after another). The
