@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..models.presets import PRESETS
-from ..registry import suggest
-from .labels import dense_first
+from .options import DTYPES, Options, check_choice, check_count, check_counts
 
 __all__ = ["DTYPES", "AttentionOptions", "GenerationOptions", "SpeedOptions"]
-
-DTYPES = {
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "fp32": "float32",
-    "float32": "float32",
-}
-"""Accepted names of dtypes, and torch's."""
 
 _OURS: tuple[dict[str, Any], ...] = (
     {"backend": "int8"},
@@ -42,7 +31,7 @@ _TRANSFORMERS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedOptions:
+class SpeedOptions(Options):
     """What both benchmarks are told.
 
     Args:
@@ -54,7 +43,6 @@ class SpeedOptions:
         model (`str`, *optional*): Path or hub id of a model.
     """
 
-    cache_config: Sequence[dict[str, Any]]
     lengths: Sequence[int]
     batch_sizes: Sequence[int] = (1,)
     dtype: str = "bf16"
@@ -62,37 +50,15 @@ class SpeedOptions:
     model: str | None = None
 
     def __post_init__(self) -> None:
-        _check_counts("lengths", self.lengths)
-        _check_counts("batch_sizes", self.batch_sizes)
-        _check_choice("dtype", self.dtype, DTYPES)
+        check_counts("lengths", self.lengths)
+        check_counts("batch_sizes", self.batch_sizes)
+        check_choice("dtype", self.dtype, DTYPES)
         if self.threads is not None:
-            _check_count("threads", self.threads)
-
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> Any:
-        """Build from plain values, as they come from a YAML file or the command line.
-
-        Raises:
-            ValueError: On an unknown option or a wrong value; the message names the allowed ones.
-        """
-        known = {option.name for option in fields(cls)}
-        for name in options:
-            if name not in known:
-                raise ValueError(
-                    f"Unknown option {name!r}.{suggest(name, known)} Allowed are {sorted(known)}."
-                )
-        return cls(**options)
-
-    @property
-    def cache_configs(self) -> list[dict[str, Any]]:
-        """The caches to measure, the dense one first."""
-        return dense_first(self.cache_config)
+            check_count("threads", self.threads)
 
     def settings(self) -> dict[str, Any]:
         """Return the merged options for the result file."""
-        settings = asdict(self)
-        del settings["cache_config"]  # every result carries its own
-        return settings | {"dtype": DTYPES[self.dtype]}
+        return super().settings() | {"dtype": DTYPES[self.dtype]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +80,8 @@ class AttentionOptions(SpeedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_count("repeats", self.repeats)
-        _check_count("warm_up", self.warm_up, least=0)
+        check_count("repeats", self.repeats)
+        check_count("warm_up", self.warm_up, least=0)
         if self.preset is not None and self.model is not None:
             raise ValueError(
                 f"--preset and --model exclude each other, got {self.preset!r} and {self.model!r}."
@@ -123,7 +89,7 @@ class AttentionOptions(SpeedOptions):
         if self.preset is None and self.model is None:
             object.__setattr__(self, "preset", "llama3-8b")
         if self.preset is not None:
-            _check_choice("preset", self.preset, PRESETS)
+            check_choice("preset", self.preset, PRESETS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,24 +108,5 @@ class GenerationOptions(SpeedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_count("max_new_tokens", self.max_new_tokens, least=8)
-        _check_count("repeats", self.repeats)
-
-
-def _check_count(name: str, value: Any, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"--{name} must be an integer >= {least}, got {value!r}.")
-
-
-def _check_counts(name: str, values: Any) -> None:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
-        raise ValueError(f"--{name} must be one or more integers >= 1, got {values!r}.")
-    for value in values:
-        _check_count(name, value)
-
-
-def _check_choice(name: str, value: Any, allowed: Mapping[str, Any]) -> None:
-    if value not in allowed:
-        raise ValueError(
-            f"--{name} must be one of {sorted(allowed)}, got {value!r}.{suggest(value, allowed)}"
-        )
+        check_count("max_new_tokens", self.max_new_tokens, least=8)
+        check_count("repeats", self.repeats)

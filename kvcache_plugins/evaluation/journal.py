@@ -1,0 +1,119 @@
+"""Records of a run that are kept as soon as they are made, so that an interruption loses none of them.
+
+A run is cut into items (a window of text, a question, a trial) that are measured apart from each other. Every
+process of a run writes one file, `progress/records-<process>.jsonl` in the output directory: a first line
+with what the records belong to, then one record a line. A later run with the same settings, of any number of
+processes, reads them all and does only what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArtifactError
+
+__all__ = ["Journal"]
+
+_FOLDER = "progress"
+
+
+class Journal:
+    """The finished records of a run.
+
+    Args:
+        directory (`Path`): The run's output directory; made if need be.
+        settings (`Mapping`): Plain values on which a record depends. Records made with other settings are
+            not mixed with new ones.
+        process (`int`): Index of this process, which writes a file of its own.
+
+    Raises:
+        ValueError: If the directory holds an unfinished run with other settings.
+        ArtifactError: If a file there is none of ours.
+        OSError: If the directory cannot be written to.
+    """
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any], process: int = 0) -> None:
+        self._folder = directory / _FOLDER
+        self._settings = json.loads(json.dumps(settings, sort_keys=True))
+        self._path = self._folder / f"records-{process}.jsonl"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._records = self._read_all()
+        if not self._path.exists():
+            self._write_line({"settings": self._settings})
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the record was made, now or by an earlier run (of any process)."""
+        return key in self._records
+
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        return self._records[key]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, key: str, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep a record under a key; it is on the disk when this returns.
+
+        Returns:
+            `dict`: The record as a later run would read it, so that both compute with the same numbers.
+
+        Raises:
+            OSError: If it cannot be written, for instance because the disk is full; what was kept before
+                stays.
+        """
+        line = {"key": key, "record": record}
+        self._write_line(line)
+        self._records[key] = json.loads(json.dumps(record))
+        return self._records[key]
+
+    def reload(self) -> None:
+        """Read what all processes have written by now."""
+        self._records = self._read_all()
+
+    def remove(self) -> None:
+        """Delete the records of all processes: the run is finished and its results are written."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write_line(self, line: Mapping[str, Any]) -> None:
+        data = json.dumps(line) + "\n"
+        size = self._path.stat().st_size if self._path.exists() else 0
+        with self._path.open("a", encoding="utf-8") as file:
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                os.truncate(self._path, size)  # no half line that the next one would be glued to
+                raise
+
+    def _read_all(self) -> dict[str, dict[str, Any]]:
+        records: dict[str, dict[str, Any]] = {}
+        for path in sorted(self._folder.glob("records-*.jsonl")):
+            records |= self._read(path)
+        return records
+
+    def _read(self, path: Path) -> dict[str, dict[str, Any]]:
+        text = path.read_text(encoding="utf-8")
+        complete = text[: text.rfind("\n") + 1]  # the last line may have been cut short
+        if len(complete) < len(text) and path == self._path:
+            os.truncate(path, len(complete.encode("utf-8")))
+        lines = [json.loads(line) for line in complete.splitlines()]
+        if not lines:
+            path.unlink()
+            return {}
+        if "settings" not in lines[0]:
+            raise ArtifactError(f"{path} is not a record of an unfinished run; remove it.")
+        found = lines[0]["settings"]
+        if found != self._settings:
+            names = sorted(n for n in {*found, *self._settings} if found.get(n) != self._settings.get(n))
+            changed = ", ".join(f"{n} was {found.get(n)!r}, is {self._settings.get(n)!r}" for n in names)
+            raise ValueError(
+                f"{self._folder.parent} holds an unfinished run with other settings ({changed}). Repeat it "
+                "with those, choose another --output, or delete its folder 'progress'."
+            )
+        return {line["key"]: line["record"] for line in lines[1:]}

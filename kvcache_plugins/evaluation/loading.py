@@ -1,0 +1,73 @@
+"""The model and tokenizer of an evaluation, wherever the model is to run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .model_options import ModelOptions
+from .sharding import Shard
+
+__all__ = ["Subject", "load_subject"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated.
+
+    Args:
+        model (`PreTrainedModel`): In evaluation mode, on its device or devices.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+        shard (`Shard`): The part of this process.
+    """
+
+    model: Any
+    tokenizer: Any
+    shard: Shard
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens and without a limit of length."""
+        ids: Sequence[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(ids)
+
+
+def load_subject(options: ModelOptions) -> Subject:
+    """Load the model and its tokenizer.
+
+    Args:
+        options (`ModelOptions`): Which model, and where it runs: `device_map` spreads it over the devices of
+            one process, `tp_plan` over the processes; otherwise every process holds a whole one.
+
+    Raises:
+        OSError: If the model cannot be found.
+        ValueError: If it cannot be loaded as asked.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    placement: dict[str, Any] = {}
+    if options.tp_plan is not None:
+        placement["tp_plan"] = options.tp_plan
+    elif options.device_map is not None:
+        placement["device_map"] = options.device_map
+    if options.attn_implementation is not None:
+        placement["attn_implementation"] = options.attn_implementation
+    common = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(options.model, **common)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=options.torch_dtype, **common, **placement
+    )
+    # A tensor parallel model has made the process group by now, which the state then finds.
+    shard = Shard.of_this_process(is_tensor_parallel=options.tp_plan is not None)
+    if options.tp_plan is None and options.device_map is None:
+        model = model.to(shard.device)
+    return Subject(model.eval(), tokenizer, shard)

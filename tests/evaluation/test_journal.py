@@ -1,0 +1,86 @@
+"""Records survive an interruption, and only those of the same run are continued."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvcache_plugins.errors import ArtifactError
+from kvcache_plugins.evaluation.journal import Journal
+
+SETTINGS = {"length": 1024, "model": "m"}
+
+
+def test_a_later_run_finds_the_records(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, SETTINGS)
+    journal.add("a", {"score": 0.1, "text": "two\nlines é"})
+    again = Journal(tmp_path, SETTINGS)
+    assert "a" in again and "b" not in again and len(again) == 1
+    assert again["a"] == {"score": 0.1, "text": "two\nlines é"}
+
+
+def test_processes_write_apart_and_read_together(tmp_path: Path) -> None:
+    first, second = Journal(tmp_path, SETTINGS, 0), Journal(tmp_path, SETTINGS, 1)
+    first.add("a", {"x": 1})
+    second.add("b", {"x": 2})
+    assert "b" not in first
+    first.reload()
+    assert [first[key]["x"] for key in ("a", "b")] == [1, 2]
+    assert len(Journal(tmp_path, SETTINGS, 5)) == 2, "another number of processes reads them all"
+
+
+def test_a_record_is_what_a_later_run_would_read(tmp_path: Path) -> None:
+    record = Journal(tmp_path, SETTINGS).add("a", {"pair": (1, 2), "value": 1 / 3})
+    assert record == Journal(tmp_path, SETTINGS)["a"] == {"pair": [1, 2], "value": 1 / 3}
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_line_cut_short_is_dropped(tmp_path: Path, process: int) -> None:
+    Journal(tmp_path, SETTINGS).add("a", {"x": 1})
+    path = tmp_path / "progress" / "records-0.jsonl"
+    path.write_text(path.read_text() + '{"key": "b", "rec')
+    journal = Journal(tmp_path, SETTINGS, process)
+    assert "a" in journal and "b" not in journal
+    journal.add("c", {"x": 3})
+    assert len(Journal(tmp_path, SETTINGS)) == 2
+
+
+def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
+    Journal(tmp_path, SETTINGS).add("a", {"x": 1})
+    with pytest.raises(ValueError, match=r"length was 1024, is 2048.*--output"):
+        Journal(tmp_path, SETTINGS | {"length": 2048})
+    assert "a" in Journal(tmp_path, SETTINGS)
+
+
+def test_a_strange_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "progress").mkdir()
+    (tmp_path / "progress" / "records-0.jsonl").write_text(json.dumps({"key": "a"}) + "\n")
+    with pytest.raises(ArtifactError, match="records-0"):
+        Journal(tmp_path, SETTINGS)
+
+
+def test_a_full_disk_keeps_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path, SETTINGS)
+    journal.add("a", {"x": 1})
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        journal.add("b", {"x": 2})
+    monkeypatch.undo()
+    assert "b" not in journal
+    journal.add("c", {"x": 3})
+    again = Journal(tmp_path, SETTINGS)
+    assert "a" in again and "c" in again and len(again) == 2
+
+
+def test_a_finished_run_leaves_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, SETTINGS)
+    journal.add("a", {"x": 1})
+    journal.remove()
+    assert list(tmp_path.iterdir()) == []
