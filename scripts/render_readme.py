@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Render the generated parts of README.md: the backend table and the measured table.
+"""Render the generated parts of README.md: the backend table and the measured tables.
 
     python scripts/render_readme.py                         write README.md
     python scripts/render_readme.py --check                 fail if README.md is not what would be written
-    python scripts/render_readme.py --record results.json   first keep a quickstart run as the measured one
+    python scripts/render_readme.py --record results.json   first keep a run as the measured one
 
-The backend table comes from the registry, the measured one from `examples/results/quickstart.json`, so
-neither can say anything that the code or a recorded run does not.
+The backend table comes from the registry, the measured ones from `examples/results/quickstart.json`, and from
+`perplexity.json` and `passkey.json` beside it once they are recorded, so none can say anything that the code
+or a recorded run does not.
 """
 
 from __future__ import annotations
@@ -15,12 +16,37 @@ import argparse
 import difflib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RECORDED = ROOT / "examples" / "results" / "quickstart.json"
+
+RECORDABLE = {
+    "quickstart": "examples/quickstart.py",
+    "perplexity": "scripts/eval_perplexity.py",
+    "passkey": "scripts/eval_passkey.py",
+}
+"""Task of a run that can be recorded, and what writes it."""
+
+EVALUATIONS = {
+    "perplexity": (
+        ("perplexity", "perplexity", ".3f"),
+        ("kl_to_dense", "KL to dense", ".5f"),
+        ("top1_agreement", "same top-1", ".3f"),
+        ("packed_read_fraction", "read packed", ".3f"),
+        ("kv_bytes", "bytes", ","),
+        ("bits_per_value", "bits per value", ".2f"),
+    ),
+    "passkey": (
+        ("accuracy", "accuracy", ".3f"),
+        ("kv_bytes", "bytes", ","),
+        ("bits_per_value", "bits per value", ".2f"),
+    ),
+}
+"""Columns of each evaluation: key, heading and format; one that no result has is left out."""
 
 MEASURED_COLUMNS = (
     "cache",
@@ -41,9 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if README.md is out of date"
     )
-    parser.add_argument(
-        "--record", type=Path, metavar="RESULTS_JSON", help="quickstart run to keep and to show"
-    )
+    parser.add_argument("--record", type=Path, metavar="RESULTS_JSON", help="run to keep and to show")
     parser.add_argument(
         "--allow_dirty", action="store_true", help="record a run of uncommitted code (it will say so)"
     )
@@ -69,24 +93,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def record(path: Path, *, allow_dirty: bool) -> None:
-    """Copy the results of a quickstart run to the place the README is rendered from."""
+    """Copy the results of a run to the place the README is rendered from."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    if document.get("task") != "quickstart" or document.get("schema_version") != 1:
-        raise ValueError(f"{path} is not a results.json of examples/quickstart.py")
+    task = document.get("task")
+    if task not in RECORDABLE or document.get("schema_version") != 1:
+        raise ValueError(f"{path} is not a results.json of one of {', '.join(RECORDABLE.values())}")
     if document["environment"]["dirty"] is not False and not allow_dirty:
         raise ValueError(f"{path} was measured on code that is not committed; commit, run again, then record")
     RECORDED.parent.mkdir(parents=True, exist_ok=True)
-    RECORDED.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    RECORDED.with_name(f"{task}.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def render(readme: str) -> str:
-    """Return the README with both generated parts replaced."""
+    """Return the README with the generated parts replaced."""
     from kvcache_plugins.cli.backend_table import backend_rows, markdown_table
 
     # a third party's backend may be installed beside ours, and is not ours to present
     rows = [row for row in backend_rows() if row.module.startswith("kvcache_plugins.backends.")]
     readme = replace_part(readme, "backends", markdown_table(rows))
-    return replace_part(readme, "measured", measured_part())
+    readme = replace_part(readme, "measured", measured_part())
+    return replace_part(readme, "evaluations", evaluations_part())
 
 
 def replace_part(readme: str, name: str, content: str) -> str:
@@ -104,33 +130,75 @@ def measured_part() -> str:
     if not RECORDED.exists():
         return "No run is recorded yet; `./scripts/quickstart.sh` prints this table for your machine."
     document = json.loads(RECORDED.read_text(encoding="utf-8"))
-    settings, place = document["settings"], document["environment"]
+    settings = document["settings"]
     lines = [
         f"| {' | '.join(MEASURED_COLUMNS)} |",
         f"|---|{'--:|' * (len(MEASURED_COLUMNS) - 1)}",
     ]
     lines += [f"| {' | '.join(measured_cells(row))} |" for row in document["results"]]
-    code = f"commit {place['commit'][:10]}" if place["commit"] else "code without a commit"
     sentences = (
-        f"`{place['command']}`",
         f"{settings['prompt_tokens']} prompt tokens, {settings['new_tokens']} generated, "
         f"{settings['score_tokens']} scored",
         f"bytes and times in {settings['dtype']}, the rest in {settings['score_dtype']}",
+    )
+    return "\n".join([*lines, "", origin(document["environment"], *sentences)])
+
+
+def origin(place: dict[str, Any], *sentences: str) -> str:
+    """Return the command of a run, what is to be said about it, and where it ran."""
+    code = f"commit {place['commit'][:10]}" if place["commit"] else "code without a commit"
+    parts = (
+        f"`{place['command']}`",
+        *sentences,
         f"{place['device']} with {place['threads']} thread{'' if place['threads'] == 1 else 's'}",
         f"torch {place['versions']['torch']}, transformers {place['versions']['transformers']}",
         code + (" with uncommitted changes" if place["dirty"] else ""),
     )
-    lines += ["", "; ".join(sentences) + "."]
-    return "\n".join(lines)
+    return "; ".join(parts) + "."
+
+
+def evaluations_part() -> str:
+    """Return the tables of the recorded evaluations; nothing where none is recorded."""
+    paths = {task: RECORDED.with_name(f"{task}.json") for task in EVALUATIONS}
+    tables = [
+        evaluation_table(json.loads(path.read_text(encoding="utf-8")), EVALUATIONS[task])
+        for task, path in paths.items()
+        if path.exists()
+    ]
+    return "\n\n".join(tables)
+
+
+def evaluation_table(document: dict[str, Any], columns: Sequence[tuple[str, str, str]]) -> str:
+    """Return one evaluation as a table, the accuracy of each length of a passkey run beside the mean."""
+    rows = document["results"]
+    shown = [column for column in columns if any(row.get(column[0]) is not None for row in rows)]
+    lengths = list(dict.fromkeys(length for row in rows for length in row.get("by_length") or {}))
+    heads = ["cache", *(title for _, title, _ in shown), *(f"{length} tokens" for length in lengths)]
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'--:|' * (len(heads) - 1)}"]
+    for row in rows:
+        cells = [_format(row.get(key), form) for key, _, form in shown]
+        cells += [_format((row.get("by_length") or {}).get(length), ".2f") for length in lengths]
+        lines.append(f"| {' | '.join([cache_name(row), *cells])} |")
+    return "\n".join([*lines, "", origin(document["environment"])])
+
+
+def _format(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def cache_name(row: dict[str, Any]) -> str:
+    """Return the name of a result's cache, and whether it is transformers' own."""
+    from kvcache_plugins.evaluation.labels import cache_label
+    from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
+
+    is_foreign = row["cache_config"]["backend"] in TRANSFORMERS_BACKENDS
+    return (row.get("label") or cache_label(row["cache_config"])) + (" (transformers)" if is_foreign else "")
 
 
 def measured_cells(row: dict[str, Any]) -> list[str]:
     """Return one row of the measured table."""
-    from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
-
-    is_foreign = row["cache_config"]["backend"] in TRANSFORMERS_BACKENDS
     return [
-        row["label"] + (" (transformers)" if is_foreign else ""),
+        cache_name(row),
         f"{row['kv_bytes']:,}",
         f"{row['memory_fraction']:.3f}",
         f"{row['bits_per_value']:.2f}",

@@ -50,7 +50,7 @@ def test_metadata(pyproject: dict[str, Any]) -> None:
 
 def test_extras(pyproject: dict[str, Any]) -> None:
     extras = pyproject["project"]["optional-dependencies"]
-    assert set(extras) == {"eval", "train", "quanto", "hqq", "plots", "dev", "all"}
+    assert set(extras) == {"eval", "train", "quanto", "hqq", "plots", "lm_eval", "dev", "all"}
     assert _names(extras["eval"]) == {"datasets", "evaluate", "rouge", "rapidfuzz", "jieba"}
     assert _names(extras["quanto"]) == {"optimum-quanto"}
     assert {"pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "pre-commit"} <= _names(extras["dev"])

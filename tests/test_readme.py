@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -113,6 +114,37 @@ def test_only_committed_code_is_recorded(tmp_path: Path, monkeypatch: pytest.Mon
         render.record(results, allow_dirty=False)
     render.record(results, allow_dirty=True)
     assert render.RECORDED.exists()
-    results.write_text('{"schema_version": 1, "task": "perplexity", "environment": {"dirty": false}}')
+    results.write_text('{"schema_version": 1, "task": "other", "environment": {"dirty": false}}')
     with pytest.raises(ValueError, match="not a results"):
         render.record(results, allow_dirty=False)
+
+
+def test_recorded_evaluations_become_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    render = _load_script("render_readme")
+    monkeypatch.setattr(render, "RECORDED", tmp_path / "kept" / "quickstart.json")
+    assert render.evaluations_part() == ""
+    environment = {
+        "command": "python scripts/x.py", "commit": "0123456789abc", "dirty": False, "device": "a processor",
+        "threads": 2, "versions": {"torch": "1", "transformers": "2"},
+    }  # fmt: skip
+    rows = {
+        "perplexity": [
+            {"cache_config": {"backend": "dense"}, "perplexity": 3.14159, "kv_bytes": 1234567},
+            {"cache_config": {"backend": "quanto", "nbits": 4}, "perplexity": 4.5, "kl_to_dense": 0.25},
+        ],
+        "passkey": [
+            {"cache_config": {"backend": "dense"}, "accuracy": 0.5, "by_length": {"512": 0.75, "1024": 0.25}}
+        ],
+    }
+    for task, results in rows.items():
+        path = tmp_path / "results.json"
+        document = {"schema_version": 1, "task": task, "results": results, "environment": environment}
+        path.write_text(json.dumps(document))
+        render.record(path, allow_dirty=False)
+    text = render.evaluations_part()
+    assert "| dense | 3.142 | - | 1,234,567 |" in text
+    assert "| quanto 4-bit (transformers) | 4.500 | 0.25000 | - |" in text
+    assert "| cache | accuracy | 512 tokens | 1024 tokens |" in text
+    assert "| dense | 0.500 | 0.75 | 0.25 |" in text
+    assert text.count("`python scripts/x.py`; a processor with 2 threads") == 2
+    assert "read packed" not in text  # no result has it

@@ -19,13 +19,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import ArtifactError
 from ..quantizers.affine import SMALLEST_SCALE
 from ..quantizers.float8 import FLOAT8_MAX
 from .files import read_json, read_tensors, write_json, write_tensors
+from .folders import check_finite, check_kind, locate, stamps
 
 __all__ = ["FORMAT_VERSION", "Scales", "load_scales", "save_scales"]
 
@@ -96,25 +96,17 @@ def load_scales(name_or_path: str) -> Scales:
     Raises:
         ArtifactError: If it is missing, damaged or of another kind; the message names the file.
     """
-    folder = Path(name_or_path)
-    if not folder.is_dir():
-        folder = _download(name_or_path)
-    stamps = tuple(
-        (folder / name).stat().st_mtime_ns if (folder / name).is_file() else 0 for name in (_TENSORS, _FACTS)
-    )
-    return _read(folder, stamps)
+    folder = locate(name_or_path, (_TENSORS, _FACTS))
+    return _read(folder, stamps(folder, (_TENSORS, _FACTS)))
 
 
 @lru_cache(maxsize=8)
-def _read(folder: Path, stamps: tuple[int, ...]) -> Scales:
+def _read(folder: Path, written: tuple[int, ...]) -> Scales:
     """Read the files; cached until they change, because every layer of a cache asks."""
-    del stamps
+    del written
     facts, tensors = read_json(folder / _FACTS), read_tensors(folder / _TENSORS)
-    if facts.get("kind") != "kv_scales" or facts.get("format_version") != FORMAT_VERSION:
-        raise ArtifactError(
-            f"{folder / _FACTS}: expected kind 'kv_scales' and format_version {FORMAT_VERSION}, got "
-            f"{facts.get('kind')!r} and {facts.get('format_version')!r}."
-        )
+    check_kind(folder / _FACTS, facts, "kv_scales", FORMAT_VERSION)
+    check_finite(folder / _TENSORS, tensors)
     sides: dict[str, dict[int, Tensor]] = {"key": {}, "value": {}}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
@@ -122,18 +114,5 @@ def _read(folder: Path, stamps: tuple[int, ...]) -> Scales:
             raise ArtifactError(
                 f"{folder / _TENSORS}: expected names like 'layers.0.key_absmax', got {name!r}."
             )
-        if not bool(torch.isfinite(tensor).all()):
-            raise ArtifactError(f"{folder / _TENSORS}: {name} holds numbers that are not finite.")
         sides[match["side"]][int(match["layer_idx"])] = tensor.float()
     return Scales(sides["key"], sides["value"], facts)
-
-
-def _download(repo_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repo_id, allow_patterns=[_TENSORS, _FACTS]))
-    except Exception as error:  # the hub client raises many kinds; all mean the artifact cannot be had
-        raise ArtifactError(
-            f"calibration={repo_id!r} is neither a directory nor a hub repository that can be read: {error}"
-        ) from error

@@ -1,11 +1,14 @@
-"""Attention over packed data by a native kernel, where one fits; else by the torch reference.
+"""Attention over packed data by native kernels, where they fit; else by the torch reference.
 
-Here a layer's streams are described to the kernels in their own terms (`kernels.layout`), and whatever may
-hide a slot becomes a window, a causal flag, or an additive bias.
+A few query tokens are a pass over the codes (`kernels.ops.decode_attention`). Many are several passes where
+the processor's vectors make those faster than torch's products, else dense attention over tiles that are
+decoded natively (`tiles`). Here a layer's streams are described to the kernels in their own terms
+(`kernels.layout`), and whatever may hide a slot becomes a window, a causal flag, or an additive bias.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -13,20 +16,24 @@ from torch import Tensor
 
 from ..errors import KernelUnavailableError
 from ..kernels import loader
-from ..kernels.layout import MAX_HEAD_DIM, MAX_METADATA, Side, SideLayout
+from ..kernels.layout import FORMATS, MAX_HEAD_DIM, MAX_METADATA, Side, SideLayout
 from ..kernels.ops import decode_attention
 from ..layers.codec import RotatedCodec, ScaledCodec, code_format_of
 from ..layers.handle import KVHandle
-from ..layers.stream import StreamView
+from ..layers.nonuniform import ChannelNonUniformCodec, NonUniformCodec, UnrotatedCodec
+from ..layers.view import StreamView
 from ..models.rotary import Rotary
 from .reference import AttentionOptions, attend
+from .tiles import attend_tiles, can_attend_tiles
 
 __all__ = ["attend_handles", "describe"]
 
 _MOST_QUERIES = 8
-"""Query tokens up to which a pass over the codes is bound by reading them; more are a matrix product."""
+"""Query tokens up to which one pass over the codes is bound by reading them, on any processor."""
 _MOST_PACKED_QUERIES = 16
 """The same where the heads of a group come as query tokens of one head."""
+_PASS_QUERIES = 64
+"""Query tokens of one of several passes: as many rows as the kernels take at once."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,19 +51,37 @@ def attend_handles(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
             kernels, and none of them reads its codecs.
     """
     layer = key.layer
-    if layer.config.kernel != "torch" and value.layer is layer and _is_decode(query, key, options):
-        sides = describe(key.tokens), describe(value.tokens)
-        if sides[0] is not None and sides[1] is not None:
-            if loader.try_load():
-                layer.kernel = "cpu"
-                return _attend_native(query, key.tokens, sides[0], sides[1], options)
-        elif layer.config.kernel == "native":
-            raise KernelUnavailableError(
-                f"kernel='native' was given, but no native kernel reads the codecs of layer "
-                f"{layer.layer_idx}; kernel='auto' and kernel='torch' work without."
-            )
+    if layer.config.kernel != "torch" and value.layer is layer and _is_on_cpu(query, key):
+        output = _attend_on_cpu(query, key, value, options)
+        if output is not None:
+            layer.kernel = "cpu"
+            return output
     layer.kernel = "torch"
     return attend(query, key.tokens, value.tokens, options)
+
+
+def _attend_on_cpu(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor | None:
+    """Attend by a native kernel; `None` if none serves this."""
+    query_length, length = query.shape[2], key.tokens.length
+    keys, values = describe(key.tokens), describe(value.tokens)
+    if keys is None or values is None:
+        if key.layer.config.kernel == "native":
+            raise KernelUnavailableError(
+                f"kernel='native' was given, but no native kernel reads the codecs of layer "
+                f"{key.layer.layer_idx}; kernel='auto' and kernel='torch' work without."
+            )
+        return None
+    if not loader.try_load():
+        return None
+    if _is_decode(query, key, options) or _has_fast_passes(query.dtype):
+        bias, is_causal = _bias(options, query_length, length)
+        # of many queries, rows of a bias each would take more memory than the codes do
+        if _is_decode(query, key, options) or bias is None or bias.shape[2] == 1:
+            return _attend_in_passes(query, key.tokens, keys, values, options, bias, is_causal)
+    if can_attend_tiles(options, length, query_length):
+        records = key.tokens.stream.records.data
+        return attend_tiles(query, records, keys, values, options, _sink_start(key.tokens, keys, values))
+    return None
 
 
 def describe(view: StreamView) -> Side | None:
@@ -70,7 +95,8 @@ def describe(view: StreamView) -> Side | None:
         codec, factors = outer.inner, outer.factors
     elif type(outer) is RotatedCodec:
         codec, rotary, period = outer.inner, outer.rotary, outer.period
-    code_format = code_format_of(codec)
+    nonuniform = _describe_nonuniform(view)
+    code_format = FORMATS["nonuniform"] if nonuniform else code_format_of(codec)
     if code_format is None:
         return None
     records = stream.records
@@ -89,9 +115,10 @@ def describe(view: StreamView) -> Side | None:
         interleaved=int(stream.interleaved),
         codes_offset=fields["codes"],
         scale_offset=fields.get("scale", -1),
-        minimum_offset=fields.get("minimum", -1),
+        minimum_offset=fields.get("minimum", fields.get("offset", -1)),
         period=period,
-        rotary_dim=rotary.rotary_dim if rotary is not None else 0,
+        rotary_dim=2 * len(nonuniform.get("inv_freq", ()))
+        or (rotary.rotary_dim if rotary is not None else 0),
     )
     cos, sin = _tables(rotary, period) if rotary is not None else (None, None)
     heads = records.data.shape[1]
@@ -104,6 +131,7 @@ def describe(view: StreamView) -> Side | None:
         cos=cos,
         sin=sin,
         sinks=stream.sinks if view.packed_length else None,
+        **nonuniform,
     )
     is_readable = (
         layout.head_dim <= MAX_HEAD_DIM
@@ -114,43 +142,111 @@ def describe(view: StreamView) -> Side | None:
     return side if is_readable else None
 
 
+def _describe_nonuniform(view: StreamView) -> dict[str, Tensor]:
+    """What kernels are told of non-uniform codes besides the layout; nothing of other codecs."""
+    stream = view.stream
+    outer = stream.codec
+    codec = outer.inner if type(outer) is UnrotatedCodec else outer
+    if not isinstance(codec, NonUniformCodec):
+        return {}
+    found = {"levels": codec.levels}
+    if isinstance(codec, ChannelNonUniformCodec) and codec.scale is not None and codec.offset is not None:
+        found |= {"channel_scale": codec.scale[:, :, 0], "channel_offset": codec.offset[:, :, 0]}
+    if isinstance(outer, UnrotatedCodec):
+        found["inv_freq"] = _frequencies(outer.rotary)
+        if stream.padding.lengths is not None:
+            found["positions"] = -stream.padding.lengths.to("cpu", torch.int64)
+    if stream.outliers is not None and view.packed_length:
+        found |= {"outliers": stream.outliers.entries, "outlier_starts": stream.outliers.starts}
+    return found
+
+
+@lru_cache(maxsize=64)
+def _frequencies(rotary: Rotary) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(rotary.inv_freq, dtype=torch.float64)
+
+
 @lru_cache(maxsize=64)
 def _tables(rotary: Rotary, period: int) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
         return rotary.tables(torch.arange(period))
 
 
-def _is_decode(query: Tensor, key: KVHandle, options: AttentionOptions) -> bool:
-    """Whether this is a case the kernels are for; others are the reference's."""
-    if query.device.type != "cpu" or key.device.type != "cpu" or query.dtype not in _DTYPES:
+def _is_on_cpu(query: Tensor, key: KVHandle) -> bool:
+    return query.device.type == "cpu" and key.device.type == "cpu" and query.dtype in _DTYPES
+
+
+def _has_fast_passes(dtype: torch.dtype) -> bool:
+    """Whether passes of the decode kernel beat dense attention for any number of queries.
+
+    With 64 queries of 32 heads over 8192 tokens of 8 kv heads of 128 channels (one thread of a Zen 5 core),
+    bf16: 34 ms by AVX-512, 90 by AVX2, 225 without either; by tiles 112, dense 124, torch using AVX-512.
+    In fp32: 54, 90, 225, 108, 116. Processors with AMX have half-precision products in torch that the
+    kernels here do not use. And the kernels round fp16 queries to bf16, which tiles do not: over many tokens
+    that is more than twice the error of plain fp16 attention.
+    """
+    if dtype == torch.float16 or (dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
         return False
+    return loader.instruction_set() in ("avx512", "avx2")
+
+
+def _is_decode(query: Tensor, key: KVHandle, options: AttentionOptions) -> bool:
+    """Whether the queries are so few that one pass over the codes serves them best."""
     if query.shape[2] <= _MOST_QUERIES:
         return True
     is_packed = query.shape[1] == key.shape[1] and not options.is_causal and options.sliding_window is None
     return is_packed and query.shape[2] <= _MOST_PACKED_QUERIES
 
 
-def _attend_native(
-    query: Tensor, tokens: StreamView, keys: Side, values: Side, options: AttentionOptions
+def _attend_in_passes(
+    query: Tensor,
+    tokens: StreamView,
+    keys: Side,
+    values: Side,
+    options: AttentionOptions,
+    bias: Tensor | None,
+    is_causal: bool,
 ) -> Tensor:
-    stream = tokens.stream
-    bias, is_causal = _bias(options, query.shape[2], keys.length)
-    has_sinks = keys.sinks is not None or values.sinks is not None
-    sink_start = stream.padding.lengths if has_sinks else None
-    return decode_attention(
-        query if query.stride(-1) == 1 else query.contiguous(),
-        stream.records.data,
-        keys,
-        values,
-        scaling=options.scaling if options.scaling is not None else query.shape[3] ** -0.5,
-        sink_start=None if sink_start is None else sink_start.to("cpu", torch.int64),
-        bias=bias,
-        is_causal=is_causal,
-        window=options.sliding_window or 0,
-        softcap=options.softcap or 0.0,
-        sink_logits=_per_head(options.sink_logits),
-        alibi_slopes=_per_head(options.alibi_slopes),
-    )
+    """Attend by the decode kernel, `_PASS_QUERIES` query tokens at a time, each over what it may see."""
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    query_length = query.shape[2]
+    parts = []
+    for start in range(0, query_length, _PASS_QUERIES):
+        stop = min(start + _PASS_QUERIES, query_length)
+        hidden = query_length - stop if is_causal else 0
+        seen = keys.length - hidden
+        part = decode_attention(
+            query[:, :, start:stop],
+            tokens.stream.records.data,
+            _without_newest(keys, hidden),
+            _without_newest(values, hidden),
+            scaling=options.scaling if options.scaling is not None else query.shape[3] ** -0.5,
+            sink_start=_sink_start(tokens, keys, values),
+            bias=None if bias is None else bias[:, :, :, :seen] if bias.shape[2] == 1 else bias,
+            is_causal=is_causal,
+            window=options.sliding_window or 0,
+            softcap=options.softcap or 0.0,
+            sink_logits=_per_head(options.sink_logits),
+            alibi_slopes=_per_head(options.alibi_slopes),
+        )
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _without_newest(side: Side, count: int) -> Side:
+    """The side less its `count` newest tokens, which are part of the last segment."""
+    if count == 0:
+        return side
+    return replace(side, segments=[*side.segments[:-1], side.segments[-1][:, :, :-count]])
+
+
+def _sink_start(tokens: StreamView, keys: Side, values: Side) -> Tensor | None:
+    """Slot of the first exact sink of every row; `None` where there are none, or all start at 0."""
+    starts = tokens.stream.padding.lengths
+    if starts is None or (keys.sinks is None and values.sinks is None):
+        return None
+    return starts.to("cpu", torch.int64)
 
 
 def _per_head(tensor: Tensor | None) -> Tensor | None:

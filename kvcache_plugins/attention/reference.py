@@ -28,7 +28,7 @@ _SMALLEST_TILE = 64
 
 
 class TokenView(Protocol):
-    """Tokens that can be read in runs; `layers.stream.StreamView` is one."""
+    """Tokens that can be read in runs; `layers.view.StreamView` is one."""
 
     @property
     def length(self) -> int:

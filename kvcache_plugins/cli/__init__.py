@@ -15,7 +15,7 @@ from ..errors import IncompatibleTransformersError, KernelUnavailableError, Unsu
 
 __all__ = ["main"]
 
-_COMMANDS = ("list", "estimate", "bench", "eval", "kernels")
+_COMMANDS = ("list", "estimate", "bench", "calibrate", "eval", "report", "kernels")
 
 # What a user can cause and repair. Anything else is a bug of ours and keeps its traceback.
 _USER_ERRORS = (

@@ -40,12 +40,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "generate",
         argument_default=argparse.SUPPRESS,
         help="prefill, time per token and memory of generate()",
-        description="Measure generate() with every cache, each in a fresh process. Without --model: a random "
-        "Llama of 50 million parameters.",
+        description="Measure generate() with every cache, each point in a fresh process: the time to the "
+        "first token, the time per token, the bytes of the cache beside their estimate, and the peak memory. "
+        "Without --model: a random Llama of 50 million parameters.",
     )
     _add_common(generate, "int8, int4, kivi 4- and 2-bit, float8, and transformers' own", "4096")
     generate.add_argument("--max_new_tokens", type=int, metavar="N", help="default: 64")
     generate.add_argument("--repeats", type=int, metavar="N", help="processes per point (default: 1)")
+    generate.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
+    generate.add_argument(
+        "--memory_gb",
+        type=float,
+        metavar="X",
+        help="also estimate the largest context of every cache whose model and cache fit X * 10^9 bytes",
+    )
+    generate.add_argument(
+        "--verify_memory", action="store_true", help="generate at that length too and report the peak"
+    )
     parser.set_defaults(run=run)
 
 
@@ -95,7 +106,8 @@ def _measure(benchmark: str, options: Any) -> dict[str, Any]:
             return measure_attention(options, progress)
     from ..evaluation.generation_speed import measure_generation
 
-    with progress_bar(points * caches * options.repeats) as progress:
+    verified = len(options.batch_sizes) * caches if options.verify_memory else 0
+    with progress_bar(points * caches * options.repeats + verified) as progress:
         return measure_generation(options, progress)
 
 
@@ -110,6 +122,8 @@ def _show(benchmark: str, document: dict[str, Any], output: Path, *, plots: bool
         console = Console(width=160)  # a file has no width of its own
     is_attention = benchmark == "attention"
     console.print((speed_tables.attention_table if is_attention else speed_tables.generation_table)(document))
+    if "largest_context" in document:
+        console.print(speed_tables.context_table(document))
     lines: Sequence[str] = speed_tables.footnotes(document)
     path = write_results(output, document)
     lines = [*lines, f"numbers: {path}"]

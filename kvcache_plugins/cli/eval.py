@@ -7,7 +7,7 @@ import importlib
 
 __all__ = ["add_parser"]
 
-_EVALUATIONS: tuple[str, ...] = ()
+_EVALUATIONS: tuple[str, ...] = ("longbench", "passkey", "perplexity")
 """Modules `eval_<name>` of this package, each with `add_parser(subparsers)` that sets `run`."""
 
 

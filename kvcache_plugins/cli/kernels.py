@@ -28,10 +28,12 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "build":
         loader.build(force=args.force)
     status = loader.status()
+    sizes = [state.st_size for state in loader.cached_builds().values()]
     rows = {
         "state": status.state,
         "library": status.path,
         "cache directory": status.cache_directory,
+        "cached builds": f"{len(sizes)} ({sum(sizes) / 2**20:.1f} MiB)",
         "compiler": status.compiler or "none found",
         "instruction set": status.instruction_set,
         "reason": status.reason,

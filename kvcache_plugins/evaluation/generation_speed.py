@@ -1,27 +1,23 @@
 """Speed and memory of `generate()` with every cache: the time to the first token, and per token after it.
 
 Each measurement runs in a fresh process, which makes its peak memory its own. With `repeats` above one, the
-processes follow one another in rounds over all caches, and their times are put together.
+processes follow one another in rounds over all caches, and their times are put together. Bytes stand beside
+their prediction, and where a memory is given, so does the largest context that fits it.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..artifacts.files import read_json
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import why_unavailable
+from .generation_process import DidNotFitError, WorkerError, make_job, peak_above_model, run_job
 from .generation_worker import model_config
 from .labels import DENSE, cache_label
+from .largest_context import largest_contexts
+from .memory_prediction import predicted_bytes, predicted_peak_bytes
 from .progress import Progress, silent
 from .results import build_document
 from .speed_options import DTYPES, GenerationOptions
@@ -29,29 +25,25 @@ from .timing import Spread
 
 __all__ = ["measure_generation"]
 
-_WORKER = f"{__package__}.generation_worker"
-_ROOT = Path(__file__).resolve().parents[2]
-
-
-class WorkerError(RuntimeError):
-    """A measurement ended without an answer."""
-
 
 def measure_generation(options: GenerationOptions, progress: Progress = silent) -> dict[str, Any]:
     """Generate with every cache at every length and batch size.
 
-    A failure of a cache of transformers' is noted under `skipped`; one of ours stops the run.
+    A failure of a cache of transformers' is noted under `skipped`; one of ours stops the run. A point that
+    needs more memory than there is becomes a result with `fits` false and a `reason`, and stops nothing.
 
     Args:
         options (`GenerationOptions`): What to measure.
         progress (`Progress`): Told of every finished measurement.
 
     Returns:
-        `dict`: The document of `results.json`.
+        `dict`: The document of `results.json`; with `memory_gb` also `largest_context`, one entry per cache
+        and batch size.
 
     Raises:
         ValueError: If an option of a cache is wrong.
-        RuntimeError: If a measurement failed; the message ends with what its process said last.
+        RuntimeError: If a measurement failed, or none fitted; the message ends with what its process said
+            last.
     """
     config = model_config(options.model)
     skipped = [
@@ -61,8 +53,10 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
     ]
     left_out = [entry["cache_config"] for entry in skipped]
     cache_configs = [c for c in options.cache_configs if c not in left_out]
+    device = _device(options)
     results: list[dict[str, Any]] = []
-    first: dict[str, Any] = {}
+    any_answer: dict[str, Any] | None = None
+    too_large: dict[int, list[tuple[int, int, str]]] = {}
     for length in options.lengths:
         for batch_size in options.batch_sizes:
             answers: dict[int, list[dict[str, Any]]] = {}
@@ -70,78 +64,104 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
             for _ in range(options.repeats):
                 for index, cache_config in enumerate(cache_configs):
                     progress(f"{length} tokens: {cache_label(cache_config)}")
-                    job = _job(options, cache_config, length, batch_size)
+                    job = make_job(options, cache_config, length, batch_size, device)
                     try:
                         if index not in failed:
-                            answer = _run(job)
-                            answers.setdefault(index, []).append(answer)
+                            _refuse_what_cannot_fit(too_large.get(index, []), length, batch_size)
+                            answers.setdefault(index, []).append(run_job(job))
+                    except DidNotFitError as error:
+                        failed.add(index)
+                        answers.pop(index, None)
+                        too_large.setdefault(index, []).append((length, batch_size, str(error)))
                     except WorkerError as error:
                         if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
                             raise
                         failed.add(index)
+                        answers.pop(index, None)
                         reason = f"failed at {length} tokens: {error}"
                         skipped.append({"cache_config": cache_config, "reason": reason})
                     progress(f"{length} tokens", advance=1)
-            first = answers[0][0]
-            results += _compare(
-                [_row(cache_configs[index], length, batch_size, found) for index, found in answers.items()],
-                8 * getattr(torch, DTYPES[options.dtype]).itemsize,
-            )
-    settings = options.settings() | {"parameters": first["parameters"]}
-    return build_document(
-        "bench generate", results, settings=settings, skipped=skipped, threads=first["threads"]
+            rows = []
+            for index, cache_config in enumerate(cache_configs):
+                row = _predictions(config, options, cache_config, length, batch_size)
+                if index in answers:
+                    any_answer = answers[index][0]
+                    rows.append(row | _measured(answers[index]))
+                elif (reason := _why_too_large(too_large.get(index, []), length, batch_size)) is not None:
+                    rows.append(row | dict.fromkeys(_MEASURED) | {"fits": False, "reason": reason})
+            results += _compare(rows, 8 * getattr(torch, DTYPES[options.dtype]).itemsize)
+    if any_answer is None:
+        raise WorkerError(f"no measurement fitted the memory: {results[0]['reason']}")
+    facts = {"parameters": any_answer["parameters"], "model_bytes": any_answer["model_bytes"]}
+    document = build_document(
+        "bench generate",
+        results,
+        settings=options.settings() | facts | {"device": str(device)},
+        skipped=skipped,
+        device=device,
+        threads=any_answer["threads"],
     )
-
-
-def _job(
-    options: GenerationOptions, cache_config: dict[str, Any], length: int, batch_size: int
-) -> dict[str, Any]:
-    return {
-        "cache_config": cache_config,
-        "length": length,
-        "batch_size": batch_size,
-        "model": options.model,
-        "dtype": DTYPES[options.dtype],
-        "max_new_tokens": options.max_new_tokens,
-        "threads": options.threads,
-    }
-
-
-def _run(job: dict[str, Any]) -> dict[str, Any]:
-    """Run one job in a fresh process."""
-    # Found wherever the caller was started from, and with it the tools installed beside the interpreter:
-    # quanto compiles an extension with ninja, which often is not on the PATH.
-    search = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        question, answer = Path(folder, "job.json"), Path(folder, "answer.json")
-        question.write_text(json.dumps(job), encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, "-m", _WORKER, str(question), str(answer)],
-            env={**os.environ, "PYTHONPATH": search, "PATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
+    if options.memory_gb is not None:
+        document["largest_context"] = largest_contexts(
+            config, options, cache_configs, any_answer["model_bytes"], device, progress
         )
-        if done.returncode != 0:
-            said = " ".join(done.stderr.split()[-40:]) or "nothing (it may have run out of memory)"
-            raise WorkerError(f"{cache_label(job['cache_config'])} ended with {done.returncode}: {said}")
-        return read_json(answer) | {"seconds": time.perf_counter() - started}
+    return document
 
 
-def _row(
-    cache_config: dict[str, Any], length: int, batch_size: int, answers: list[dict[str, Any]]
+_MEASURED = (
+    "ttft_ms", "prefill_ms", "ms_per_token", "p20_ms", "p80_ms", "ms_per_token_mean", "kv_bytes",
+    "memory_before_bytes", "peak_memory_bytes", "peak_above_model_bytes", "device_peak_bytes", "kernel",
+    "fallback_reads", "seconds",
+)  # fmt: skip
+
+
+def _device(options: GenerationOptions) -> torch.device:
+    if options.device is not None:
+        device = torch.device(options.device)
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise ValueError(f"--device {options.device!r} is not there: torch sees {count} GPUs.")
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _refuse_what_cannot_fit(too_large: list[tuple[int, int, str]], length: int, batch_size: int) -> None:
+    """Spare the machine a point that is at least as large as one that did not fit."""
+    for tried_length, tried_batch_size, _ in too_large:
+        if length >= tried_length and batch_size >= tried_batch_size:
+            point = f"{tried_length} tokens with a batch of {tried_batch_size}"
+            raise DidNotFitError(f"not tried: {point} did not fit")
+
+
+def _why_too_large(too_large: list[tuple[int, int, str]], length: int, batch_size: int) -> str | None:
+    return next((reason for *point, reason in too_large if point == [length, batch_size]), None)
+
+
+def _predictions(
+    config: Any, options: GenerationOptions, cache_config: dict[str, Any], length: int, batch_size: int
 ) -> dict[str, Any]:
-    prefill = Spread.of([answer["prefill_ms"] for answer in answers])
-    steps = Spread.of([ms for answer in answers for ms in answer["step_ms"]])
-    last = answers[-1]
+    """Begin a row with what is known without measuring."""
+    held = length + options.max_new_tokens - 1  # the last token is never fed back
+    dtype = getattr(torch, DTYPES[options.dtype])
     return {
         "cache_config": cache_config,
         "label": cache_label(cache_config),
         "length": length,
         "batch_size": batch_size,
-        "prefill_ms": prefill.median_ms,
+        "estimated_kv_bytes": predicted_bytes(config, cache_config, held, batch_size, dtype),
+        "estimated_peak_bytes": predicted_peak_bytes(config, cache_config, length, held, batch_size, dtype),
+    }
+
+
+def _measured(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    steps = Spread.of([ms for answer in answers for ms in answer["step_ms"]])
+    last = answers[-1]
+    peaks = [peak for answer in answers if (peak := peak_above_model(answer)) is not None]
+    device_peaks = [a["device_peak_bytes"] for a in answers if a["device_peak_bytes"] is not None]
+    return {
+        "fits": True,
+        "ttft_ms": Spread.of([answer["ttft_ms"] for answer in answers]).median_ms,
+        "prefill_ms": Spread.of([answer["prefill_ms"] for answer in answers]).median_ms,
         "ms_per_token": steps.median_ms,
         "p20_ms": steps.p20_ms,
         "p80_ms": steps.p80_ms,
@@ -149,6 +169,8 @@ def _row(
         "kv_bytes": last["kv_bytes"],
         "memory_before_bytes": max(answer["memory_before_bytes"] for answer in answers),
         "peak_memory_bytes": max(answer["peak_memory_bytes"] for answer in answers),
+        "peak_above_model_bytes": max(peaks) if peaks else None,
+        "device_peak_bytes": max(device_peaks) if device_peaks else None,
         "kernel": last["kernel"],
         "fallback_reads": last["fallback_reads"],
         "seconds": sum(answer["seconds"] for answer in answers),
@@ -156,17 +178,28 @@ def _row(
 
 
 def _compare(rows: list[dict[str, Any]], dense_bits: int) -> list[dict[str, Any]]:
-    """Add what is relative to the dense cache, and to transformers' `quanto` where it was measured."""
+    """Add what is relative to the dense cache, and to transformers' `quanto` where it was measured.
+
+    The bytes of a dense cache that did not fit are those predicted, which are exact.
+    """
     dense = rows[0]
     assert dense["cache_config"] == DENSE
     quanto = next((row for row in rows if row["cache_config"]["backend"] == "quanto"), None)
+    dense_bytes = dense["kv_bytes"] if dense["fits"] else dense["estimated_kv_bytes"]
     for row in rows:
-        fraction = row["kv_bytes"] / dense["kv_bytes"]
+        fraction = row["kv_bytes"] / dense_bytes if row["fits"] else None
         row |= {
             "memory_fraction": fraction,
-            "bits_per_value": dense_bits * fraction,  # the dense cache keeps every value in the model's dtype
-            "ratio_to_dense": row["ms_per_token"] / dense["ms_per_token"],
-            "prefill_ratio_to_dense": row["prefill_ms"] / dense["prefill_ms"],
-            "ratio_to_quanto": row["ms_per_token"] / quanto["ms_per_token"] if quanto else None,
+            # the dense cache keeps every value in the model's dtype
+            "bits_per_value": None if fraction is None else dense_bits * fraction,
+            "ratio_to_dense": _ratio(row, dense, "ms_per_token"),
+            "prefill_ratio_to_dense": _ratio(row, dense, "prefill_ms"),
+            "ratio_to_quanto": _ratio(row, quanto, "ms_per_token"),
         }
     return rows
+
+
+def _ratio(row: dict[str, Any], other: dict[str, Any] | None, key: str) -> float | None:
+    if other is None or row[key] is None or other[key] is None:
+        return None
+    return float(row[key] / other[key])

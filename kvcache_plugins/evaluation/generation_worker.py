@@ -5,9 +5,11 @@ python -m kvcache_plugins.evaluation.generation_worker JOB.json ANSWER.json
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from ..artifacts.files import read_json, write_json
 from ..cache import KVCache
 from .caches import cache_bytes, generate
+from .generation_process import OUT_OF_MEMORY
 from .timing import StepTimer
 
 __all__ = ["main", "measure", "model_config"]
@@ -58,12 +61,16 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Generate from a random prompt with one cache.
 
     Args:
-        job (`dict`): `model` (path, hub id or None), `dtype` (torch's name), `cache_config`, `length`,
-            `batch_size`, `max_new_tokens` and `threads`.
+        job (`dict`): `model` (path, hub id or None), `dtype` (torch's name), `device`, `cache_config`,
+            `length`, `batch_size`, `max_new_tokens` and `threads`.
 
     Returns:
-        `dict`: `prefill_ms`, `step_ms` (list), `kv_bytes`, `memory_before_bytes`, `peak_memory_bytes`,
-        `kernel`, `fallback_reads`, `threads`, `parameters`, `new_tokens`.
+        `dict`: `ttft_ms` (from the call to the first token) and `prefill_ms` (from the prompt's entry into
+        the loop of `generate()`, what is prepared before it left out), `step_ms` (list), `kv_bytes`,
+        `model_bytes` (parameters and buffers), `memory_before_bytes` (resident before the prompt),
+        `load_peak_bytes` and `peak_memory_bytes` (resident at most, until then and in all),
+        `device_before_bytes` and `device_peak_bytes` (allocated on a GPU before and during generation; None
+        on a CPU), `kernel`, `fallback_reads`, `threads`, `parameters`, `new_tokens`.
     """
     if job["threads"] is not None:
         torch.set_num_threads(job["threads"])
@@ -73,28 +80,55 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype)
     else:
         model = AutoModelForCausalLM.from_config(model_config(None), dtype=dtype)
-    model.eval()
+    device = torch.device(job["device"])
+    model = model.eval().to(device)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    prompt = torch.randint(10, vocabulary, (job["batch_size"], job["length"]))
+    prompt = torch.randint(10, vocabulary, (job["batch_size"], job["length"])).to(device)
     # kernels and quanto's extension are built at their first use
     generate(model, prompt[:, :_WARM_UP_PROMPT], job["cache_config"], WARM_UP_STEPS)
-    before = resident_bytes("VmRSS")
+    before, load_peak = resident_bytes("VmRSS"), resident_bytes("VmHWM")
+    device_before = device_peak = None
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        device_before = torch.cuda.memory_allocated(device)
     timer = StepTimer()
+    started = time.perf_counter()
     output = generate(model, prompt, job["cache_config"], job["max_new_tokens"], timer)
+    if device.type == "cuda":
+        device_peak = torch.cuda.max_memory_allocated(device)
     cache = output.past_key_values
     report = cache.report() if isinstance(cache, KVCache) else None
     return {
+        "ttft_ms": 1000 * (timer.times[1] - started),
         "prefill_ms": timer.prefill_ms(),
         "step_ms": timer.decode_ms()[WARM_UP_STEPS:],
         "kv_bytes": cache_bytes(cache),
+        "model_bytes": model_bytes(model),
         "memory_before_bytes": before,
+        "load_peak_bytes": load_peak,
         "peak_memory_bytes": resident_bytes("VmHWM"),
+        "device_before_bytes": device_before,
+        "device_peak_bytes": device_peak,
         "kernel": sorted(set(report.kernel)) if report else None,
         "fallback_reads": report.fallback_reads if report else None,
         "threads": torch.get_num_threads(),
         "parameters": model.num_parameters(),
         "new_tokens": output.sequences.shape[1] - job["length"],
     }
+
+
+def model_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of all parameters and buffers; tied ones count once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation was refused; torch has no type of its own for it on CPUs."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def resident_bytes(field: str) -> int:
@@ -109,10 +143,20 @@ def resident_bytes(field: str) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Read the job, measure, write the answer."""
+    """Read the job, measure, write the answer; the status tells a refused allocation from other failures."""
     job, answer = map(Path, argv)
     transformers.logging.set_verbosity_error()
-    write_json(answer, measure(read_json(job)))
+    # Where memory runs out, the system should end this process rather than one that does other work.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    try:
+        measured = measure(read_json(job))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(str(error).splitlines()[0] if str(error) else "no memory", file=sys.stderr)
+        return OUT_OF_MEMORY
+    write_json(answer, measured)
     return 0
 
 

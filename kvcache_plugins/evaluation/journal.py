@@ -104,7 +104,8 @@ class Journal:
             os.truncate(path, len(complete.encode("utf-8")))
         lines = [json.loads(line) for line in complete.splitlines()]
         if not lines:
-            path.unlink()
+            if path == self._path:  # that of another process may be about to get its first line
+                path.unlink()
             return {}
         if "settings" not in lines[0]:
             raise ArtifactError(f"{path} is not a record of an unfinished run; remove it.")

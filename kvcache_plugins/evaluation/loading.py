@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .model_options import ModelOptions
 from .sharding import Shard
 
-__all__ = ["Subject", "load_subject"]
+__all__ = ["Subject", "encode", "load_config", "load_subject", "load_tokenizer"]
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,40 @@ class Subject:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens and without a limit of length."""
-        ids: Sequence[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return list(ids)
+        return encode(self.tokenizer, text)
 
 
-def load_subject(options: ModelOptions) -> Subject:
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text, without special tokens and without a limit of length."""
+    ids: Sequence[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return list(ids)
+
+
+def load_config(options: ModelOptions) -> Any:
+    """Load the configuration of the model alone, for what can be checked without the model.
+
+    Raises:
+        OSError: If the model cannot be found.
+    """
+    return AutoConfig.from_pretrained(options.model, **_source(options))
+
+
+def load_tokenizer(options: ModelOptions) -> Any:
+    """Load the tokenizer alone, for what can be checked without the model.
+
+    Raises:
+        OSError: If the model cannot be found.
+    """
+    return AutoTokenizer.from_pretrained(options.model, **_source(options))
+
+
+def load_subject(options: ModelOptions, tokenizer: Any = None) -> Subject:
     """Load the model and its tokenizer.
 
     Args:
         options (`ModelOptions`): Which model, and where it runs: `device_map` spreads it over the devices of
             one process, `tp_plan` over the processes; otherwise every process holds a whole one.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): If it is loaded already.
 
     Raises:
         OSError: If the model cannot be found.
@@ -61,13 +85,17 @@ def load_subject(options: ModelOptions) -> Subject:
         placement["device_map"] = options.device_map
     if options.attn_implementation is not None:
         placement["attn_implementation"] = options.attn_implementation
-    common = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(options.model, **common)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(options)
     model: Any = AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=options.torch_dtype, **common, **placement
+        options.model, dtype=options.torch_dtype, **_source(options), **placement
     )
     # A tensor parallel model has made the process group by now, which the state then finds.
     shard = Shard.of_this_process(is_tensor_parallel=options.tp_plan is not None)
     if options.tp_plan is None and options.device_map is None:
         model = model.to(shard.device)
     return Subject(model.eval(), tokenizer, shard)
+
+
+def _source(options: ModelOptions) -> dict[str, Any]:
+    return {"revision": options.revision, "trust_remote_code": options.trust_remote_code}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from .options import DTYPES, Options, check_choice, check_count
 
@@ -22,6 +22,8 @@ COMPARISON: tuple[dict[str, Any], ...] = (
     {"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1},
 )
 """Caches compared where none are named: ours that need no artifact, and transformers' own."""
+
+_ModelOptions = TypeVar("_ModelOptions", bound="ModelOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,17 @@ class ModelOptions(Options):
                 "--device_map spreads a model over the devices of one process and --tp_plan over processes; "
                 f"they exclude each other, got {self.device_map!r} and {self.tp_plan!r}."
             )
+
+    @classmethod
+    def from_dict(cls: type[_ModelOptions], options: Mapping[str, Any]) -> _ModelOptions:
+        """Build from plain values, as they come from a YAML file or the command line.
+
+        Raises:
+            ValueError: If no model is named, on an unknown option or a wrong value.
+        """
+        if not options.get("model"):
+            raise ValueError("--model must name the model to evaluate, a path or a hub id.")
+        return super().from_dict(options)
 
     @property
     def torch_dtype(self) -> str:

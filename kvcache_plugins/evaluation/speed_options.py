@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,14 +101,31 @@ class GenerationOptions(SpeedOptions):
     Args:
         max_new_tokens (`int`): Tokens to generate.
         repeats (`int`): Processes per point, in rounds over all caches.
+        device (`str`, *optional*): `"cpu"`, `"cuda"` or `"cuda:N"`; a GPU where there is one.
+        memory_gb (`float`, *optional*): Memory in units of 10^9 bytes; the largest context whose model and
+            cache fit it is predicted for every cache.
+        verify_memory (`bool`): Generate at those lengths too, and report the peak.
     """
 
     cache_config: Sequence[dict[str, Any]] = field(default=(*_OURS, *_TRANSFORMERS))
     lengths: Sequence[int] = (4096,)
     max_new_tokens: int = 64
     repeats: int = 1
+    device: str | None = None
+    memory_gb: float | None = None
+    verify_memory: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("max_new_tokens", self.max_new_tokens, least=8)
         check_count("repeats", self.repeats)
+        if self.device is not None and (
+            not isinstance(self.device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", self.device)
+        ):
+            raise ValueError(f"--device must be 'cpu', 'cuda' or 'cuda:N', got {self.device!r}.")
+        if self.memory_gb is not None:
+            is_number = isinstance(self.memory_gb, (int, float)) and not isinstance(self.memory_gb, bool)
+            if not is_number or not 0 < self.memory_gb < math.inf:
+                raise ValueError(f"--memory_gb must be a number above 0, got {self.memory_gb!r}.")
+        if self.verify_memory and self.memory_gb is None:
+            raise ValueError("--verify_memory needs --memory_gb, the memory to verify.")

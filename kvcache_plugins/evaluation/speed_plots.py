@@ -74,7 +74,9 @@ def plot_attention(document: dict[str, Any], path: Path) -> None:
 
 
 def plot_generation(document: dict[str, Any], path: Path) -> None:
-    """Draw the time per token, the time to the first token and the peak memory of every cache.
+    """Draw the time per token, the time to the first token and the bytes of every cache, one row per batch.
+
+    A last picture shows the largest contexts, where a memory was given.
 
     Args:
         document (`dict`): Of `measure_generation`.
@@ -82,22 +84,31 @@ def plot_generation(document: dict[str, Any], path: Path) -> None:
     """
     plt = _pyplot()
     results, settings = document["results"], document["settings"]
+    contexts = document.get("largest_context")
     batch_sizes = list(dict.fromkeys(row["batch_size"] for row in results))
     panels = (
         ("ms_per_token", "milliseconds per token (median)", "Decoding"),
-        ("prefill_ratio_to_dense", "time to the first token, of dense", "Prefill"),
+        ("prefill_ratio_to_dense", "time of prefill, of dense", "Prefill"),
         ("memory_fraction", "bytes, of dense", "Cache"),
     )
+    columns = len(panels) + (contexts is not None)
     figure, grid = plt.subplots(
-        len(batch_sizes), 3, figsize=(18, 5.2 * len(batch_sizes)), layout="constrained", squeeze=False
+        len(batch_sizes),
+        columns,
+        figsize=(6 * columns, 5.2 * len(batch_sizes)),
+        layout="constrained",
+        squeeze=False,
     )
     for line, batch_size in zip(grid, batch_sizes, strict=True):
         rows = [row for row in results if row["batch_size"] == batch_size]
-        for axes, (metric, description, title) in zip(line, panels, strict=True):
+        for axes, (metric, description, title) in zip(line, panels, strict=False):
             _bars(axes, rows, ["dense", *_labels(rows)], metric)
             axes.set_xlabel(description)
             lengths = " and ".join(f"{length:,}" for length in dict.fromkeys(row["length"] for row in rows))
             axes.set_title(f"{title}, batch of {batch_size}, {lengths} tokens")
+        if contexts is not None:
+            entries = [entry for entry in contexts if entry["batch_size"] == batch_size]
+            _context_bars(line[-1], entries, settings["memory_gb"], batch_size)
     figure.suptitle(
         f"{settings['model'] or 'random Llama'} of {settings['parameters'] / 1e6:.0f}M parameters, "
         f"{settings['dtype']}: {document['environment']['device']}"
@@ -105,28 +116,51 @@ def plot_generation(document: dict[str, Any], path: Path) -> None:
     _save(figure, grid.flat, path)
 
 
+def _context_bars(axes: Any, entries: list[dict[str, Any]], memory_gb: float, batch_size: int) -> None:
+    """Draw the tokens that fit; a cache whose number is not known has a word in place of a bar."""
+    known = [(place, entry["tokens"]) for place, entry in enumerate(entries) if entry["tokens"] is not None]
+    bars = axes.barh([place for place, _ in known], [tokens for _, tokens in known], color="C2", height=0.7)
+    axes.bar_label(bars, labels=[f"{tokens:,}" for _, tokens in known], padding=3, fontsize=8)
+    for place, entry in enumerate(entries):
+        if entry["tokens"] is None:
+            word = "any" if entry["note"] == "any length fits" else "not predicted"
+            axes.annotate(word, (0, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(entries)), [entry["label"] for entry in entries])
+    axes.set_ylim(len(entries) - 0.4, -0.6)
+    axes.margins(x=0.18)
+    axes.set_xlabel("tokens per row, model and cache counted")
+    axes.set_title(f"Largest context in {memory_gb:g} GB, batch of {batch_size}")
+
+
 def _bars(axes: Any, rows: list[dict[str, Any]], labels: list[str], metric: str) -> None:
     """Draw one group of horizontal bars per label, one bar per length."""
     lengths = list(dict.fromkeys(row["length"] for row in rows))
     height = 0.8 / len(lengths)
     for index, length in enumerate(lengths):
-        found = {row["label"]: row[metric] for row in rows if row["length"] == length}
-        places = [place for place, label in enumerate(labels) if label in found]
+        found = {row["label"]: row for row in rows if row["length"] == length and row["label"] in labels}
+        level = {label: labels.index(label) + (index - (len(lengths) - 1) / 2) * height for label in found}
+        known = [label for label, row in found.items() if row[metric] is not None]
         bars = axes.barh(
-            [place + (index - (len(lengths) - 1) / 2) * height for place in places],
-            [found[labels[place]] for place in places],
+            [level[label] for label in known],
+            [found[label][metric] for label in known],
             height=0.9 * height,
             color=f"C{index}",
             label=f"{length} tokens",
         )
         axes.bar_label(bars, fmt="%.2f" if "ms" not in metric else "%.1f", padding=3, fontsize=8)
+        for label, row in found.items():
+            if row.get("fits") is False:
+                place = (0, level[label])
+                axes.annotate(
+                    "did not fit", place, (3, 0), textcoords="offset points", va="center", fontsize=8
+                )
     if "ms" not in metric:
         axes.axvline(1, color=_GREYS[1], linestyle=":", linewidth=1)
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     if len(lengths) > 1:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(fontsize=8, framealpha=0.9)
 
 
 def _labels(rows: list[dict[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["attention_table", "footnotes", "generation_table"]
+__all__ = ["attention_table", "context_table", "footnotes", "generation_table"]
 
 _Column = tuple[str, Callable[[dict[str, Any]], str]]
 
@@ -24,16 +24,30 @@ _ATTENTION_COLUMNS: tuple[_Column, ...] = (
     ("kernel", lambda row: row["kernel"]),
 )
 _GENERATION_COLUMNS: tuple[_Column, ...] = (
-    ("prefill\nms", lambda row: f"{row['prefill_ms']:.0f}"),
-    ("of\ndense", lambda row: f"{row['prefill_ratio_to_dense']:.2f}"),
-    ("ms per\ntoken", lambda row: f"{row['ms_per_token']:.1f}"),
-    ("mean", lambda row: f"{row['ms_per_token_mean']:.1f}"),
-    ("of\ndense", lambda row: f"{row['ratio_to_dense']:.2f}"),
+    ("first\ntoken ms", lambda row: _or_dash(row, "ttft_ms", ".0f") if row["fits"] else "did not fit"),
+    ("prefill\nms", lambda row: _or_dash(row, "prefill_ms", ".0f")),
+    ("of\ndense", lambda row: _or_dash(row, "prefill_ratio_to_dense", ".2f")),
+    ("ms per\ntoken", lambda row: _or_dash(row, "ms_per_token", ".1f")),
+    ("of\ndense", lambda row: _or_dash(row, "ratio_to_dense", ".2f")),
     ("of\nquanto", lambda row: _or_dash(row, "ratio_to_quanto", ".3f")),
-    ("cache\nbytes", lambda row: f"{row['kv_bytes']:,}"),
-    ("bits per\nvalue", lambda row: f"{row['bits_per_value']:.2f}"),
-    ("peak\nMiB", lambda row: f"{row['peak_memory_bytes'] / 2**20:.0f}"),
+    ("cache", lambda row: _mebibytes(row, "kv_bytes")),
+    ("esti-\nmate", lambda row: _mebibytes(row, "estimated_kv_bytes")),
+    ("bits per\nvalue", lambda row: _or_dash(row, "bits_per_value", ".2f")),
+    ("its peak,\nestimate", lambda row: _mebibytes(row, "estimated_peak_bytes")),
+    ("peak over\nmodel", lambda row: _mebibytes(row, "peak_above_model_bytes")),
+    ("process\npeak", lambda row: _mebibytes(row, "peak_memory_bytes")),
+    ("device\npeak", lambda row: _mebibytes(row, "device_peak_bytes")),
     ("kernel", lambda row: ", ".join(row["kernel"] or ["-"])),
+)
+_CONTEXT_COLUMNS: tuple[_Column, ...] = (
+    ("tokens\nthat fit", lambda row: _or_dash(row, "tokens", ",")),
+    ("of\ndense", lambda row: _or_dash(row, "of_dense", ".2f")),
+    ("cache,\nestimate", lambda row: _mebibytes(row, "kv_bytes")),
+    ("cache", lambda row: _mebibytes(row, "measured_kv_bytes")),
+    ("peak over\nmodel", lambda row: _mebibytes(row, "peak_above_model_bytes")),
+    ("process\npeak", lambda row: _mebibytes(row, "peak_memory_bytes")),
+    ("device\npeak", lambda row: _mebibytes(row, "device_peak_bytes")),
+    ("", lambda row: row["note"] or ""),
 )
 
 
@@ -70,9 +84,19 @@ def generation_table(document: dict[str, Any]) -> Table:
     name = settings["model"] or "random Llama"
     title = (
         f"generate(), {name} of {settings['parameters'] / 1e6:.0f}M parameters, {settings['dtype']}, "
-        f"{settings['max_new_tokens']} new tokens"
+        f"{settings['max_new_tokens']} new tokens; memory in MiB"
     )
     return _table(title, _GENERATION_COLUMNS, document["results"])
+
+
+def context_table(document: dict[str, Any]) -> Table:
+    """Show the largest context of every cache, the dense one first."""
+    settings = document["settings"]
+    title = (
+        f"largest context: model ({settings['model_bytes'] / 2**20:,.0f} MiB) and cache in "
+        f"{settings['memory_gb']:g} GB; what the model computes on the way comes on top; memory in MiB"
+    )
+    return _table(title, _CONTEXT_COLUMNS, document["largest_context"])
 
 
 def footnotes(document: dict[str, Any]) -> list[str]:
@@ -80,6 +104,11 @@ def footnotes(document: dict[str, Any]) -> list[str]:
     place = document["environment"]
     threads = f"{place['threads']} thread{'' if place['threads'] == 1 else 's'}"
     notes = [f"skipped {_label(entry)}: {entry['reason']}" for entry in document["skipped"]]
+    notes += [
+        f"{row['label']}, {row['length']} tokens, batch of {row['batch_size']}: {row['reason']}"
+        for row in document["results"]
+        if row.get("fits") is False
+    ]
     return [*notes, f"{place['device']}, {threads}, torch {place['versions']['torch']}"]
 
 
@@ -94,25 +123,31 @@ def _table(title: str, columns: Iterable[_Column], rows: list[dict[str, Any]]) -
     from rich.table import Table
     from rich.text import Text
 
-    columns = list(columns)
-    shows_batch = any(row["batch_size"] != 1 for row in rows)
+    # A column without a single value, such as a GPU's memory on a CPU, only takes room.
+    columns = [(name, show) for name, show in columns if any(show(row) not in ("-", "") for row in rows)]
+    places = [("tokens", "length")] if "length" in rows[0] else []
+    if any(row["batch_size"] != 1 for row in rows):
+        places.append(("batch", "batch_size"))
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    table.add_column("tokens", justify="right")
-    if shows_batch:
-        table.add_column("batch", justify="right")
+    for name, _ in places:
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("cache", no_wrap=True)
     for name, _ in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right" if name else "left", no_wrap=bool(name))
     previous = None
     for row in rows:
-        point = (row["length"], row["batch_size"])
+        point = tuple(str(row[key]) for _, key in places)
         if previous not in (None, point):
             table.add_section()
-        is_new = point != previous
-        place = [str(count) if is_new else "" for count in point[: 2 if shows_batch else 1]]
-        table.add_row(*place, Text(row["label"]), *(Text(show(row)) for _, show in columns))
+        shown = point if point != previous else ("",) * len(point)
+        table.add_row(*shown, Text(row["label"]), *(Text(show(row)) for _, show in columns))
         previous = point
     return table
+
+
+def _mebibytes(row: dict[str, Any], name: str) -> str:
+    value = row.get(name)
+    return "-" if value is None else f"{value / 2**20:,.1f}"
 
 
 def _or_dash(row: dict[str, Any], name: str, spec: str) -> str:

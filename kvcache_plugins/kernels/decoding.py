@@ -12,6 +12,8 @@ from torch import Tensor
 from ..models.rotary import Rotary
 from ..quantizers import affine, float8
 from ..quantizers.granularity import Granularity
+from ..quantizers.nonuniform import dequantize_nonuniform
+from ..quantizers.outliers import Outliers, add_outliers
 from ..quantizers.packing import BLOCK_TOKENS, packed_bytes, padded_head_dim, unpack_keys, unpack_values
 from .layout import FORMATS, Side, SideLayout
 
@@ -85,6 +87,8 @@ def _decode_records(side: Side, records: Tensor, *, is_key: bool) -> Tensor:
     else:
         codes = unpack_values(data, layout.nbits, padded)
     codes = codes.flatten(2, 3)[..., : layout.head_dim]
+    if layout.format == FORMATS["nonuniform"]:
+        return _decode_nonuniform(side, records, codes)
     granularity = Granularity(layout.group_tokens, layout.head_dim // layout.width)
     if layout.scale_offset < 0:
         assert side.static_scale is not None
@@ -107,6 +111,29 @@ def _decode_records(side: Side, records: Tensor, *, is_key: bool) -> Tensor:
         rotary = Rotary((0.0,) * (layout.rotary_dim // 2), bool(layout.interleaved))
         states = rotary.turn(states, side.cos[deltas], side.sin[deltas])
     return states
+
+
+def _decode_nonuniform(side: Side, records: Tensor, codes: Tensor) -> Tensor:
+    layout = side.layout
+    assert side.levels is not None
+    if side.channel_scale is not None and side.channel_offset is not None:
+        scale, offset = side.channel_scale[:, :, None], side.channel_offset[:, :, None]
+    else:
+        scale, offset = (
+            _metadata(records, layout, at) for at in (layout.scale_offset, layout.minimum_offset)
+        )
+    states = dequantize_nonuniform(codes, side.levels, scale, offset)
+    if side.outliers is not None and side.outlier_starts is not None:
+        blocks = records.shape[2]
+        add_outliers(states, Outliers(side.outliers[:, :blocks], side.outlier_starts[:, :blocks]))
+    if side.inv_freq is None:
+        return states
+    rotary = Rotary(tuple(side.inv_freq.tolist()), bool(layout.interleaved))
+    positions = torch.arange(states.shape[2])[None]
+    if side.positions is not None:
+        positions = positions + side.positions[:, None]
+    cos, sin = (table.view(*positions.shape, -1)[:, None] for table in rotary.tables(positions.flatten()))
+    return rotary.turn(states, cos, sin)
 
 
 def _metadata(records: Tensor, layout: SideLayout, offset: int) -> Tensor:

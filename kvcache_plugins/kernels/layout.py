@@ -12,7 +12,7 @@ from ..quantizers.packing import BLOCK_TOKENS
 
 __all__ = ["FORMATS", "MAX_HEAD_DIM", "MAX_METADATA", "Side", "SideLayout"]
 
-FORMATS = {"affine": 0, "symmetric": 1, "e4m3": 2, "e5m2": 3}
+FORMATS = {"affine": 0, "symmetric": 1, "e4m3": 2, "e5m2": 3, "nonuniform": 4}
 """Meaning of a code; the numbers of `Format` in `csrc/cpu/decode_attention.h`."""
 MAX_HEAD_DIM = 256
 MAX_METADATA = 4096
@@ -74,6 +74,15 @@ class Side:
         cos (`torch.Tensor` of shape `(period, rotary_dim / 2)`, *optional*), sin: fp32 rotation that packed
             keys of slot `t` still need, row `t % period`.
         sinks (`torch.Tensor` of shape `(B, H, n, D)`, *optional*): Exact tokens in place of packed ones.
+        levels (`torch.Tensor` of shape `(2 ** nbits,)`, *optional*): fp32, what non-uniform codes stand for;
+            numbers that bf16 holds exactly.
+        channel_scale (`torch.Tensor` of shape `(1 or B, H, D)`, *optional*), channel_offset: fp32, in place
+            of stored ones.
+        inv_freq (`torch.Tensor` of shape `(rotary_dim / 2,)`, *optional*): fp64, if packed keys are from
+            before the rotary embedding: slot `t` still needs the rotation by `(t + position) * inv_freq`.
+        positions (`torch.Tensor` of shape `(B,)`, *optional*): int64, of slot 0; zero if not given.
+        outliers (`torch.Tensor` of shape `(B, N, capacity)`, *optional*), outlier_starts: What the codes of
+            a block lack, before any rotation (see `quantizers.outliers`).
     """
 
     layout: SideLayout
@@ -83,11 +92,31 @@ class Side:
     cos: Tensor | None = None
     sin: Tensor | None = None
     sinks: Tensor | None = None
+    levels: Tensor | None = None
+    channel_scale: Tensor | None = None
+    channel_offset: Tensor | None = None
+    inv_freq: Tensor | None = None
+    positions: Tensor | None = None
+    outliers: Tensor | None = None
+    outlier_starts: Tensor | None = None
 
     @property
     def extras(self) -> list[Tensor | None]:
         """The optional tensors, in the order in which the op takes them."""
-        return [self.static_scale, self.factors, self.cos, self.sin, self.sinks]
+        return [
+            self.static_scale,
+            self.factors,
+            self.cos,
+            self.sin,
+            self.sinks,
+            self.levels,
+            self.channel_scale,
+            self.channel_offset,
+            self.inv_freq,
+            self.positions,
+            self.outliers,
+            self.outlier_starts,
+        ]
 
     @property
     def length(self) -> int:

@@ -3,7 +3,8 @@
 A build is named after everything it depends on: the sources, the operators' signatures, the flags, the
 releases of torch and of Python's platform, and the compiler. Its last bytes are a digest of the others, so a
 damaged file is recognised before the dynamic linker maps it. Several processes may need it at once: one
-builds under a file lock, the others wait for it.
+builds under a file lock, the others wait for it. Loading a build renews its modification time, and whoever
+installs a new one removes those that nobody has loaded for 90 days.
 
 Environment: `KVCACHE_KERNEL_CACHE` is the directory (default: `kvcache_plugins` in `XDG_CACHE_HOME` or
 `~/.cache`), `KVCACHE_NO_BUILD=1` forbids building (a cached build still loads), `CXX` is the compiler,
@@ -18,7 +19,9 @@ import logging
 import os
 import platform
 import threading
+import time
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +31,21 @@ from ..errors import KernelUnavailableError
 from . import compiler
 from .ops import SCHEMAS
 
-__all__ = ["KernelStatus", "build", "cache_directory", "instruction_set", "status", "try_load"]
+__all__ = [
+    "KernelStatus",
+    "build",
+    "cache_directory",
+    "cached_builds",
+    "instruction_set",
+    "status",
+    "try_load",
+]
 
 _logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).with_name("csrc") / "cpu"
 _DIGEST_BYTES = 32
+_HASH = "[0-9a-f]" * 16  # as a glob; see `_short_hash`
+_UNUSED_SECONDS = 90 * 24 * 3600.0
 
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None
@@ -69,6 +82,15 @@ def cache_directory() -> Path:
         return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path("~/.cache").expanduser()) / "kvcache_plugins"
+
+
+def cached_builds() -> dict[Path, os.stat_result]:
+    """Every build in the cache directory, of this and other versions, with its size and time of last use."""
+    builds = {}
+    for path in sorted(cache_directory().glob(f"cpu-{_HASH}-{_HASH}.so")):
+        with suppress(OSError):  # another process has just removed it
+            builds[path] = path.stat()
+    return builds
 
 
 def try_load() -> bool:
@@ -184,6 +206,7 @@ def _find_or_build(force: bool) -> tuple[Path, ctypes.CDLL | None]:
                 # Half a minute of silence in a first `generate()` would look like a hang.
                 _logger.warning("building the CPU kernels into %s, once on this machine", target)
                 compiler.compile_library(found, _SOURCES, target, _sealed)
+                _remove_unused(target)
     except OSError as error:
         raise KernelUnavailableError(
             f"the kernel cache directory {cache_directory()} cannot be used ({error}); "
@@ -243,7 +266,20 @@ def _is_intact(path: Path) -> bool:
     return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
+def _remove_unused(current: Path) -> None:
+    """Remove the builds, other than `current`, that were last loaded too long ago, as far as possible."""
+    limit = time.time() - _UNUSED_SECONDS
+    for path, state in cached_builds().items():
+        if path != current and state.st_mtime < limit:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+                # Should someone hold this lock, the worst that follows is that two build the same file.
+                path.with_suffix(".lock").unlink(missing_ok=True)
+
+
 def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))  # registers the implementations
+    with suppress(OSError):  # the directory may be read-only, or somebody else's
+        os.utime(path)
     library.kvcache_cpu_instruction_set.restype = ctypes.c_char_p
     return library

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .decoding import attend_dense, decode_side
-from .layout import Side
+from .gathering import gather_records
+from .layout import Side, SideLayout
 
-__all__ = ["SCHEMAS", "decode_attention", "encode_tokens"]
+__all__ = ["SCHEMAS", "decode_attention", "decode_tokens", "encode_tokens", "gather_tokens"]
 
 SCHEMAS = {
     "decode_attention": (
@@ -21,7 +22,18 @@ SCHEMAS = {
         "int[] value_layout, float scaling, Tensor? bias, bool is_causal, int window, float softcap, "
         "Tensor? sink_logits, Tensor? alibi_slopes) -> Tensor"
     ),
-    "encode_tokens": "(Tensor(a!) records, Tensor states, bool is_key, int[] layout, int start) -> bool",
+    "decode_tokens": (
+        "(Tensor records, Tensor[] segments, Tensor?[] extras, Tensor? sink_start, int[] layout, "
+        "bool is_key, int start, int stop, ScalarType dtype) -> Tensor"
+    ),
+    "encode_tokens": (
+        "(Tensor(a!) records, Tensor states, bool is_key, int[] layout, int start, "
+        "Tensor? cos=None, Tensor? sin=None) -> bool"
+    ),
+    "gather_tokens": (
+        "(Tensor records_in, Tensor(a!) records_out, Tensor index, int[] key_layout, "
+        "int[] value_layout) -> ()"
+    ),
 }
 """Name and signature of every operator; a native library is built for exactly these."""
 
@@ -82,7 +94,53 @@ def decode_attention(
     return output
 
 
-def encode_tokens(records: Tensor, states: Tensor, is_key: bool, layout: list[int], start: int) -> bool:
+def decode_tokens(
+    records: Tensor,
+    side: Side,
+    *,
+    is_key: bool,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+    sink_start: Tensor | None = None,
+) -> Tensor:
+    """Decode slots `[start, stop)` of the keys or values, packed and exact ones.
+
+    Args:
+        records (`torch.Tensor` of shape `(B, H, N, record_bytes)`): uint8, the packed blocks.
+        side (`Side`): How to read the keys (or values): `T` tokens.
+        is_key (`bool`): Whether codes are in key order.
+        start (`int`): First slot.
+        stop (`int`): Slot after the last; `0 <= start <= stop <= T`.
+        dtype (`torch.dtype`): fp32, bf16 or fp16; numbers are rounded from fp32.
+        sink_start (`torch.Tensor` of shape `(B,)`, *optional*): int64, slot of the first sink of every row.
+
+    Returns:
+        `torch.Tensor` of shape `(B, H, stop - start, D)`: contiguous.
+    """
+    states: Tensor = torch.ops.kvcache_plugins.decode_tokens(
+        records,
+        side.contiguous_rows(),
+        side.extras,
+        sink_start,
+        side.layout.integers(),
+        is_key,
+        start,
+        stop,
+        dtype,
+    )
+    return states
+
+
+def encode_tokens(
+    records: Tensor,
+    states: Tensor,
+    is_key: bool,
+    layout: list[int],
+    start: int,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> bool:
     """Encode new tokens into their places in the records.
 
     Args:
@@ -92,13 +150,42 @@ def encode_tokens(records: Tensor, states: Tensor, is_key: bool, layout: list[in
         layout (`list[int]`): `[nbits, format, head_dim, group_tokens, width, metadata_bytes, interleaved,
             codes_offset, scale_offset, minimum_offset]`, offsets in bytes inside a record, -1 if absent.
         start (`int`): Slot of the first token.
+        cos (`torch.Tensor` of shape `(period, rotary_dim / 2)`, *optional*): fp32; a token of slot `t` is
+            first rotated back by row `t % period`, in fp32 and to the last bit as `Rotary.turn` does it.
+            Pairs are as `interleaved` says.
+        sin (`torch.Tensor` of shape `(period, rotary_dim / 2)`, *optional*): fp32, given with `cos`.
 
     Returns:
         `bool`: Whether it was done. If not, nothing was written: no native library is loaded, or the states
-        hold what only the torch path handles (numbers that are not finite, metadata beyond fp16).
+        hold what only the torch path handles (numbers that are not finite, metadata beyond fp16, or that may
+        be once rotated).
     """
-    done: bool = torch.ops.kvcache_plugins.encode_tokens(records, states, is_key, layout, start)
+    done: bool = torch.ops.kvcache_plugins.encode_tokens(records, states, is_key, layout, start, cos, sin)
     return done
+
+
+def gather_tokens(
+    records_in: Tensor, records_out: Tensor, index: Tensor, keys: SideLayout, values: SideLayout
+) -> None:
+    """Copy codes and metadata of chosen slots into slots `0..K - 1` of other records, bit for bit.
+
+    Nothing is decoded to numbers, so a token that is kept stays what it was. Of every block that holds one of
+    the `K` slots, the fields of both sides are written whole: zero beyond slot `K - 1`, as blocks are that
+    later tokens complete. Other bytes of `records_out` are left alone.
+
+    Args:
+        records_in (`torch.Tensor` of shape `(B, H, N, record_bytes)`): uint8.
+        records_out (`torch.Tensor` of shape `(B, H, M, record_bytes)`): uint8, at least `K` slots; other
+            memory.
+        index (`torch.Tensor` of shape `(B, H, K)`): int64, slots of `records_in` per row and head, in any
+            order, repeated or not.
+        keys (`SideLayout`): Fields of the keys in both records; groups within one token (`group_tokens ==
+            1`). Slots from `packed_length` on may not be chosen.
+        values (`SideLayout`): The same of the values.
+    """
+    torch.ops.kvcache_plugins.gather_tokens(
+        records_in, records_out, index, keys.integers(), values.integers()
+    )
 
 
 def _encode_tokens(*args: object) -> bool:
@@ -146,13 +233,48 @@ def _decode_attention_shape(query: Tensor, *args: object) -> Tensor:
     return query.new_empty((*query.shape[:3], value_layout[3]))
 
 
+def _decode_tokens(
+    records: Tensor,
+    segments: list[Tensor],
+    extras: list[Tensor | None],
+    sink_start: Tensor | None,
+    layout: list[int],
+    is_key: bool,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    side = Side.from_op(layout, segments, extras)
+    states = decode_side(side, records, is_key=is_key, sink_start=sink_start)
+    return states[:, :, start:stop].to(dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def _decode_tokens_shape(records: Tensor, *args: object) -> Tensor:
+    layout, start, stop, dtype = args[3], args[5], args[6], args[7]
+    assert isinstance(layout, (list, tuple)) and isinstance(dtype, torch.dtype)
+    assert isinstance(start, (int, torch.SymInt)) and isinstance(stop, (int, torch.SymInt))
+    return records.new_empty((*records.shape[:2], stop - start, layout[3]), dtype=dtype)
+
+
+def _gather_tokens(
+    records_in: Tensor, records_out: Tensor, index: Tensor, key_layout: list[int], value_layout: list[int]
+) -> None:
+    gather_records(records_in, records_out, index, SideLayout(*key_layout), SideLayout(*value_layout))
+
+
+def _gather_tokens_shape(*args: object) -> None:
+    """Nothing is returned."""
+
+
 def _register() -> None:
     """Define the operators, once per process: a module may be imported again, a registration may not."""
     if hasattr(torch.ops.kvcache_plugins, "decode_attention"):
         return
     for name, default, shape in (
         ("decode_attention", _decode_attention, _decode_attention_shape),
+        ("decode_tokens", _decode_tokens, _decode_tokens_shape),
         ("encode_tokens", _encode_tokens, _encode_tokens),
+        ("gather_tokens", _gather_tokens, _gather_tokens_shape),
     ):
         torch.library.define(f"kvcache_plugins::{name}", SCHEMAS[name])
         torch.library.impl(f"kvcache_plugins::{name}", "default", default)

@@ -7,7 +7,7 @@ from . import loader
 
 __all__ = ["native_kernels", "select_kernel"]
 
-_SERVED = ("float8", "int4", "int8", "kivi")
+_SERVED = ("float8", "int4", "int8", "kivi", "kvquant")
 
 
 def native_kernels(backend: str) -> tuple[str, ...]:

@@ -27,7 +27,8 @@ from ..quantizers.packing import BLOCK_TOKENS
 from .handle import KVHandle
 from .padding import Padding
 from .records import RecordLayout, Records
-from .stream import Stream, StreamSpec, StreamView
+from .stream import Stream, StreamSpec
+from .view import StreamView
 
 __all__ = ["PackedLayer"]
 
@@ -70,7 +71,7 @@ class PackedLayer(CacheLayerMixin):
         Raises:
             ValueError: If an option does not fit the head size, or an artifact cannot be read.
         """
-        self.num_heads = num_heads
+        self.num_heads, self.key_dim = num_heads, key_dim
         shape = (num_heads, key_dim, value_dim)
         self._prepared = (shape, self.key_stream(key_dim), self.value_stream(value_dim))
 
@@ -267,8 +268,7 @@ class PackedLayer(CacheLayerMixin):
         used = -(-max(stream.packed_length for stream in self.streams) // BLOCK_TOKENS)
         tensors = {"records": self.records.data[:, :, :used]}
         for stream in self.streams:
-            held = stream.tensors() | {"tail": stream.tail.view()}
-            tensors |= {f"{stream.side}_{name}": tensor for name, tensor in held.items()}
+            tensors |= {f"{stream.side}_{name}": t for name, t in stream.saved_tensors().items()}
         if self.padding.lengths is not None:
             tensors["padding"] = self.padding.lengths
         facts = {

@@ -12,6 +12,7 @@ from ..kernels.layout import FORMATS
 from ..models.rotary import Rotary
 from ..quantizers import affine, float8
 from ..quantizers.granularity import Granularity
+from ..quantizers.outliers import Outliers
 from ..quantizers.packing import BLOCK_TOKENS
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "RotatedCodec",
     "ScaledCodec",
     "SymmetricCodec",
+    "WrappedCodec",
     "code_format_of",
 ]
 
@@ -32,16 +34,18 @@ class Encoded(NamedTuple):
     Args:
         codes (`torch.Tensor`): uint8 `(B, H, T, D)`.
         metadata (`dict[str, torch.Tensor]`): fp32 tensors `(B, H, rows, width)`, one row per group of tokens.
+        outliers (`Outliers`, *optional*): What the codes of whole blocks lack.
     """
 
     codes: Tensor
     metadata: dict[str, Tensor]
+    outliers: Outliers | None = None
 
 
 class Codec(ABC):
     """Encodes and decodes runs of tokens of one tensor.
 
-    A run starts at a token (slot) that is a multiple of `group_tokens` and holds a multiple of them. Encoding
+    A run starts at a token (slot) that is a multiple of `unit_tokens` and holds a multiple of them. Encoding
     a run in one piece or in several gives the same result.
 
     Attributes:
@@ -49,22 +53,29 @@ class Codec(ABC):
         granularity (`Granularity`): What shares a scale.
         metadata_names (`tuple[str, ...]`): Names of the metadata tensors.
         warmup_tokens (`int`): Real tokens of every row that must have been seen before the first is encoded.
+        outlier_capacity (`int`): Outliers kept of a block of a row, over all its heads; 0 for none.
     """
 
     nbits: int
     granularity: Granularity
     metadata_names: tuple[str, ...] = ()
     warmup_tokens: int = 0
+    outlier_capacity: int = 0
 
     @property
     def group_tokens(self) -> int:
-        """Consecutive tokens that share metadata, hence are encoded together."""
+        """Consecutive tokens that share metadata."""
         return self.granularity.tokens
+
+    @property
+    def unit_tokens(self) -> int:
+        """Consecutive tokens that are encoded together: a group, or whole blocks where these share a list."""
+        return self.group_tokens
 
     @property
     def is_gatherable(self) -> bool:
         """Whether a token can leave the cache without re-encoding its neighbours."""
-        return self.group_tokens == 1
+        return self.unit_tokens == 1
 
     @property
     def rows_per_block(self) -> int:
@@ -206,7 +217,7 @@ def code_format_of(codec: Codec) -> int | None:
     return FORMATS[codec.format] if type(codec) is Float8Codec else None
 
 
-class _WrappedCodec(Codec):
+class WrappedCodec(Codec):
     """A codec that encodes something computed from the tokens by another codec."""
 
     def __init__(self, inner: Codec) -> None:
@@ -216,10 +227,14 @@ class _WrappedCodec(Codec):
             inner.granularity,
             inner.metadata_names,
         )
-        self.warmup_tokens = inner.warmup_tokens
+        self.warmup_tokens, self.outlier_capacity = inner.warmup_tokens, inner.outlier_capacity
+
+    @property
+    def unit_tokens(self) -> int:
+        return self.inner.unit_tokens
 
 
-class RotatedCodec(_WrappedCodec):
+class RotatedCodec(WrappedCodec):
     """Block-relative keys: the rotation *inside* a block is undone before encoding and redone after decoding.
 
     With `delta(t) = t mod period`, stored is `R(-delta(t)) K_t = R(p(t0)) k_t`: every key of a block carries
@@ -247,7 +262,7 @@ class RotatedCodec(_WrappedCodec):
         return self._turn(self.inner.decode(encoded, position), position, undo=False)
 
 
-class ScaledCodec(_WrappedCodec):
+class ScaledCodec(WrappedCodec):
     """Channels divided by a factor learnt from the first tokens: SmoothAttention (QServe, section 4.2).
 
     `lambda_c = max |K_c|^exponent` over the first `warmup_tokens` real tokens of a row, the same for both

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .stream import StreamView
+from .view import StreamView
 
 if TYPE_CHECKING:
     from .base import PackedLayer

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..kernels import loader
 from ..kernels.layout import MAX_HEAD_DIM
 from ..kernels.ops import encode_tokens
-from .codec import Codec, ScaledCodec, code_format_of
+from .codec import Codec, RotatedCodec, ScaledCodec, code_format_of
 from .padding import Padding
 from .records import Records
 
@@ -32,12 +33,14 @@ def encode_native(
         `bool`: Whether it was done; if not, nothing was written.
     """
     factors = codec.factors if isinstance(codec, ScaledCodec) else None
-    inner = codec.inner if isinstance(codec, ScaledCodec) else codec
+    inner = codec.inner if isinstance(codec, (RotatedCodec, ScaledCodec)) else codec
     code_format = code_format_of(inner)
     head_dim = states.shape[3]
     if code_format is None or "scale" not in inner.metadata_names or inner.granularity.across_heads:
         return False
     if states.device.type != "cpu" or head_dim > MAX_HEAD_DIM or start < padding.first_plain_slot:
+        return False
+    if isinstance(codec, RotatedCodec) and codec.rotary.interleaved != interleaved:
         return False
     if not loader.try_load():
         return False
@@ -55,4 +58,5 @@ def encode_native(
         *(fields.get(f"{side}_{name}", (-1, 0))[0] for name in ("codes", "scale", "minimum")),
     ]
     states = states if states.stride(-1) == 1 else states.contiguous()
-    return encode_tokens(records.data, states, side == "key", layout, start)
+    tables = codec.rotary.tables(torch.arange(codec.period)) if isinstance(codec, RotatedCodec) else ()
+    return encode_tokens(records.data, states, side == "key", layout, start, *tables)

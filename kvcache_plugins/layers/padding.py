@@ -45,8 +45,8 @@ class Padding:
         """First slot that is neither pad nor sink in any row."""
         return self.longest + self.sink_length
 
-    def _starts(self, states: Tensor) -> Tensor:
-        """Slot of the first real token of every row: `(B,)`, on the device of `states`."""
+    def starts(self, states: Tensor) -> Tensor:
+        """Slot of the first real token of every row of `states` `(B, ...)`: `(B,)`, on the same device."""
         if self.lengths is None:
             return torch.zeros(states.shape[0], dtype=torch.long, device=states.device)
         if self.lengths.device != states.device:
@@ -62,12 +62,12 @@ class Padding:
         if start >= self.first_plain_slot:
             return None
         slots = torch.arange(start, start + states.shape[2], device=states.device)
-        return slots >= self._starts(states)[:, None] + self.sink_length
+        return slots >= self.starts(states)[:, None] + self.sink_length
 
     def first_tokens(self, count: int, states: Tensor) -> Tensor:
         """Which tokens of `states` `(B, H, n, D)`, from slot 0, are the first `count` real ones: `(B, n)`."""
         slots = torch.arange(states.shape[2], device=states.device)
-        begin = self._starts(states)[:, None]
+        begin = self.starts(states)[:, None]
         return (slots >= begin) & (slots < begin + count)
 
     def read_sinks(self, states: Tensor, start: int, sinks: Tensor) -> None:
@@ -85,6 +85,6 @@ class Padding:
 
     def _sink_places(self, states: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, sink numbers and offsets into `states` of the sinks it contains."""
-        offsets = self._starts(states)[:, None] + torch.arange(self.sink_length, device=states.device) - start
+        offsets = self.starts(states)[:, None] + torch.arange(self.sink_length, device=states.device) - start
         rows, columns = ((offsets >= 0) & (offsets < states.shape[2])).nonzero(as_tuple=True)
         return rows, columns, offsets[rows, columns]

@@ -28,11 +28,13 @@ from ..quantizers.packing import (
 )
 from .codec import Codec, Encoded
 from .native_encoding import encode_native
+from .outliers import OutlierStore
 from .padding import Padding
 from .records import Records
 from .tail import Tail
+from .view import StreamView
 
-__all__ = ["Stream", "StreamSpec", "StreamView"]
+__all__ = ["Stream", "StreamSpec"]
 
 _SLAB_VALUES = 1 << 20
 """Values encoded at once: 4 MB in fp32, so that the temporaries of a long prompt stay a few tens of MB."""
@@ -45,7 +47,7 @@ class StreamSpec:
 
     Args:
         codec (`Codec`): Turns tokens into codes.
-        block_length (`int`): Tokens packed together; a multiple of the codec's `group_tokens`.
+        block_length (`int`): Tokens packed together; a multiple of the codec's `unit_tokens`.
         keep_recent (`int`): Newest tokens never packed.
     """
 
@@ -54,70 +56,15 @@ class StreamSpec:
     keep_recent: int = 0
 
     def __post_init__(self) -> None:
-        if self.block_length < 1 or self.block_length % self.codec.group_tokens or self.keep_recent < 0:
+        if self.block_length < 1 or self.block_length % self.codec.unit_tokens or self.keep_recent < 0:
             raise ValueError(
                 f"A stream needs keep_recent >= 0 and a block_length that is a multiple of the codec's "
-                f"{self.codec.group_tokens} tokens per group, got {self.keep_recent} and {self.block_length}."
+                f"unit of {self.codec.unit_tokens} tokens, got {self.keep_recent} and {self.block_length}."
             )
 
     def packed_length(self, length: int) -> int:
         """Tokens packed once `length` have been seen (the closed form)."""
         return self.block_length * (max(0, length - self.keep_recent) // self.block_length)
-
-
-@dataclass(frozen=True)
-class StreamView:
-    """What attention reads of a stream in one call: the tokens packed before it, then exact segments.
-
-    Args:
-        stream (`Stream`): Where packed tokens are decoded from.
-        packed_length (`int`): Tokens read from codes.
-        segments (`tuple[torch.Tensor, ...]`): Exact tokens `(B, H, n, D)` that follow, in order.
-    """
-
-    stream: Stream
-    packed_length: int
-    segments: tuple[Tensor, ...]
-
-    @property
-    def length(self) -> int:
-        """Tokens in all."""
-        return self.packed_length + sum(segment.shape[2] for segment in self.segments)
-
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        """Slots at which one source of tokens ends and the next begins."""
-        ends = [self.packed_length]
-        for segment in self.segments:
-            ends.append(ends[-1] + segment.shape[2])
-        return tuple(ends)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return tokens `[start, stop)`, fp32 where they come from codes, else in their own dtype."""
-        parts = (
-            [self.stream.decode(start, min(stop, self.packed_length))] if start < self.packed_length else []
-        )
-        begin = self.packed_length
-        for segment in self.segments:
-            low, high = max(start, begin), min(stop, begin + segment.shape[2])
-            if low < high:
-                parts.append(segment[:, :, low - begin : high - begin])
-            begin += segment.shape[2]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([part.float() if part.dtype != torch.float64 else part for part in parts], dim=2)
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """Materialise everything as one tensor `(B, H, length, D)`, block by block."""
-        first = self.segments[0]
-        out = first.new_empty(first.shape[0], first.shape[1], self.length, first.shape[3], dtype=dtype)
-        step = self.stream.slab_tokens
-        for start in range(0, self.packed_length, step):
-            stop = min(start + step, self.packed_length)
-            out[:, :, start:stop] = self.stream.decode(start, stop)
-        for segment, stop in zip(self.segments, self.boundaries[1:], strict=True):
-            out[:, :, stop - segment.shape[2] : stop] = segment
-        return out
 
 
 class Stream:
@@ -159,6 +106,8 @@ class Stream:
         batch_size, num_heads = records.data.shape[:2]
         self.tail = Tail(batch_size, num_heads, head_dim, spec.keep_recent + spec.block_length, dtype, device)
         self.sinks: Tensor | None = None
+        capacity = spec.codec.outlier_capacity
+        self.outliers = OutlierStore(batch_size, num_heads, capacity, device) if capacity else None
         self.is_calibrated = spec.codec.warmup_tokens == 0
 
     @property
@@ -170,7 +119,7 @@ class Stream:
     def slab_tokens(self) -> int:
         """Tokens encoded or decoded at once: whole blocks and whole groups."""
         batch_size, num_heads = self.records.data.shape[:2]
-        unit = max(BLOCK_TOKENS, self.codec.group_tokens)
+        unit = max(BLOCK_TOKENS, self.codec.unit_tokens)
         return max(unit, _SLAB_VALUES // (batch_size * num_heads * self.head_dim) // unit * unit)
 
     def append(self, states: Tensor, *, defer: bool = False) -> StreamView:
@@ -216,7 +165,9 @@ class Stream:
             name: self.records.metadata(self.side, name, first, last).float().flatten(2, 3)
             for name in self.codec.metadata_names
         }
-        states = self.codec.decode(Encoded(unpack.flatten(2, 3), metadata), first * BLOCK_TOKENS)
+        outliers = None if self.outliers is None else self.outliers.read(first, last)
+        encoded = Encoded(unpack.flatten(2, 3), metadata, outliers)
+        states = self.codec.decode(encoded, first * BLOCK_TOKENS)
         states = states[:, :, start - first * BLOCK_TOKENS : stop - first * BLOCK_TOKENS]
         if self.sinks is not None:
             self.padding.write_sinks(states, start, self.sinks)
@@ -231,7 +182,7 @@ class Stream:
         if length >= self.packed_length:
             self.tail.truncate(self.length - length)
             return
-        kept = length // self.codec.group_tokens * self.codec.group_tokens
+        kept = length // self.codec.unit_tokens * self.codec.unit_tokens
         survivors = self.decode(kept, length).to(self.tail.buffer.dtype) if kept < length else None
         self._clear(kept)
         self.packed_length = kept
@@ -243,20 +194,34 @@ class Stream:
         self.tail.buffer = self.tail.buffer.index_select(0, indices)
         if self.sinks is not None:
             self.sinks = self.sinks.index_select(0, indices)
+        if self.outliers is not None:
+            self.outliers.index_batch(indices)
         state = self.codec.batch_state()
         self.codec.load_batch_state({name: tensor.index_select(0, indices) for name, tensor in state.items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor this stream owns beside the records, by name."""
         owned = {"tail": self.tail.buffer, **self.codec.batch_state()}
+        if self.outliers is not None:
+            owned |= self.outliers.tensors()
         return owned if self.sinks is None else owned | {"sinks": self.sinks}
 
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """The same, without what is allocated and not in use."""
+        live = self.tensors() | {"tail": self.tail.view()}
+        if self.outliers is not None:
+            live |= self.outliers.read(0, -(-self.packed_length // BLOCK_TOKENS)).named()
+        return live
+
     def load(self, tensors: dict[str, Tensor], packed_length: int, length: int) -> None:
-        """Take over `tensors` as saved (the tail without its slack); the records are the layer's to load."""
+        """Take over `saved_tensors`; the records are the layer's to load, before."""
         self.packed_length = packed_length
         self.tail.replace(tensors["tail"], length)
         self.sinks = tensors.get("sinks")
         self.codec.load_batch_state(tensors)
+        if self.outliers is not None:
+            self.outliers.load(tensors)
+            self.outliers.ensure(self.records.num_blocks if packed_length else 0)
         self.is_calibrated = packed_length > 0 or self.codec.warmup_tokens == 0
 
     def to(self, device: torch.device) -> None:
@@ -266,6 +231,8 @@ class Stream:
         self.codec.load_batch_state(
             {name: tensor.to(device) for name, tensor in self.codec.batch_state().items()}
         )
+        if self.outliers is not None:
+            self.outliers.to(device)
 
     def _due(self, seen: int) -> int:
         """Tokens that should be packed after `seen`, never fewer than already are."""
@@ -279,6 +246,8 @@ class Stream:
             return
         final = self.spec.packed_length(self.final_length) if self.final_length else None
         self.records.ensure(stop, final)
+        if self.outliers is not None:
+            self.outliers.ensure(self.records.num_blocks)
         if not self.is_calibrated:
             self._calibrate(source)
         if self.padding.sink_length and start < self.padding.first_plain_slot:
@@ -328,6 +297,8 @@ class Stream:
                 target.copy_(self._pack_codes(codes))
         for name, rows in encoded.metadata.items():
             self._write_metadata(name, start, rows)
+        if self.outliers is not None and encoded.outliers is not None:
+            self.outliers.write(start // BLOCK_TOKENS, encoded.outliers)
 
     def _write_metadata(self, name: str, start: int, rows: Tensor) -> None:
         tokens = self.codec.stored_granularity.tokens

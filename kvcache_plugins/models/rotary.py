@@ -107,7 +107,9 @@ def find_rotary(model: nn.Module | None, config: Any, layer_type: str | None, he
 
 
 def _inverse_frequencies(holder: nn.Module, layer_type: str | None) -> Tensor | None:
-    for name in ("inv_freq", *([f"{layer_type}_inv_freq"] if layer_type else [])):
+    prefixes = ("", *([f"{layer_type}_"] if layer_type else []))
+    # Scalings that follow the length replace the live buffer after a long text; the original does not change.
+    for name in (*(f"{p}original_inv_freq" for p in prefixes), *(f"{p}inv_freq" for p in prefixes)):
         found = getattr(holder, name, None)
         if isinstance(found, Tensor) and found.dim() == 1 and not found.is_meta:
             return found

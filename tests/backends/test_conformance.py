@@ -25,7 +25,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "int4": {"smooth": {"smooth": 0.5}, "k8v4": {"key_bits": 8}, "8bit": {"nbits": 8}, "2bit": {"nbits": 2}},
     "float8": {"e5m2": {"format": "e5m2"}},
+    "kvquant": {
+        "2bit-window": {"nbits": 2, "residual_length": 32},
+        "4bit-no-outliers": {"nbits": 4, "outlier_fraction": 0.0},
+        "k4v2": {"key_bits": 4, "value_bits": 2, "outlier_fraction": 0.05},
+    },
 }
+NEEDED: dict[str, dict[str, Any]] = {"kvquant": {"calibration": "normal_float"}}
+"""Options without a default, for use without an artifact."""
 
 
 def _cases() -> list[Any]:

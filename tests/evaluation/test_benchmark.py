@@ -19,9 +19,19 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from kvcache_plugins.cli import main
-from kvcache_plugins.evaluation import attention_speed, generation_speed, generation_worker, speed_plots
+from kvcache_plugins.estimation import estimate
+from kvcache_plugins.evaluation import (
+    attention_speed,
+    generation_process,
+    generation_speed,
+    generation_worker,
+    largest_context,
+    speed_plots,
+    speed_tables,
+)
 from kvcache_plugins.evaluation.dense_attention import BASELINES, exact_attention, max_rel_error
-from kvcache_plugins.evaluation.results import read_results
+from kvcache_plugins.evaluation.memory_prediction import most_tokens, predicted_bytes, predicted_peak_bytes
+from kvcache_plugins.evaluation.results import check_document, read_results
 from kvcache_plugins.evaluation.speed_options import AttentionOptions, GenerationOptions
 from kvcache_plugins.evaluation.timing import Spread, StepTimer, time_in_turn
 
@@ -77,7 +87,8 @@ def test_candidates_are_timed_in_turn() -> None:
         device=torch.device("cpu"),
         advance=lambda: rounds.append(None),
     )
-    assert calls == ["a", "b"] * 4
+    turns = [tuple(calls[i : i + 2]) for i in range(0, len(calls), 2)]
+    assert len(turns) == 4 and set(turns) == {("a", "b"), ("b", "a")}, "each once a round, in no fixed order"
     assert len(rounds) == 4
     assert all(spread.p20_ms <= spread.median_ms <= spread.p80_ms for spread in spreads.values())
 
@@ -196,7 +207,7 @@ def test_generation_writes_results_table_and_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--model", str(BUNDLED_MODEL), "--lengths", "300", "--max_new_tokens", "8", "--threads", "1"]
-    arguments = [*sizes, *_caches({"backend": "int8"})]
+    arguments = [*sizes, "--device", "cpu", *_caches({"backend": "int8"})]
     assert main(["bench", "generate", *arguments, "--output", str(tmp_path)]) == 0
     document = read_results(tmp_path)
     assert document["task"] == "bench generate"
@@ -211,11 +222,46 @@ def test_generation_writes_results_table_and_picture(
         None,
     )
     for row in (dense, int8):
-        assert row["prefill_ms"] > 0
+        assert row["fits"]
+        assert row["ttft_ms"] >= row["prefill_ms"] > 0
+        assert row["estimated_kv_bytes"] == row["kv_bytes"]
+        assert row["estimated_peak_bytes"] == row["kv_bytes"] + 2 * 2 * 300 * 64 * 2
+        assert row["device_peak_bytes"] is None
+        assert row["peak_above_model_bytes"] in (None, row["peak_memory_bytes"] - row["memory_before_bytes"])
         assert row["ms_per_token"] > 0
         assert row["peak_memory_bytes"] >= row["memory_before_bytes"] > 10**8
     assert (tmp_path / "generate.png").read_bytes().startswith(b"\x89PNG")
     assert "int8" in capsys.readouterr().out
+
+
+_LAUNCHER = """
+import resource, subprocess, sys
+done = subprocess.run([sys.executable, "-m", *sys.argv[1:]])
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(done.returncode)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit elsewhere")
+def test_peak_memory_is_the_operating_systems(tmp_path: Path) -> None:
+    """What `/usr/bin/time` would print: the maximum resident set of the process, seen by a small parent."""
+    options = GenerationOptions(lengths=[1500], model=str(BUNDLED_MODEL), threads=1, max_new_tokens=8)
+    # without native kernels: the system's figure would hold their compiler, a child of the worker, as well
+    cache_config = {"backend": "int8", "kernel": "torch"}
+    job = generation_process.make_job(options, cache_config, 1500, 2, torch.device("cpu"))
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    worker = [generation_worker.__name__, str(tmp_path / "job.json"), str(tmp_path / "answer.json")]
+    done = subprocess.run(
+        [sys.executable, "-c", _LAUNCHER, *worker], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert answer["peak_memory_bytes"] == pytest.approx(1024 * int(done.stdout.split()[-1]), rel=0.1)
+    assert answer["peak_memory_bytes"] >= answer["load_peak_bytes"] >= answer["memory_before_bytes"]
+    with torch.device("meta"):
+        config = generation_worker.model_config(str(BUNDLED_MODEL))
+        model = generation_worker.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert answer["model_bytes"] == pytest.approx(2 * model.num_parameters(), rel=1e-3)
 
 
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
@@ -224,11 +270,16 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
         raise generation_speed.WorkerError("hqq ended with 1: no compiler")
     ms = {"dense": 10.0, "quanto": 100.0}.get(backend, 5.0)
     return {
+        "ttft_ms": 51.0,
         "prefill_ms": 50.0,
         "step_ms": [ms, ms],
         "kv_bytes": 1000 if backend == "dense" else 250,
-        "memory_before_bytes": 1,
-        "peak_memory_bytes": 2,
+        "model_bytes": 10**6,
+        "memory_before_bytes": 100,
+        "load_peak_bytes": 120,
+        "peak_memory_bytes": 170,
+        "device_before_bytes": None,
+        "device_peak_bytes": None,
         "kernel": None,
         "fallback_reads": None,
         "threads": 3,
@@ -240,7 +291,7 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
 def test_generation_is_compared_and_failures_of_transformers_are_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generation_speed, "_run", _answer)
+    monkeypatch.setattr(generation_speed, "run_job", _answer)
     monkeypatch.setattr(generation_speed, "why_unavailable", lambda config, cache_config: None)
     caches = [{"backend": "int8"}, {"backend": "quanto"}, {"backend": "hqq"}]
     options = GenerationOptions(cache_config=caches, lengths=[64], repeats=2)
@@ -249,6 +300,11 @@ def test_generation_is_compared_and_failures_of_transformers_are_rows(
     assert (int8["ratio_to_dense"], int8["ratio_to_quanto"], quanto["ratio_to_dense"]) == (0.5, 0.05, 10)
     assert (int8["bits_per_value"], dense["bits_per_value"]) == (4, 16)
     assert int8["seconds"] == 2
+    assert (int8["ttft_ms"], int8["prefill_ms"], int8["peak_above_model_bytes"]) == (51, 50, 70)
+    assert quanto["estimated_kv_bytes"] is None  # transformers' own are measured, not predicted
+    assert int8["estimated_kv_bytes"] == estimate(
+        generation_worker.model_config(None), {"backend": "int8"}, 64 + 64 - 1, dtype=torch.bfloat16
+    )
     assert document["environment"]["threads"] == 3
     reason = "failed at 64 tokens: hqq ended with 1: no compiler"
     assert document["skipped"] == [{"cache_config": {"backend": "hqq"}, "reason": reason}]
@@ -258,16 +314,176 @@ def test_a_failure_of_ours_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(job: dict[str, Any]) -> None:
         raise generation_speed.WorkerError(f"{job['cache_config']['backend']} ended with -9: nothing")
 
-    monkeypatch.setattr(generation_speed, "_run", fail)
+    monkeypatch.setattr(generation_speed, "run_job", fail)
     options = GenerationOptions(cache_config=[{"backend": "int8"}], lengths=[64])
     with pytest.raises(RuntimeError, match="dense ended with -9"):
         generation_speed.measure_generation(options)
 
 
+def test_a_point_that_does_not_fit_is_a_result_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[tuple[str, int, int]] = []
+
+    def answer(job: dict[str, Any]) -> dict[str, Any]:
+        point = (job["cache_config"]["backend"], job["length"], job["batch_size"])
+        tried.append(point)
+        if point[0] == "dense" and point[1] * point[2] > 100:
+            raise generation_process.DidNotFitError("did not fit: killed")
+        return _answer(job)
+
+    monkeypatch.setattr(generation_speed, "run_job", answer)
+    sizes = ["--lengths", "64", "256", "--batch_sizes", "1", "2", "--output", str(tmp_path)]
+    assert main(["bench", "generate", *sizes, *_caches({"backend": "int8"})]) == 0
+    document = read_results(tmp_path)
+    rows = {(row["label"], row["length"], row["batch_size"]): row for row in document["results"]}
+    fits = {point: row["fits"] for point, row in rows.items()}
+    assert fits == {
+        ("dense", 64, 1): True, ("dense", 64, 2): False, ("dense", 256, 1): False, ("dense", 256, 2): False,
+        ("int8", 64, 1): True, ("int8", 64, 2): True, ("int8", 256, 1): True, ("int8", 256, 2): True,
+    }  # fmt: skip
+    lost = rows["dense", 64, 2]
+    assert (lost["reason"], lost["ms_per_token"], lost["kv_bytes"]) == ("did not fit: killed", None, None)
+    assert lost["estimated_kv_bytes"] == 8 * 2 * 2 * 2 * (64 + 64 - 1) * 64 * 2
+    # compared with the bytes the dense cache would have had, and with no time it never took
+    int8 = rows["int8", 64, 2]
+    assert int8["memory_fraction"] == 250 / lost["estimated_kv_bytes"]
+    assert (int8["ratio_to_dense"], int8["prefill_ratio_to_dense"]) == (None, None)
+    # larger than what did not fit in both ways: not even tried
+    assert ("dense", 256, 2) not in tried
+    assert ("dense", 256, 1) in tried
+    assert "not tried: 64 tokens with a batch of 2" in rows["dense", 256, 2]["reason"]
+    assert (tmp_path / "generate.png").exists()
+    printed = capsys.readouterr().out
+    assert printed.count("did not fit") >= 4
+    for head in ("tokens", "batch", "its peak,", "process"):
+        assert head in printed  # nothing was squeezed out of a table as wide as a file's
+
+
+def test_nothing_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(job: dict[str, Any]) -> None:
+        raise generation_process.DidNotFitError("did not fit: killed")
+
+    monkeypatch.setattr(generation_speed, "run_job", fail)
+    with pytest.raises(RuntimeError, match="no measurement fitted the memory: did not fit: killed"):
+        generation_speed.measure_generation(GenerationOptions(cache_config=[], lengths=[64]))
+
+
+@pytest.mark.parametrize("status", [-9, 137, generation_process.OUT_OF_MEMORY])
+def test_a_killed_process_did_not_fit(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], status, stdout="", stderr="can't allocate memory")
+    monkeypatch.setattr(generation_process.subprocess, "run", lambda *args, **kwargs: done)
+    with pytest.raises(generation_process.DidNotFitError, match="did not fit"):
+        generation_process.run_job({"cache_config": DENSE})
+
+
+def test_a_refused_allocation_is_told_from_other_failures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.json").write_text("{}")
+    files = [str(tmp_path / "job.json"), str(tmp_path / "answer.json")]
+    # the worker offers itself to the system's killer first, which must not happen to the tests
+    monkeypatch.setattr(Path, "write_text", lambda self, text: None)
+    monkeypatch.setattr(generation_worker, "measure", lambda job: torch.empty(2**60, dtype=torch.uint8))
+    assert generation_worker.main(files) == generation_process.OUT_OF_MEMORY
+    assert "memory" in capsys.readouterr().err
+
+    def fail(job: dict[str, Any]) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(generation_worker, "measure", fail)
+    with pytest.raises(RuntimeError, match="something else"):
+        generation_worker.main(files)
+
+
+# ---- the largest context ----
+
+
+@pytest.mark.parametrize(
+    "cache_config", [DENSE, {"backend": "int8"}, {"backend": "kivi", "nbits": 2}], ids=lambda c: c["backend"]
+)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_one_token_more_than_the_largest_context_does_not_fit(
+    cache_config: dict[str, Any], batch_size: int
+) -> None:
+    config = generation_worker.model_config(None)
+    room = 50_000_000
+    tokens = most_tokens(config, cache_config, room, batch_size, torch.bfloat16)
+    assert tokens is not None
+    held, more = (
+        predicted_bytes(config, cache_config, count, batch_size, torch.bfloat16)
+        for count in (tokens, tokens + 1)
+    )
+    assert held is not None
+    assert more is not None
+    assert held <= room < more
+    if cache_config == DENSE:
+        assert tokens == room // (batch_size * 8 * 2 * 2 * 64 * 2)
+
+
+def test_the_largest_context_has_ends() -> None:
+    config = generation_worker.model_config(None)
+    assert most_tokens(config, DENSE, 100, 1, torch.bfloat16) == 0
+    assert most_tokens(config, DENSE, -5, 1, torch.bfloat16) == 0
+    assert most_tokens(config, DENSE, 2**60, 1, torch.bfloat16) is None
+    assert predicted_bytes(config, {"backend": "hqq"}, 9, 1, torch.bfloat16) is None
+    assert predicted_peak_bytes(config, {"backend": "hqq"}, 8, 9, 1, torch.bfloat16) is None
+
+
+def test_largest_contexts_are_predicted_verified_and_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs: list[dict[str, Any]] = []
+
+    def verify(job: dict[str, Any]) -> dict[str, Any]:
+        jobs.append(job)
+        if job["cache_config"] == DENSE:
+            raise generation_process.DidNotFitError("did not fit: killed")
+        return _answer(job)
+
+    monkeypatch.setattr(generation_speed, "run_job", _answer)
+    monkeypatch.setattr(largest_context, "run_job", verify)
+    monkeypatch.setattr(generation_speed, "why_unavailable", lambda config, cache_config: None)
+    sizes = ["--lengths", "64", "--memory_gb", "0.021", "--verify_memory", "--output", str(tmp_path)]
+    assert main(["bench", "generate", *sizes, *_caches({"backend": "int8"}, {"backend": "quanto"})]) == 0
+    document = read_results(tmp_path)
+    dense, int8, quanto = document["largest_context"]
+    # 21 MB without the model's one leave 20 MB; a dense token takes 8 layers x 2 x 2 heads x 64 x 2 bytes
+    assert dense["tokens"] == 20_000_000 // 4096
+    assert dense["note"] == "did not fit: killed"
+    assert 1.8 < int8["of_dense"] < 2
+    assert int8["kv_bytes"] <= 20_000_000
+    assert (int8["peak_memory_bytes"], int8["peak_above_model_bytes"], int8["note"]) == (170, 70, None)
+    assert (quanto["tokens"], quanto["of_dense"]) == (None, None)
+    assert "not predicted" in quanto["note"]
+    held = {job["cache_config"]["backend"]: job["length"] + job["max_new_tokens"] - 1 for job in jobs}
+    assert held == {"dense": dense["tokens"], "int8": int8["tokens"]}
+    assert (document["settings"]["memory_gb"], document["settings"]["verify_memory"]) == (0.021, True)
+    printed = capsys.readouterr().out
+    assert f"{int8['tokens']:,}" in printed
+    assert "0.021 GB" in printed
+    assert (tmp_path / "generate.png").exists()
+
+
+def test_no_process_is_started_that_the_machine_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation_speed, "run_job", _answer)
+    monkeypatch.setattr(largest_context, "run_job", lambda job: pytest.fail("started"))
+    monkeypatch.setattr(largest_context, "_machine_bytes", lambda device: 10**8)
+    options = GenerationOptions(cache_config=[], lengths=[64], memory_gb=1, verify_memory=True)
+    document = generation_speed.measure_generation(options)
+    check_document(document)
+    (dense,) = document["largest_context"]
+    assert dense["tokens"] == (10**9 - 10**6) // 4096
+    assert "not verified: this machine has 0.1 GB" in dense["note"]
+    assert "131,072 positions" in dense["note"]
+    columns = [column.header for column in speed_tables.context_table(document).columns]
+    assert "device\npeak" not in columns  # there is none on a CPU
+
+
 def test_a_process_that_fails_says_why() -> None:
     job = {"model": "no/such/model", "cache_config": DENSE, "threads": None, "dtype": "float32"}
     with pytest.raises(generation_speed.WorkerError, match=r"dense ended with 1: .*no/such/model"):
-        generation_speed._run(job)
+        generation_process.run_job(job)
 
 
 def test_random_model_is_the_one_promised() -> None:
@@ -301,6 +517,11 @@ def test_random_model_is_the_one_promised() -> None:
         (["attention", "--config", "no_such.yaml"], ["no_such.yaml"]),
         (["generate", "--max_new_tokens", "3"], ["--max_new_tokens", ">= 8", "3"]),
         (["generate", "--lengths", "0"], ["--lengths", "0"]),
+        (["generate", "--device", "gpu"], ["--device", "cuda", "'gpu'"]),
+        (["generate", "--device", "cuda:99"], ["--device", "cuda:99", "GPUs"]),
+        (["generate", "--memory_gb", "0"], ["--memory_gb", "above 0", "0.0"]),
+        (["generate", "--memory_gb", "nan"], ["--memory_gb", "nan"]),
+        (["generate", "--verify_memory"], ["--verify_memory", "--memory_gb"]),
         (["generate", *_caches({"backend": "int8", "budget": 3})], ["budget"]),
         (["generate", "--output", str(ROOT / "README.md")], ["--output", "README.md"]),
     ],

@@ -84,3 +84,13 @@ def test_a_finished_run_leaves_nothing(tmp_path: Path) -> None:
     journal.add("a", {"x": 1})
     journal.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_another_process_is_about_to_write_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "progress" / "records-1.jsonl"
+    path.parent.mkdir()
+    path.touch()
+    Journal(tmp_path, SETTINGS, 0).add("a", {"x": 1})
+    assert path.exists()
+    assert "a" in Journal(tmp_path, SETTINGS, 1)
+    assert json.loads(path.read_text().splitlines()[0]) == {"settings": SETTINGS}

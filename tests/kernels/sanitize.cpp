@@ -75,6 +75,43 @@ void fill_metadata(uint8_t* field, const Side& side, int64_t used_tokens) {
   }
 }
 
+// Makes a side of uniform codes one of non-uniform ones: levels, outliers, and for keys static ranges and positions.
+void make_nonuniform(Arena& arena, bool is_key, Side& side) {
+  side.format = kvcache::kNonUniform;
+  side.factors = side.cos = side.sin = nullptr;
+  float* levels = arena.floats(1 << side.nbits);
+  for (int i = 0; i < 1 << side.nbits; ++i) levels[i] = std::round(levels[i] * 64) / 64;  // exact in bf16
+  side.levels = levels;
+  if (is_key) {
+    side.scale_offset = side.minimum_offset = -1;
+    side.channel_scale = arena.floats(side.head_dim);
+    side.channel_offset = arena.floats(side.head_dim);
+    side.rotary_dim = static_cast<int32_t>(draw(0, 1) * pick({side.head_dim, side.head_dim / 2 / 2 * 2}));
+    if (side.rotary_dim > 0) {
+      double* frequencies = reinterpret_cast<double*>(arena.bytes(side.rotary_dim / 2 * 8));
+      for (int i = 0; i < side.rotary_dim / 2; ++i) frequencies[i] = std::fabs(real());
+      side.inv_freq = frequencies;
+      side.position = -draw(0, 70);
+    }
+  }
+  if (draw(0, 2) == 0) return;
+  const int64_t blocks = (side.packed_length + 63) / 64;
+  side.outlier_capacity = draw(1, 30);
+  side.outlier_stride = 2;  // one head
+  int32_t* entries = reinterpret_cast<int32_t*>(arena.bytes(blocks * side.outlier_capacity * 4));
+  int16_t* starts = reinterpret_cast<int16_t*>(arena.bytes(blocks * 4));
+  for (int64_t block = 0; block < blocks; ++block) {
+    starts[2 * block] = static_cast<int16_t>(draw(0, side.outlier_capacity));
+    starts[2 * block + 1] = static_cast<int16_t>(draw(starts[2 * block], side.outlier_capacity));
+    for (int64_t i = 0; i < side.outlier_capacity; ++i) {
+      const int64_t place = draw(0, 63) << 10 | draw(0, side.head_dim - 1);
+      entries[block * side.outlier_capacity + i] = static_cast<int32_t>(place << 16 | draw(0x2000, 0x3c00));
+    }
+  }
+  side.outliers = entries;
+  side.outlier_starts = starts;
+}
+
 Side make_side(Arena& arena, bool is_key, int32_t head_dim, int64_t length) {
   Side side{};
   side.head_dim = head_dim;
@@ -121,6 +158,9 @@ Side make_side(Arena& arena, bool is_key, int32_t head_dim, int64_t length) {
     side.rotary_dim = pick({head_dim / 2 / 2 * 2, head_dim / 2 * 2});
     side.cos = arena.floats(side.period * side.rotary_dim / 2);
     side.sin = arena.floats(side.period * side.rotary_dim / 2);
+  }
+  if (side.nbits <= 4 && (is_key || (side.width == 1 && side.group_tokens == 1)) && draw(0, 2) == 0) {
+    make_nonuniform(arena, is_key, side);
   }
   side.dtype = static_cast<int32_t>(draw(0, 2));
   int64_t start = side.packed_length;

@@ -23,12 +23,12 @@ from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.quantizers.granularity import per_token_head
 from kvcache_plugins.registry import get_backend
 from kvcache_plugins.testing.comparison import relative_rms
-from tests.backends.test_conformance import VARIANTS
+from tests.backends.test_conformance import NEEDED, VARIANTS
 
 ISAS = ("portable", "avx2", "avx512")
 FP32_ERROR = 1e-5
 CASES = {
-    f"{name}-{label}": {"backend": name, **options}
+    f"{name}-{label}": {"backend": name, **NEEDED.get(name, {}), **options}
     for name, variants in VARIANTS.items()
     for label, options in {"default": {}, **variants}.items()
 } | {
@@ -412,9 +412,6 @@ def test_unknown_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cases_left_to_the_reference() -> None:
     layer = build_layer(CASES["kivi-default"], 200)
-    query, key, value = step(layer, 9, 4)
-    attend_handles(query, key, value, AttentionOptions(is_causal=True))
-    assert layer.kernel == "torch"
     query, key, value = step(layer, 1, 4)
     attend_handles(query, key, value, AttentionOptions())
     assert layer.kernel == "cpu"
@@ -423,6 +420,22 @@ def test_cases_left_to_the_reference() -> None:
     layer = build_layer(CASES["int8-default"], 200, head_dim=272)
     attend_handles(*step(layer, 1, 4), AttentionOptions())
     assert layer.kernel == "torch"
+
+
+@pytest.mark.parametrize("case", ["kivi-default", "int8-default", "float8-default", "kivi-3bit-block"])
+def test_what_is_not_a_number_spoils_the_rows_that_see_it(isa: str, case: str) -> None:
+    layer = build_layer(CASES[case], 300)
+    query, key, value = step(layer, 2, 3)
+    exact = attend_handles(query, key, value, AttentionOptions(is_causal=True))
+    query[0, 4, 1, 7] = torch.nan  # one query head and token
+    got = attend_handles(query, key, value, AttentionOptions(is_causal=True))
+    assert got[0, 4, 1].isnan().all()
+    spoilt = torch.zeros(got.shape[:3], dtype=torch.bool)
+    spoilt[0, 4, 1] = True
+    assert torch.equal(got[~spoilt], exact[~spoilt])
+    key.tokens.segments[-1][1, 1, -1, 3] = torch.nan  # the newest key: only its own query sees it
+    got = attend_handles(query, key, value, AttentionOptions(is_causal=True))
+    assert got[1, 3:, 1].isnan().all() and torch.equal(got[1, :, 0], exact[1, :, 0])
 
 
 def test_kernel_torch_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,8 @@ from torch import Tensor
 from kvcache_plugins import build_cache
 from kvcache_plugins.kernels import loader
 from kvcache_plugins.layers import native_encoding
+from kvcache_plugins.layers.base import PackedLayer
+from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.testing import tiny_model
 from kvcache_plugins.testing.conformance import fed, state_bytes
 
@@ -47,15 +54,33 @@ def states(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return keys.to(dtype), torch.randn(2, 2, 333, head_dim, generator=generator).to(dtype)
 
 
-def check(options: dict[str, Any], keys: Tensor, values: Tensor, mask: Tensor | None = None) -> None:
-    """Feed two layers alike, one encoding natively and one in torch, and compare their bytes."""
+def rotary(rotary_dim: int, interleaved: bool) -> Rotary:
+    half = rotary_dim // 2
+    return Rotary(tuple(10000.0 ** (-i / half) for i in range(half)), interleaved)
+
+
+def new_layer(options: dict[str, Any], mask: Tensor | None, turning: Rotary | None) -> PackedLayer:
+    """A layer of a tiny model, whose keys are rotated by `turning` if that is given."""
     model = tiny_model("llama")
+    layer = build_cache(model, options).bind(model, mask).packed_layers[0]
+    if turning is not None:
+        layer.bind(replace(layer.facts, rotary=turning), layer.padding.lengths, None)
+    return layer
+
+
+def check(
+    options: dict[str, Any],
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None = None,
+    turning: Rotary | None = None,
+) -> None:
+    """Feed two layers alike, one encoding natively and one in torch, and compare their bytes."""
     for split in ([333], [100, *[1] * 50, 183]):
-        layers = [
-            fed(build_cache(model, more).bind(model, mask).packed_layers[0], keys, values, split)
+        native, reference = (
+            state_bytes(fed(new_layer(more, mask, turning), keys, values, split))
             for more in (options, {**options, "kernel": "torch"})
-        ]
-        native, reference = map(state_bytes, layers)
+        )
         assert native.keys() == reference.keys()
         for name, tensor in reference.items():
             assert torch.equal(tensor, native[name]), name
@@ -135,3 +160,110 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
         encode_tokens(records, torch.zeros(1, 1, 65, 32), True, layout, 0)
     with pytest.raises(ValueError, match="whole groups of 32 tokens"):
         encode_tokens(records, torch.zeros(1, 1, 33, 32), True, [4, 0, 32, 32, 32, 2, 0, 0, 0, 0], 0)
+
+
+# ---- keys whose rotation inside a block is undone ----
+
+BLOCK = {"backend": "kivi", "rope_mode": "block"}
+# The last two pack at slots that are not multiples of the period, 32.
+LENGTHS = {"g16": (16, 128), "g32": (32, 128), "g64": (64, 128), "g128": (128, 128)}
+LENGTHS |= {"g16-r48": (16, 48), "g16-r16": (16, 16)}
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim"), [(64, 64), (128, 128), (80, 32), (24, 10)], ids=lambda n: str(n)
+)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+def test_rotated_keys(
+    nbits: int, lengths: str, head_dim: int, rotary_dim: int, interleaved: bool, encoded: list[bool]
+) -> None:
+    group, residual = LENGTHS[lengths]
+    options = {**BLOCK, "nbits": nbits, "q_group_size": group, "residual_length": residual}
+    dtype = [torch.float32, torch.bfloat16, torch.float16][nbits % 3]
+    check(options, *states(head_dim, dtype), turning=rotary(rotary_dim, interleaved))
+    assert encoded and all(encoded)
+
+
+def check_last_bits() -> None:
+    """Encode keys that are constant but for the rounding of the rotation that is undone.
+
+    The constant is an fp16 number, so that it is what the minimum of a group is rounded to, and the range of
+    a group is a few units in the last place: every one of them is a code.
+    """
+    options = {**BLOCK, "nbits": 8, "q_group_size": 32, "residual_length": 32}
+    for interleaved in (False, True):
+        turning = rotary(64, interleaved)
+        keys = turning.rotate(torch.full((2, 2, 333, 64), 1000.0), torch.arange(333) % 32)
+        check(options, keys, torch.randn(2, 2, 333, 64), turning=turning)
+        records = fed(new_layer(options, None, turning), keys, keys, [333]).records
+        codes = records.codes("key", 0, 5)
+        assert len(codes.unique()) > 3
+
+
+def test_the_last_bit_of_a_rotation(encoded: list[bool]) -> None:
+    check_last_bits()
+    assert encoded and all(encoded)
+
+
+def test_the_last_bit_where_torch_rounds_products() -> None:
+    """Whether torch fuses a multiplication and an addition depends on the instructions it may use."""
+    here = Path(__file__)
+    code = f"""import sys
+sys.path.append({str(here.parent)!r})
+from {here.stem} import check_last_bits
+check_last_bits()"""
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e5, 6e4])
+def test_rotated_keys_that_are_rare_are_left_to_torch(number: float, encoded: list[bool]) -> None:
+    """The last is an fp16 number, but with its partner it makes one that is not."""
+    keys, values = states(64, torch.float32)
+    keys[1, 0, 40, [3, 35]] = number
+    check({**BLOCK, "q_group_size": 32, "residual_length": 32}, keys, values, turning=rotary(64, False))
+    assert not all(encoded) and any(encoded)
+
+
+def test_rotated_keys_beside_pads_and_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of tokens that holds a pad or a sink of any row is left to torch."""
+    starts: set[int] = set()
+    original = native_encoding.encode_tokens
+
+    def record(*args: Any) -> bool:
+        if args[2]:
+            starts.add(args[4])
+            assert original(*args)
+            return True
+        return original(*args)
+
+    monkeypatch.setattr(native_encoding, "encode_tokens", record)
+    mask = (torch.arange(333) >= torch.tensor([[3], [70]])).long()
+    options = {**BLOCK, "q_group_size": 16, "residual_length": 16, "sink_length": 2}
+    check(options, *states(64, torch.float32), mask, turning=rotary(64, False))
+    assert min(starts) == 96  # where the second call of the second split begins: the first holds pads
+
+
+def test_tables_that_do_not_fit_are_refused() -> None:
+    from kvcache_plugins.kernels.ops import encode_tokens
+
+    records, keys = torch.zeros(1, 1, 1, 1024, dtype=torch.uint8), torch.zeros(1, 1, 32, 32)
+    layout = [4, 0, 32, 32, 32, 2, 0, 0, 512, 640]
+    table = torch.ones(32, 16)
+    assert encode_tokens(records, keys, True, layout, 0, table, table)
+    for cos, sin in (
+        (table, None),
+        (None, table),
+        (table, table[:16]),
+        (table.double(), table.double()),
+        (torch.ones(32, 17), torch.ones(32, 17)),
+        (table[:0], table[:0]),
+        (table.T, table.T),
+    ):
+        with pytest.raises(ValueError, match="Invalid rotation"):
+            encode_tokens(records, keys, True, layout, 0, cos, sin)

@@ -7,13 +7,15 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcache_plugins import KernelUnavailableError
-from kvcache_plugins.kernels import loader
+from kvcache_plugins.cli import main
+from kvcache_plugins.kernels import compiler, loader
 from kvcache_plugins.kernels.selection import select_kernel
 
 ATTEND = """
@@ -199,6 +201,94 @@ def test_status_never_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVCACHE_KERNEL_CACHE", str(tmp_path / "file" / "cache"))
     assert loader.status().state in ("missing", "unavailable")
+
+
+def age(path: Path, days: float) -> Path:
+    """Make a file, or let an existing one be, last used so long ago."""
+    path.touch()
+    then = time.time() - days * 86400
+    os.utime(path, (then, then))
+    return path
+
+
+def build_name(digit: str) -> str:
+    return f"cpu-{digit * 16}-{digit * 16}.so"
+
+
+@pytest.fixture
+def installs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache directory, and a compiler at whose place an empty file is installed as it was found."""
+    found = compiler.Compiler("/usr/bin/c++", "test 1.0")
+    monkeypatch.setenv("KVCACHE_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.delenv("KVCACHE_NO_BUILD", raising=False)
+    monkeypatch.setattr(loader, "_library", None)
+    monkeypatch.setattr(compiler, "find_compiler", lambda: found)
+    monkeypatch.setattr(
+        compiler, "compile_library", lambda found, sources, target, seal: target.open("a").close()
+    )
+    return tmp_path
+
+
+def test_installing_removes_what_was_not_used_for_90_days(installs: Path) -> None:
+    status = loader.status()
+    assert status.path is not None and status.path.parent == installs
+    kept = {age(status.path, 200), age(installs / build_name("a"), 89), installs / build_name("d")}
+    (installs / build_name("d")).mkdir()  # what cannot be removed is left
+    os.utime(installs / build_name("d"), (1, 1))
+    other = ["libtorch.so", "cpu-notes.so", build_name("A"), f"{build_name('a')}.old", f"x{build_name('a')}"]
+    kept |= {age(installs / name, 200) for name in other}
+    kept |= {age(installs / build_name("a").replace(".so", ".lock"), 200)}
+    gone = {age(installs / build_name(digit), 91) for digit in "0f"}
+    gone |= {age(installs / build_name("0").replace(".so", ".lock"), 91)}
+    assert loader._find_or_build(force=True) == (status.path, None)
+    assert set(installs.iterdir()) == kept | {status.path.with_suffix(".lock")}
+    assert not kept & gone
+
+
+def test_finding_removes_nothing(installs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_is_intact", lambda path: True)
+    monkeypatch.setattr(loader, "_load", lambda path: None)
+    old = age(installs / build_name("0"), 200)
+    assert loader._find_or_build(force=False) == (loader.status().path, None)
+    assert old.exists()
+
+
+def test_another_process_may_remove_the_same(installs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [age(installs / build_name(digit), 91) for digit in "01"]
+    (installs / build_name("2")).symlink_to(installs / "gone")  # listed, but no longer there
+    found = loader.cached_builds()
+    assert list(found) == paths
+    paths[0].unlink()
+    monkeypatch.setattr(loader, "cached_builds", lambda: found)
+    loader._find_or_build(force=True)
+    assert not paths[1].exists()
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_loading_renews_the_time_of_last_use(cache: Path, is_allowed: bool) -> None:
+    (library,) = cache.glob("*.so")
+    age(library, 200)
+    code = f"""
+        import os
+        from kvcache_plugins.kernels import loader
+
+        def refuse(*args, **kwargs):
+            raise PermissionError("a read-only directory")
+
+        if not {is_allowed}:
+            os.utime = refuse
+        print(loader.build())
+    """
+    assert python(code, cache).stdout.split() == [str(library)]
+    assert (time.time() - library.stat().st_mtime < 86400) is is_allowed
+
+
+def test_status_counts_the_builds(installs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for digit, size in (("0", 3), ("f", 5)):
+        (installs / build_name(digit)).write_bytes(bytes(size * 2**20))
+    (installs / "libtorch.so").write_bytes(bytes(100))
+    assert main(["kernels", "status"]) == 0
+    assert "cached builds:   2 (8.0 MiB)" in capsys.readouterr().out.splitlines()
 
 
 def test_many_threads_load_once(cache: Path) -> None:

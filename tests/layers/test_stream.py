@@ -22,7 +22,8 @@ from kvcache_plugins.backends.kivi import KIVIConfig, KIVILayer
 from kvcache_plugins.layers import stream as stream_module
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.codec import AffineCodec
-from kvcache_plugins.layers.stream import Stream, StreamSpec, StreamView
+from kvcache_plugins.layers.stream import Stream, StreamSpec
+from kvcache_plugins.layers.view import StreamView
 from kvcache_plugins.models.facts import LayerFacts
 from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.quantizers.granularity import per_channel_group
@@ -101,7 +102,7 @@ class TestClosedForm:
 
     def test_a_split_that_cuts_groups_is_refused(self) -> None:
         codec = AffineCodec(4, per_channel_group(32))
-        with pytest.raises(ValueError, match="multiple of the codec's 32 tokens per group, got 0 and 48"):
+        with pytest.raises(ValueError, match="multiple of the codec's unit of 32 tokens, got 0 and 48"):
             StreamSpec(codec, block_length=48)
         with pytest.raises(ValueError, match="got -1 and 32"):
             StreamSpec(codec, block_length=32, keep_recent=-1)

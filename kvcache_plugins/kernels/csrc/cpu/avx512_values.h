@@ -81,7 +81,8 @@ inline void fold_weights(const float (*weights)[kBlockTokens], const float* scal
 
 // U chunks of channels, of which [U0, U0 + N) in this pass; `group_of` is channels per group / 16.
 template <int B, int U, int U0, int N, int PARTS, int R>
-inline void add_words_pass(const uint8_t* codes, const WeightPairs<R>& weights, int group_of, float* const* out) {
+inline void add_words_pass(const uint8_t* codes, __m512i table, const WeightPairs<R>& weights, int group_of,
+                           float* const* out) {
   // The place of a chunk in its word repeats every `period` pairs of tokens, so that shifts are constants.
   constexpr int per_word = B == 3 ? 16 : 16 / B;
   constexpr int period = per_word / (U % 16 == 0 ? per_word < 16 ? per_word : 16
@@ -89,7 +90,6 @@ inline void add_words_pass(const uint8_t* codes, const WeightPairs<R>& weights, 
                                      : U % 4 == 0 ? per_word < 4 ? per_word : 4
                                      : U % 2 == 0 ? 2
                                                   : 1);
-  const __m512i table = code_table(B);
   __m512 sum[R][N];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) sum[r][n] = _mm512_setzero_ps();
@@ -132,11 +132,12 @@ inline void add_words_pass(const uint8_t* codes, const WeightPairs<R>& weights, 
 }
 
 template <int B, int U, int PARTS, int R, int U0 = 0>
-inline void add_words(const uint8_t* codes, const WeightPairs<R>& weights, int group_of, float* const* out) {
+inline void add_words(const uint8_t* codes, __m512i table, const WeightPairs<R>& weights, int group_of,
+                      float* const* out) {
   if constexpr (U0 < U) {
     constexpr int n = U - U0 < 4 ? U - U0 : 4;
-    add_words_pass<B, U, U0, n, PARTS, R>(codes, weights, group_of, out);
-    add_words<B, U, PARTS, R, U0 + n>(codes, weights, group_of, out);
+    add_words_pass<B, U, U0, n, PARTS, R>(codes, table, weights, group_of, out);
+    add_words<B, U, PARTS, R, U0 + n>(codes, table, weights, group_of, out);
   }
 }
 

@@ -217,7 +217,7 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, 
       task.key = side_of(keys, records, b, h, starts);
       task.value = side_of(values, records, b, h, starts);
       task.query_length = static_cast<int32_t>(query_length);
-      task.precise = query.scalar_type() == at::kFloat;
+      task.precise = query.scalar_type() != at::kBFloat16;  // fp16 has three bits more than bf16
       task.length = length;
       task.is_causal = is_causal;
       task.window = window;

@@ -41,7 +41,9 @@ enum LayoutField {
 struct Inputs {
   const char* name;  // "key" or "value"
   std::vector<at::Tensor> segments;
+  // in the order of `Side.extras` in kvcache_plugins/kernels/layout.py
   OptionalTensor static_scale, factors, cos, sin, sinks;
+  OptionalTensor levels, channel_scale, channel_offset, inv_freq, positions, outliers, outlier_starts;
   Side side;  // what all rows and heads share
 };
 
@@ -74,13 +76,61 @@ void check_extra(const Inputs& inputs, OptionalTensor& tensor, const char* suffi
   tensor = tensor->contiguous();
 }
 
+// Checks what belongs to non-uniform codes (KVQuant) and points the side at it.
+void describe_nonuniform(Inputs& inputs, int64_t batch, int64_t heads, int64_t blocks) {
+  Side& side = inputs.side;
+  const std::string name = inputs.name;
+  KVCACHE_CHECK((side.format == kNonUniform) == inputs.levels.has_value(), "extras", name, "levels for format 4",
+                "format " + std::to_string(side.format));
+  check_extra(inputs, inputs.levels, "levels", {int64_t{1} << side.nbits});
+  if (inputs.levels.has_value()) side.levels = inputs.levels->const_data_ptr<float>();
+  KVCACHE_CHECK(inputs.channel_scale.has_value() == inputs.channel_offset.has_value(), "extras", name,
+                "both channel_scale and channel_offset", "one");
+  if (inputs.channel_scale.has_value()) {
+    KVCACHE_CHECK(side.format == kNonUniform && inputs.channel_scale->dim() == 3, "extras", name,
+                  "channel scales of three dimensions, for format 4", inputs.channel_scale->dim());
+    const int64_t rows = inputs.channel_scale->size(0);
+    KVCACHE_CHECK(rows == 1 || rows == batch, "rows", name + "_channel_scale", "1 or that of the batch", rows);
+    check_extra(inputs, inputs.channel_scale, "channel_scale", {rows, heads, side.head_dim});
+    check_extra(inputs, inputs.channel_offset, "channel_offset", {rows, heads, side.head_dim});
+  }
+  if (inputs.inv_freq.has_value()) {
+    check_tensor(*inputs.inv_freq, name + "_inv_freq", {side.rotary_dim / 2});
+    KVCACHE_CHECK(inputs.inv_freq->scalar_type() == at::kDouble && inputs.inv_freq->is_contiguous() &&
+                      side.rotary_dim % 2 == 0 && side.rotary_dim <= side.head_dim && !inputs.cos.has_value(),
+                  "extras", name, "float64 inv_freq for an even rotary_dim, without cos", side.rotary_dim);
+    side.inv_freq = inputs.inv_freq->const_data_ptr<double>();
+  }
+  if (inputs.positions.has_value()) {
+    check_tensor(*inputs.positions, name + "_positions", {batch});
+    KVCACHE_CHECK(inputs.positions->scalar_type() == at::kLong, "dtype", name + "_positions", "int64",
+                  inputs.positions->scalar_type());
+  }
+  KVCACHE_CHECK(inputs.outliers.has_value() == inputs.outlier_starts.has_value(), "extras", name,
+                "both outliers and outlier_starts", "one");
+  if (inputs.outliers.has_value()) {
+    KVCACHE_CHECK(inputs.outliers->dim() == 3 && inputs.outliers->size(1) >= blocks, "shape", name + "_outliers",
+                  "a list for every block", inputs.outliers->sizes());
+    const int64_t count = inputs.outliers->size(1);
+    check_tensor(*inputs.outliers, name + "_outliers", {batch, count, inputs.outliers->size(2)});
+    check_tensor(*inputs.outlier_starts, name + "_outlier_starts", {batch, count, heads + 1});
+    KVCACHE_CHECK(inputs.outliers->scalar_type() == at::kInt && inputs.outlier_starts->scalar_type() == at::kShort,
+                  "dtype", name + "_outliers", "int32, and int16 starts", inputs.outliers->scalar_type());
+    inputs.outliers = inputs.outliers->contiguous();
+    inputs.outlier_starts = inputs.outlier_starts->contiguous();
+    side.outlier_capacity = inputs.outliers->size(2);
+    side.outlier_stride = heads + 1;
+  }
+}
+
 Inputs describe(const char* name, const at::Tensor& records, at::TensorList segments,
                 const c10::List<OptionalTensor>& extras, at::IntArrayRef layout, const at::Tensor& query) {
   KVCACHE_CHECK(layout.size() == kLayoutFields, "length", std::string(name) + "_layout", int{kLayoutFields},
                 layout.size());
-  KVCACHE_CHECK(extras.size() == 5, "length", std::string(name) + "_extras", 5, extras.size());
-  Inputs inputs{name,          segments.vec(), extras.get(0), extras.get(1),
-                extras.get(2), extras.get(3),  extras.get(4), {}};
+  KVCACHE_CHECK(extras.size() == 12, "length", std::string(name) + "_extras", 12, extras.size());
+  Inputs inputs{name,          segments.vec(), extras.get(0), extras.get(1), extras.get(2),
+                extras.get(3), extras.get(4),  extras.get(5), extras.get(6), extras.get(7),
+                extras.get(8), extras.get(9),  extras.get(10), extras.get(11), {}};
   Side& side = inputs.side;
   side.packed_length = layout[kPackedLength];
   side.nbits = static_cast<int32_t>(layout[kNbits]);
@@ -103,8 +153,10 @@ Inputs describe(const char* name, const at::Tensor& records, at::TensorList segm
   KVCACHE_CHECK(dim >= 1 && dim <= kMaxHeadDim, "head_dim", layout_name, "1 to 256", dim);
   KVCACHE_CHECK(side.format == kAffine
                     ? side.nbits == 2 || side.nbits == 3 || side.nbits == 4 || side.nbits == 8
+                : side.format == kNonUniform
+                    ? side.nbits >= 2 && side.nbits <= 4
                     : side.nbits == 8 && side.format >= kAffine && side.format <= kE5M2,
-                "nbits and format", layout_name, "2, 3, 4 or 8 for format 0, 8 for formats 1 to 3",
+                "nbits and format", layout_name, "2, 3, 4 or 8 for format 0, 8 for formats 1 to 3, 2 to 4 for format 4",
                 std::to_string(side.nbits) + " and " + std::to_string(side.format));
   KVCACHE_CHECK(
       side.group_tokens >= 1 && side.group_tokens <= kBlockTokens && kBlockTokens % side.group_tokens == 0,
@@ -126,8 +178,9 @@ Inputs describe(const char* name, const at::Tensor& records, at::TensorList segm
     KVCACHE_CHECK(offset >= 0 && (blocks == 0 || offset + size <= side.record_bytes), "field offset",
                   layout_name, "a field inside the record", offset);
   }
-  KVCACHE_CHECK(side.scale_offset >= 0 || inputs.static_scale.has_value() || blocks == 0, "scale",
-                layout_name, "an offset or a static scale", "neither");
+  KVCACHE_CHECK(side.scale_offset >= 0 || inputs.static_scale.has_value() || inputs.channel_scale.has_value() ||
+                    blocks == 0,
+                "scale", layout_name, "an offset or a static scale", "neither");
   KVCACHE_CHECK(inputs.cos.has_value() == inputs.sin.has_value(), "rotation", layout_name, "both cos and sin",
                 "one");
   KVCACHE_CHECK(!inputs.cos.has_value() || !inputs.factors.has_value(), "extras", std::string(name),
@@ -143,6 +196,8 @@ Inputs describe(const char* name, const at::Tensor& records, at::TensorList segm
   check_extra(inputs, inputs.sin, "sin", {side.period, side.rotary_dim / 2});
   side.cos = inputs.cos.has_value() ? inputs.cos->const_data_ptr<float>() : nullptr;
   side.sin = inputs.sin.has_value() ? inputs.sin->const_data_ptr<float>() : nullptr;
+
+  describe_nonuniform(inputs, batch, heads, blocks);
 
   KVCACHE_CHECK(inputs.segments.size() <= 3, "length", std::string(name) + "_segments", "at most 3",
                 inputs.segments.size());
@@ -182,6 +237,18 @@ Side side_of(const Inputs& inputs, const at::Tensor& records, int64_t row, int64
   const int64_t index = row * records.size(1) + head;
   if (inputs.factors.has_value()) {
     side.factors = inputs.factors->const_data_ptr<float>() + index * side.head_dim;
+  }
+  if (inputs.channel_scale.has_value()) {
+    const int64_t place = (inputs.channel_scale->size(0) == 1 ? head : index) * side.head_dim;
+    side.channel_scale = inputs.channel_scale->const_data_ptr<float>() + place;
+    side.channel_offset = inputs.channel_offset->const_data_ptr<float>() + place;
+  }
+  if (inputs.positions.has_value()) side.position = inputs.positions->const_data_ptr<int64_t>()[row];
+  if (inputs.outliers.has_value()) {
+    const int64_t blocks = inputs.outliers->size(1);
+    side.outliers = inputs.outliers->const_data_ptr<int32_t>() + row * blocks * side.outlier_capacity;
+    side.outlier_starts =
+        inputs.outlier_starts->const_data_ptr<int16_t>() + row * blocks * side.outlier_stride + head;
   }
   if (inputs.sinks.has_value()) {
     side.sinks = static_cast<const char*>(inputs.sinks->const_data_ptr()) +

@@ -14,7 +14,8 @@ constexpr int kMaxQueries = 64;  // query heads of a group times query tokens, i
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxMetadata = 4096;  // scales of one record: metadata rows times width
 
-enum Format : int32_t { kAffine = 0, kSymmetric = 1, kE4M3 = 2, kE5M2 = 3 };  // kSymmetric: codes biased by 128
+// kSymmetric: codes biased by 128. kNonUniform: codes are places in `levels`.
+enum Format : int32_t { kAffine = 0, kSymmetric = 1, kE4M3 = 2, kE5M2 = 3, kNonUniform = 4 };
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 // Exact tokens: `length` of them, the first at slot `start`, each `stride` elements after the one before.
@@ -44,6 +45,16 @@ struct Side {
   const float* cos;        // [period][rotary_dim / 2]: decoded keys of slot t are still to be rotated by t % period,
   const float* sin;        // or null; never together with factors
   int32_t period, rotary_dim;
+  // Keys from before the rotary embedding: slot t is still to be turned by (t + position) * inv_freq, or null.
+  const double* inv_freq;      // [rotary_dim / 2]
+  int64_t position;            // of slot 0 in this row
+  const float* levels;         // [2 ** nbits], numbers that bf16 holds exactly; of kNonUniform
+  const float* channel_scale;  // [head_dim] in place of stored scales, or null
+  const float* channel_offset;
+  // What the codes of a block lack (layers/outliers.py), added before any rotation; or null.
+  const int32_t* outliers;        // [blocks][outlier_capacity]
+  const int16_t* outlier_starts;  // of this head: [blocks][outlier_stride], its list is [0] to [1]
+  int64_t outlier_capacity, outlier_stride;
   int32_t dtype;           // Dtype of the exact segments and sinks
   Segment segments[3];     // exact tokens after the packed ones, in order
   int32_t num_segments;
@@ -56,7 +67,7 @@ struct Task {
   const float* query;      // [queries][key.head_dim], fp32, already times `scaling`
   int32_t queries;         // group * query_length; row r is query head r / query_length, token r % query_length
   int32_t query_length;
-  int32_t precise;         // 1: fp32 queries, relative error 1e-5; 0: bf16 or fp16 queries
+  int32_t precise;         // 1: fp32 or fp16 queries, relative error 1e-5; 0: bf16 queries
   int64_t length;          // slots in all (packed and exact)
   int64_t begin, end;      // slots this task attends to; `begin` is a multiple of 64
   int32_t is_causal;       // query token i of n sees slots <= length - n + i
@@ -70,6 +81,22 @@ struct Task {
   float* sum;              // [queries]
   float* output;           // [queries][value.head_dim]
 };
+
+// The outliers of one block and head. Whatever the tensors hold, what is read and written lies inside of them.
+struct OutlierList {
+  const int32_t *begin, *end;
+};
+
+inline OutlierList outliers_of(const Side& side, int64_t start) {
+  if (side.outliers == nullptr) return {nullptr, nullptr};
+  const int32_t* list = side.outliers + start / kBlockTokens * side.outlier_capacity;
+  const int16_t* bounds = side.outlier_starts + start / kBlockTokens * side.outlier_stride;
+  if (bounds[0] < 0 || bounds[1] > side.outlier_capacity) return {nullptr, nullptr};
+  return {list + bounds[0], list + bounds[1]};
+}
+
+inline int outlier_token(int32_t entry) { return entry >> 26 & (kBlockTokens - 1); }
+inline int outlier_channel(int32_t entry) { return entry >> 16 & (kMaxHeadDim - 1); }
 
 // One kernel per instruction set; all give the same result up to rounding.
 using Kernel = void (*)(const Task&);

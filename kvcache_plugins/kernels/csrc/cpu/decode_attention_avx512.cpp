@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "avx512_keys.h"
+#include "avx512_positions.h"
 #include "avx512_values.h"
 
 namespace kvcache {
@@ -29,6 +30,10 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 bool is_float8(const Side& side) { return side.format == kE4M3 || side.format == kE5M2; }
 
 bool covers_key(const Side& key) {
+  if (key.format == kNonUniform) {
+    const bool whole = key.inv_freq == nullptr || key.interleaved || key.rotary_dim == key.padded_dim;
+    return whole && key.channel_scale != nullptr && key.nbits <= 4;
+  }
   const bool per_channel = key.width == key.head_dim && key.group_tokens >= 16 && key.minimum_offset >= 0;
   if (key.nbits == 8) return key.width == 1 && key.cos == nullptr;
   if (key.format != kAffine || key.scale_offset < 0) return false;
@@ -43,7 +48,8 @@ bool covers_value(const Side& value) {
   const int chunks = value.padded_dim / 16;
   if (value.factors != nullptr || value.cos != nullptr) return false;
   if (value.nbits == 8) return value.width == 1;
-  if (value.format != kAffine || value.scale_offset < 0 || value.group_tokens != 1) return false;
+  if (value.format != kAffine && value.format != kNonUniform) return false;
+  if (value.scale_offset < 0 || value.group_tokens != 1) return false;
   if (value.width > 1 && (value.head_dim / value.width) % 16 != 0) return false;
   return chunks <= 8 || chunks == 12 || chunks == 16;
 }
@@ -53,6 +59,7 @@ struct Pass {
   int first, rows;
   Query<R> query;
   std::unique_ptr<TurnedQuery<R>> turned;
+  std::unique_ptr<PositionedKeys<R>> positioned;
   float best[4];
   alignas(64) float total[R][kLanes];  // sums of exponentials, lane by lane
   alignas(64) float output[R][kMaxHeadDim];
@@ -78,6 +85,7 @@ class Decoder {
         pass.turned.reset(new TurnedQuery<R>);  // 256 KB, of which only what is used is written
         prepare_turned_query(key_, pass.query, pass.turned.get());
       }
+      if (key_.format == kNonUniform) pass.positioned = std::make_unique<PositionedKeys<R>>(key_, pass.query);
       std::fill(pass.best, pass.best + 4, kNothing);
     }
   }
@@ -99,7 +107,7 @@ class Decoder {
     key_record_ = key_.records + start / kBlockTokens * key_.record_bytes;
     value_record_ = value_.records + start / kBlockTokens * value_.record_bytes;
     fetch_records(start);
-    if (packed_keys_ > 0) {
+    if (packed_keys_ > 0 && key_.format != kNonUniform) {
       if (key_.width > 1) {
         if (key_.cos != nullptr) load_channel_metadata(key_, key_record_, &channels_);
       } else {
@@ -135,7 +143,7 @@ class Decoder {
 
   // Moves the minima of a block's tokens to the middle code.
   static void center(const Side& side, const float* scale, float* minimum) {
-    if (side.minimum_offset < 0) return;
+    if (side.minimum_offset < 0 || side.format == kNonUniform) return;
     const __m512 steps = _mm512_set1_ps(code_center(side.nbits));
     for (int t = 0; t < kBlockTokens; t += kLanes)
       _mm512_store_ps(minimum + t, _mm512_fmadd_ps(_mm512_load_ps(scale + t), steps, _mm512_load_ps(minimum + t)));
@@ -157,12 +165,16 @@ class Decoder {
 
   void attend(int64_t start, Pass<R>& pass) {
     alignas(64) float scores[R][kBlockTokens];
-    if (packed_keys_ > 0) score_packed(pass, scores);
+    if (packed_keys_ > 0 && pass.positioned != nullptr) {
+      score_positioned(start, pass, scores);
+    } else if (packed_keys_ > 0) {
+      score_packed(pass, scores);
+    }
     score_exact(start, pass, scores);
     mask(start, pass, scores);
     if (!softmax(pass, scores)) return;
     add_exact(start, pass, scores);
-    if (packed_values_ > 0) add_packed(pass, scores);
+    if (packed_values_ > 0) add_packed(start, pass, scores);
   }
 
   template <int B, int PARTS>
@@ -182,6 +194,16 @@ class Decoder {
     }
     const int groups = is_per_channel ? kBlockTokens / key_.group_tokens : 1;
     score_words<B, PARTS, R>(key_, codes, folded_, groups, constant, scores);
+  }
+
+  void score_positioned(int64_t start, Pass<R>& pass, float (*scores)[kBlockTokens]) {
+    PositionedKeys<R>& keys = *pass.positioned;
+    const uint8_t* codes = key_record_ + key_.codes_offset;
+    keys.turn_query(start);
+    if (key_.nbits == 2) keys.template score<2>(codes, scores);
+    if (key_.nbits == 3) keys.template score<3>(codes, scores);
+    if (key_.nbits == 4) keys.template score<4>(codes, scores);
+    keys.add_outliers(outliers_of(key_, start), scores);
   }
 
   template <int PARTS>
@@ -312,8 +334,13 @@ class Decoder {
     for (int r = 0; r < R; ++r) {
       if (r >= pass.rows) continue;
       largest[r] = _mm512_loadu_ps(scores[r]);
-      for (int t = kLanes; t < kBlockTokens; t += kLanes)
-        largest[r] = _mm512_max_ps(largest[r], _mm512_loadu_ps(scores[r] + t));
+      __mmask16 undefined = _mm512_cmp_ps_mask(largest[r], largest[r], _CMP_UNORD_Q);
+      for (int t = kLanes; t < kBlockTokens; t += kLanes) {
+        const __m512 score = _mm512_loadu_ps(scores[r] + t);
+        undefined |= _mm512_cmp_ps_mask(score, score, _CMP_UNORD_Q);
+        largest[r] = _mm512_max_ps(largest[r], score);
+      }
+      if (undefined) spoil(pass, r);
     }
     float block_best[4];
     reduce_max(largest, block_best);
@@ -337,6 +364,12 @@ class Decoder {
       _mm512_store_ps(pass.total[r], sum);
     }
     return any;
+  }
+
+  // A visible score that is not a number makes the row's result so, as it would in dense attention.
+  static void spoil(Pass<R>& pass, int r) {
+    if (pass.best[r] == kNothing) pass.best[r] = 0.0f;
+    _mm512_store_ps(pass.total[r], _mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()));
   }
 
   // Makes `best` the maximum of a row.
@@ -368,6 +401,15 @@ class Decoder {
     });
   }
 
+  void add_outliers(int64_t start, Pass<R>& pass, const float (*weights)[kBlockTokens]) {
+    const OutlierList list = outliers_of(value_, start);
+    for (const int32_t* entry = list.begin; entry < list.end; ++entry) {
+      const Outlier outlier(*entry);
+      for (int r = 0; r < R; ++r)
+        pass.output[r][outlier.channel] += weights[r][outlier.token] * outlier.residual;
+    }
+  }
+
   template <int PARTS>
   void add_bits(Pass<R>& pass, float (*weights)[kBlockTokens], float* const* out) {
     const uint8_t* codes = value_record_ + value_.codes_offset;
@@ -389,21 +431,23 @@ class Decoder {
 
   template <int B, int PARTS>
   void add_chunks(const uint8_t* codes, int chunks, int group_of, float* const* out) {
+    const __m512i table = value_.format == kNonUniform ? level_table(value_.levels, B) : code_table(B);
     switch (chunks) {
-      case 1: return add_words<B, 1, PARTS, R>(codes, pairs_, group_of, out);
-      case 2: return add_words<B, 2, PARTS, R>(codes, pairs_, group_of, out);
-      case 3: return add_words<B, 3, PARTS, R>(codes, pairs_, group_of, out);
-      case 4: return add_words<B, 4, PARTS, R>(codes, pairs_, group_of, out);
-      case 5: return add_words<B, 5, PARTS, R>(codes, pairs_, group_of, out);
-      case 6: return add_words<B, 6, PARTS, R>(codes, pairs_, group_of, out);
-      case 7: return add_words<B, 7, PARTS, R>(codes, pairs_, group_of, out);
-      case 8: return add_words<B, 8, PARTS, R>(codes, pairs_, group_of, out);
-      case 12: return add_words<B, 12, PARTS, R>(codes, pairs_, group_of, out);
-      case 16: return add_words<B, 16, PARTS, R>(codes, pairs_, group_of, out);
+      case 1: return add_words<B, 1, PARTS, R>(codes, table, pairs_, group_of, out);
+      case 2: return add_words<B, 2, PARTS, R>(codes, table, pairs_, group_of, out);
+      case 3: return add_words<B, 3, PARTS, R>(codes, table, pairs_, group_of, out);
+      case 4: return add_words<B, 4, PARTS, R>(codes, table, pairs_, group_of, out);
+      case 5: return add_words<B, 5, PARTS, R>(codes, table, pairs_, group_of, out);
+      case 6: return add_words<B, 6, PARTS, R>(codes, table, pairs_, group_of, out);
+      case 7: return add_words<B, 7, PARTS, R>(codes, table, pairs_, group_of, out);
+      case 8: return add_words<B, 8, PARTS, R>(codes, table, pairs_, group_of, out);
+      case 12: return add_words<B, 12, PARTS, R>(codes, table, pairs_, group_of, out);
+      case 16: return add_words<B, 16, PARTS, R>(codes, table, pairs_, group_of, out);
     }
   }
 
-  void add_packed(Pass<R>& pass, float (*weights)[kBlockTokens]) {
+  void add_packed(int64_t start, Pass<R>& pass, float (*weights)[kBlockTokens]) {
+    add_outliers(start, pass, weights);
     if (value_.minimum_offset >= 0) {
       for (int r = 0; r < pass.rows; ++r) {
         for (int g = 0; g < value_.width; ++g) {

@@ -105,6 +105,14 @@ bool adjust(const Task& task, int row, int64_t start, int64_t count, float* scor
 
 // Replaces the logits of one row by weights, and brings its sum and output to the new maximum.
 void soften(const Task& task, int row, int width, float* scores, float* output) {
+  bool is_defined = true;
+  for (int t = 0; t < kBlockTokens; ++t) is_defined &= scores[t] == scores[t];
+  if (!is_defined) {  // a visible score that is not a number makes the row's result so, as in dense attention
+    if (task.maximum[row] == -kInfinity) task.maximum[row] = 0.0f;
+    task.sum[row] = std::numeric_limits<float>::quiet_NaN();
+    std::memset(scores, 0, kBlockTokens * sizeof(float));
+    return;
+  }
   Floats best = load<Floats>(scores);
   for (int t = kLanes; t < kBlockTokens; t += kLanes) {
     const Floats v = load<Floats>(scores + t);

@@ -1,11 +1,13 @@
 // Encoding tokens into records: statistics, codes and metadata of one pass, written in place.
 //
-// The arithmetic is that of kvcache_plugins/quantizers (affine.py, float8.py), operation by operation in fp32, so the
-// bytes are the same to the last bit. What is rare there, numbers that are not finite or metadata beyond fp16, is not
-// done here: the op looks first, writes nothing, and says so. One unit of work is a block (or a group of tokens that
-// spans two) of one row and head, so that no two threads write to one record.
+// The arithmetic is that of kvcache_plugins/quantizers (affine.py, float8.py) and of Rotary.turn in models/rotary.py,
+// operation by operation in fp32, so the bytes are the same to the last bit. What is rare there, numbers that are not
+// finite or metadata beyond fp16, is not done here: the op looks first, writes nothing, and says so. One unit of work
+// is a block (or a group of tokens that spans two) of one row and head, so that no two threads write to one record.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/util/Half.h>
 #include <torch/library.h>
 
@@ -14,6 +16,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "decode_attention.h"
@@ -29,6 +32,12 @@ struct Layout {
   int64_t nbits, format, head_dim, group_tokens, width, metadata_bytes, interleaved;
   int64_t codes_offset, scale_offset, minimum_offset;
   int64_t padded_dim() const { return (head_dim + 15) / 16 * 16; }
+};
+
+// Cosines and sines `[period][pairs]`: a key of slot t is rotated back by row t % period.
+struct Rotation {
+  const float *cos = nullptr, *sin = nullptr;
+  int64_t period = 0, pairs = 0;
 };
 
 // Nearest integer, ties to even, for |value| < 2^22; no library call, so that loops of it are vector code.
@@ -203,6 +212,71 @@ void encode_unit(const float* states, int64_t start, int64_t count, uint8_t* rec
   }
 }
 
+// a * b + c, rounded twice whatever the compiler may contract: the product passes through memory.
+inline float multiply_add_separately(float a, float b, float c) {
+  float product = a * b;
+  asm volatile("" : "+m"(product));
+  return product + c;
+}
+
+// `count` tokens `[count][head_dim]` from slot `start` on, in place; as `Rotary.turn` in rotary.py with -sin.
+template <class MultiplyAdd>
+inline __attribute__((always_inline)) void rotate_back_by(float* tokens, int64_t start, int64_t count,
+                                                          const Layout& layout, const Rotation& rotation,
+                                                          MultiplyAdd multiply_add) {
+  for (int64_t t = 0; t < count; ++t) {
+    const int64_t row = (start + t) % rotation.period * rotation.pairs;
+    const float *cos = rotation.cos + row, *sin = rotation.sin + row;
+    float* token = tokens + t * layout.head_dim;
+    auto turn = [&](int64_t i, float& first, float& second) __attribute__((always_inline)) {
+      const float turned = multiply_add(second, sin[i], first * cos[i]);
+      second = multiply_add(-first, sin[i], second * cos[i]);
+      first = turned;
+    };
+    if (layout.interleaved) {
+      for (int64_t i = 0; i < rotation.pairs; ++i) turn(i, token[2 * i], token[2 * i + 1]);
+    } else {
+      for (int64_t i = 0; i < rotation.pairs; ++i) turn(i, token[i], token[rotation.pairs + i]);
+    }
+  }
+}
+
+// Called where torch itself rounds once, hence where the processor can.
+#if defined(__x86_64__)
+__attribute__((target("fma")))
+#endif
+void rotate_back_fused(float* tokens, int64_t start, int64_t count, const Layout& layout, const Rotation& rotation) {
+  rotate_back_by(tokens, start, count, layout, rotation, [](float a, float b, float c) { return std::fma(a, b, c); });
+}
+
+void rotate_back_separately(float* tokens, int64_t start, int64_t count, const Layout& layout,
+                            const Rotation& rotation) {
+  rotate_back_by(tokens, start, count, layout, rotation, multiply_add_separately);
+}
+
+using RotateBack = void (*)(float*, int64_t, int64_t, const Layout&, const Rotation&);
+
+// The one that rounds as torch's `addcmul` does, by which the codec rotates; none if neither does. That depends on the
+// build of torch and on the processor, so torch is asked, with numbers enough for vectors and a remainder.
+RotateBack choose_rotate_back() {
+  constexpr int count = 101;
+  float a[count], b[count], c[count];
+  for (int i = 0; i < count; ++i) {
+    a[i] = 1.0f / float(i + 3);
+    b[i] = 1.0f / float(i + 7);
+    c[i] = 1.0f / float(i + 11);
+  }
+  const at::Tensor sum = at::addcmul(at::from_blob(c, {count}), at::from_blob(a, {count}), at::from_blob(b, {count}));
+  int fused = 0, separate = 0;
+  for (int i = 0; i < count; ++i) {
+    const float given = sum.const_data_ptr<float>()[i];
+    fused += given == std::fma(a[i], b[i], c[i]);
+    separate += given == multiply_add_separately(a[i], b[i], c[i]);
+  }
+  if ((fused == count) == (separate == count)) return nullptr;
+  return fused == count ? rotate_back_fused : rotate_back_separately;
+}
+
 void load_tokens(const at::Tensor& states, int64_t row, int64_t head, int64_t first, int64_t count, float* out) {
   const int64_t dim = states.size(3);
   for (int64_t t = 0; t < count; ++t) {
@@ -219,7 +293,20 @@ void load_tokens(const at::Tensor& states, int64_t row, int64_t head, int64_t fi
   }
 }
 
-bool encode_tokens(at::Tensor records, const at::Tensor& states, bool is_key, at::IntArrayRef integers, int64_t start) {
+Rotation check_rotation(const std::optional<at::Tensor>& cos, const std::optional<at::Tensor>& sin, int64_t dim) {
+  TORCH_CHECK_VALUE(cos.has_value() == sin.has_value(), "Invalid rotation: cos and sin come together or not at all.");
+  if (!cos.has_value()) return {};
+  for (const at::Tensor& table : {*cos, *sin})
+    TORCH_CHECK_VALUE(table.device().is_cpu() && table.scalar_type() == at::kFloat && table.dim() == 2 &&
+                          table.is_contiguous() && table.sizes() == cos->sizes() && table.size(0) > 0 &&
+                          2 * table.size(1) <= dim,
+                      "Invalid rotation: expected two contiguous float32 CPU tensors (period, up to ", dim / 2,
+                      "), got ", cos->toString(), " ", cos->sizes(), " and ", sin->toString(), " ", sin->sizes(), ".");
+  return {cos->const_data_ptr<float>(), sin->const_data_ptr<float>(), cos->size(0), cos->size(1)};
+}
+
+bool encode_tokens(at::Tensor records, const at::Tensor& states, bool is_key, at::IntArrayRef integers, int64_t start,
+                   const std::optional<at::Tensor>& cos, const std::optional<at::Tensor>& sin) {
   TORCH_CHECK_VALUE(integers.size() == 10, "Invalid layout: expected 10 integers, got ", integers.size(), ".");
   const Layout layout{integers[0], integers[1], integers[2], integers[3], integers[4],
                       integers[5], integers[6], integers[7], integers[8], integers[9]};
@@ -233,6 +320,15 @@ bool encode_tokens(at::Tensor records, const at::Tensor& states, bool is_key, at
                         start % layout.group_tokens == 0 && count % layout.group_tokens == 0,
                     "Invalid states: expected whole groups of ", layout.group_tokens, " tokens of ", layout.head_dim,
                     " contiguous channels, got ", states.sizes(), " from slot ", start, ".");
+  const Rotation rotation = check_rotation(cos, sin, dim);
+  RotateBack rotate_back = nullptr;
+  if (rotation.period > 0) {
+    static const RotateBack chosen = choose_rotate_back();
+    if (chosen == nullptr) return false;
+    rotate_back = chosen;
+  }
+  // A rotation adds at most a factor of sqrt(2).
+  const float limit = rotate_back == nullptr ? kLargestHalf : kLargestHalf / 1.5f;
   if (states.scalar_type() != at::kFloat && states.scalar_type() != at::kBFloat16 &&
       states.scalar_type() != at::kHalf)
     return false;
@@ -254,11 +350,12 @@ bool encode_tokens(at::Tensor records, const at::Tensor& states, bool is_key, at
   };
   for_units([&](int64_t, int64_t, int64_t, int64_t length, const float* tokens) {
     bool plain = true;
-    for (int64_t i = 0; i < length * dim; ++i) plain &= std::fabs(tokens[i]) < kLargestHalf;  // false for NaN
+    for (int64_t i = 0; i < length * dim; ++i) plain &= std::fabs(tokens[i]) < limit;  // false for NaN
     if (!plain) is_plain.store(false, std::memory_order_relaxed);
   });
   if (!is_plain.load()) return false;
-  for_units([&](int64_t row, int64_t head, int64_t low, int64_t length, const float* tokens) {
+  for_units([&](int64_t row, int64_t head, int64_t low, int64_t length, float* tokens) {
+    if (rotate_back != nullptr) rotate_back(tokens, low, length, layout, rotation);
     uint8_t* first = records.mutable_data_ptr<uint8_t>() + row * records.stride(0) + head * records.stride(1);
     encode_unit(tokens, low, length, first, records.size(3), layout, is_key);
   });

@@ -204,6 +204,57 @@ Decoder choose_decoder(const Side& side, bool is_key) {
   }
 }
 
+// Decodes non-uniform codes (KVQuant): first to the codes themselves, then through the levels.
+void decode_levels(const Side& side, bool is_key, const uint8_t* record, Workspace& ws) {
+  Side plain = side;
+  plain.format = kAffine;
+  plain.static_scale = 1.0f;
+  plain.scale_offset = plain.minimum_offset = -1;
+  choose_decoder(plain, is_key)(plain, record, ws);
+  const int rows = is_key ? side.head_dim : kBlockTokens, row_length = is_key ? kBlockTokens : side.padded_dim;
+  if (side.channel_scale == nullptr) load_metadata(side, record, ws);
+  for (int i = 0; i < rows; ++i) {
+    const float scale = side.channel_scale != nullptr ? side.channel_scale[i] : ws.scale[i];
+    const float offset = side.channel_scale != nullptr ? side.channel_offset[i] : ws.minimum[i];
+    float* row = ws.tile + i * row_length;
+    for (int j = 0; j < row_length; ++j) row[j] = side.levels[static_cast<int>(row[j])] * scale + offset;
+  }
+}
+
+// Adds to the decoded block what its codes lack.
+void add_outliers(const Side& side, bool is_key, int64_t start, Workspace& ws) {
+  const OutlierList list = outliers_of(side, start);
+  for (const int32_t* entry = list.begin; entry < list.end; ++entry) {
+    const int token = outlier_token(*entry), channel = outlier_channel(*entry);
+    const uint16_t half = static_cast<uint16_t>(*entry);
+    float residual;
+    widen_row(&half, kFloat16, 0, 1, &residual);
+    ws.tile[is_key ? channel * kBlockTokens + token : token * side.padded_dim + channel] += residual;
+  }
+}
+
+// Rotates decoded keys of the block at slot `start` by their positions. Neighbouring tokens differ by one angle, so
+// that all but the first take a complex multiplication in double precision.
+void rotate_positions(const Side& side, int64_t start, Workspace& ws) {
+  const int pairs = side.rotary_dim / 2;
+  const double position = static_cast<double>(start + side.position);
+  for (int i = 0; i < pairs; ++i) {
+    const double angle = side.inv_freq[i];
+    const double step_cos = __builtin_cos(angle), step_sin = __builtin_sin(angle);
+    double c = __builtin_cos(position * angle), s = __builtin_sin(position * angle);
+    float* first = ws.tile + (side.interleaved ? 2 * i : i) * kBlockTokens;
+    float* second = ws.tile + (side.interleaved ? 2 * i + 1 : i + pairs) * kBlockTokens;
+    for (int t = 0; t < kBlockTokens; ++t) {
+      const float a = first[t], b = second[t], cf = static_cast<float>(c), sf = static_cast<float>(s);
+      first[t] = a * cf - b * sf;
+      second[t] = b * cf + a * sf;
+      const double next = c * step_cos - s * step_sin;
+      s = c * step_sin + s * step_cos;
+      c = next;
+    }
+  }
+}
+
 // Rotates decoded keys of the block at slot `start`: token t by the angles of t % period.
 void rotate(const Side& side, int64_t start, Workspace& ws) {
   const int pairs = side.rotary_dim / 2;
@@ -253,7 +304,14 @@ inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 void load_block(const Side& side, bool is_key, Decoder decode, int64_t start, int64_t count, Workspace& ws) {
   const int64_t packed = smaller(kBlockTokens, side.packed_length - start);
   if (packed > 0) {
-    decode(side, side.records + start / kBlockTokens * side.record_bytes, ws);
+    const uint8_t* record = side.records + start / kBlockTokens * side.record_bytes;
+    if (side.format == kNonUniform) {
+      decode_levels(side, is_key, record, ws);
+    } else {
+      decode(side, record, ws);
+    }
+    if (side.outliers != nullptr) add_outliers(side, is_key, start, ws);
+    if (side.inv_freq != nullptr) rotate_positions(side, start, ws);
     if (side.cos != nullptr) rotate(side, start, ws);
     if (side.sinks != nullptr) {
       const int64_t low = larger(side.sink_start, start);

@@ -1,0 +1,125 @@
+"""What all artifacts share: a folder, here or on the hub, of known files, of a known kind and version."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArtifactError
+
+__all__ = ["check_finite", "check_kind", "locate", "push", "replacing", "stamps"]
+
+
+def locate(name_or_path: str, files: Iterable[str], option: str = "calibration") -> Path:
+    """Return the folder of an artifact, downloaded if it is a hub repository.
+
+    Args:
+        name_or_path (`str`): Directory or hub id.
+        files (`Iterable[str]`): What to download.
+        option (`str`): Cache option that names the artifact, for the message.
+
+    Raises:
+        ArtifactError: If it is neither a directory nor a repository that can be read.
+    """
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=list(files)))
+    except Exception as error:  # the hub client raises many kinds; all mean the artifact cannot be had
+        raise ArtifactError(
+            f"{option}={name_or_path!r} is neither a directory nor a hub repository that can be read: {error}"
+        ) from error
+
+
+def stamps(folder: Path, files: Sequence[str]) -> tuple[int, ...]:
+    """Return when each file was last written, 0 for a missing one: changes whenever the artifact does."""
+    return tuple((folder / name).stat().st_mtime_ns if (folder / name).is_file() else 0 for name in files)
+
+
+def check_kind(path: Path, facts: Mapping[str, Any], kind: str, format_version: int) -> None:
+    """Check that facts are of the expected kind and version.
+
+    Raises:
+        ArtifactError: Naming the file, what is expected and what was found.
+    """
+    if facts.get("kind") != kind or facts.get("format_version") != format_version:
+        raise ArtifactError(
+            f"{path}: expected kind {kind!r} and format_version {format_version}, got "
+            f"{facts.get('kind')!r} and {facts.get('format_version')!r}."
+        )
+
+
+def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Check that tensors hold nothing but finite numbers.
+
+    Raises:
+        ArtifactError: Naming the file and the tensor.
+    """
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ArtifactError(f"{path}: {name} holds numbers that are not finite.")
+
+
+@contextmanager
+def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
+    """Fill a directory at once: files written into the yielded folder arrive when the block ends well.
+
+    A new directory is the folder renamed. In one that exists, the files replace those of the same name, json
+    files (the facts, which say what the others must be) last, and other files stay. If the block raises,
+    nothing changes.
+    """
+    target = Path(directory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.unfinished-", dir=target.parent))
+    try:
+        yield unfinished
+        mask = _umask()
+        for path in unfinished.iterdir():
+            path.chmod(0o666 & ~mask)  # some writers make files for their owner only, as mkdtemp does folders
+        if target.exists():
+            for path in sorted(unfinished.iterdir(), key=lambda p: (p.suffix == ".json", p.name)):
+                path.replace(target / path.name)
+        else:
+            unfinished.chmod(0o777 & ~mask)
+            unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def push(directory: str | os.PathLike[str], files: Iterable[str], repo_id: str, *, private: bool) -> str:
+    """Upload files of a directory to a hub repository, which is made if need be.
+
+    Returns:
+        `str`: The address of the commit.
+
+    Raises:
+        OSError: If the hub cannot be reached or refuses.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    commit = api.upload_folder(
+        repo_id=repo_id,
+        folder_path=str(directory),
+        allow_patterns=list(files),
+        commit_message="Upload calibration",
+    )
+    return str(commit)
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # it can only be read by setting it
+    os.umask(mask)
+    return mask

@@ -1,0 +1,164 @@
+"""KVQuant: non-uniform codes of keys before the rotary embedding and of values, with exact outliers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..artifacts.codebooks import LayerCodebooks, load_codebooks
+from ..cache import KVCache
+from ..config import BackendConfig, check_choice, check_integer, check_number
+from ..layers.base import PackedLayer
+from ..layers.codec import Codec
+from ..layers.nonuniform import (
+    ChannelNonUniformCodec,
+    TokenNonUniformCodec,
+    UnrotatedCodec,
+    outliers_per_side,
+)
+from ..layers.stream import StreamSpec
+from ..models.facts import split_model_or_config
+from ..quantizers.nonuniform import normal_float_codebook
+from ..quantizers.packing import BLOCK_TOKENS
+from ..registry import register_backend
+
+__all__ = ["NORMAL_FLOAT", "KVQuantCache", "KVQuantConfig", "KVQuantLayer"]
+
+NORMAL_FLOAT = "normal_float"
+"""Value of `calibration` for levels of a normal distribution, and ranges from a row's own first tokens."""
+
+_BITS = (2, 3, 4)
+_WARMUP_TOKENS = 128
+_SQNR_DB = {2: 3.0, 3: 12.0, 4: 17.0}  # of NormalFloat; 2 bits leave it [-1, -0.34, 0, 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVQuantConfig(BackendConfig):
+    """Options of [`KVQuantCache`].
+
+    Args:
+        nbits (`int`): Bits of keys and values: 2, 3 or 4.
+        key_bits (`int`, *optional*), value_bits (`int`, *optional*): Override `nbits`.
+        residual_length (`int`): Newest tokens kept exact; up to 63 more are while their block fills.
+        sink_length (`int`): First real tokens kept exact.
+        outlier_fraction (`float`): Share of numbers kept beside their codes; that of the artifact, where
+            there is one.
+        calibration (`str`): Directory or hub id of an artifact of `kvcache-plugins calibrate`, or
+            `"normal_float"` to do without.
+    """
+
+    nbits: int = 3
+    key_bits: int | None = None
+    value_bits: int | None = None
+    residual_length: int = 128
+    sink_length: int = 1
+    outlier_fraction: float = 0.01
+    calibration: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "nbits", self.nbits, _BITS)
+        for name in ("key_bits", "value_bits"):
+            if getattr(self, name) is not None:
+                check_choice(self, name, getattr(self, name), _BITS)
+        check_integer(self, "residual_length", self.residual_length)
+        check_number(self, "outlier_fraction", self.outlier_fraction, minimum=0.0, maximum=0.1)
+        if not isinstance(self.calibration, str) or not self.calibration:
+            raise ValueError(
+                "KVQuantConfig.calibration must be the directory or hub id of an artifact, as made by "
+                f"`kvcache-plugins calibrate`, or {NORMAL_FLOAT!r} to do without one, got "
+                f"{self.calibration!r}."
+            )
+
+    @property
+    def sqnr_floor_db(self) -> float:
+        return min(_SQNR_DB[bits] for bits in (self.key_bits or self.nbits, self.value_bits or self.nbits))
+
+    @classmethod
+    def tiny(cls) -> KVQuantConfig:
+        return cls(residual_length=0, calibration=NORMAL_FLOAT)
+
+
+class KVQuantLayer(PackedLayer):
+    """Keys and values `(64, R)`: whole blocks, because a block has one list of outliers."""
+
+    config: KVQuantConfig
+
+    def key_stream(self, head_dim: int) -> StreamSpec:
+        bits = self.config.key_bits or self.config.nbits
+        found = self._codebooks()
+        codec: Codec
+        if found is None:
+            codec = ChannelNonUniformCodec(
+                bits,
+                normal_float_codebook(bits),
+                None,
+                self._side(head_dim),
+                fraction=self.config.outlier_fraction,
+                warmup_tokens=_WARMUP_TOKENS,
+            )
+        else:
+            codec = ChannelNonUniformCodec(
+                bits,
+                found.key_codebook,
+                found.key_levels,
+                self._side(head_dim),
+                found.key_lower,
+                found.key_upper,
+            )
+        if self.facts.rotary is not None:
+            codec = UnrotatedCodec(codec, self.facts.rotary, self.padding)
+        return StreamSpec(codec, BLOCK_TOKENS, self.config.residual_length)
+
+    def value_stream(self, head_dim: int) -> StreamSpec:
+        bits = self.config.value_bits or self.config.nbits
+        found = self._codebooks()
+        codebook = normal_float_codebook(bits) if found is None else found.value_codebook
+        levels = None if found is None else found.value_levels
+        codec = TokenNonUniformCodec(bits, codebook, levels, self._side(head_dim))
+        return StreamSpec(codec, BLOCK_TOKENS, self.config.residual_length)
+
+    def _side(self, head_dim: int) -> int:
+        return outliers_per_side(self.config.outlier_fraction, self.num_heads * head_dim)
+
+    def _codebooks(self) -> LayerCodebooks | None:
+        config = self.config
+        if config.calibration is None or config.calibration == NORMAL_FLOAT:
+            return None
+        found = load_codebooks(config.calibration)
+        if found.outlier_fraction != config.outlier_fraction:
+            raise ValueError(
+                f"outlier_fraction is {config.outlier_fraction}, but the artifact {config.calibration!r} was "
+                f"calibrated with {found.outlier_fraction}, on which its ranges depend."
+            )
+        return found.for_layer(
+            self.layer_idx,
+            self.num_heads,
+            self.key_dim,
+            key_bits=config.key_bits or config.nbits,
+            value_bits=config.value_bits or config.nbits,
+            rotary=self.facts.rotary,
+        )
+
+
+@register_backend("kvquant")
+class KVQuantCache(KVCache):
+    """2- to 4-bit non-uniform codes, keys before the rotary embedding, outliers exact beside them.
+
+    Paper: KVQuant, arXiv 2401.18079 (section 3).
+    Deviates: an exact recent window; outliers of keys share one list a block, of which those that would lose
+        most are kept; ranges exclude sinks; keys are turned back by an exactly orthogonal map.
+    Cost: `nbits + 16 / head_dim + 32 * outlier_fraction` bits per value beyond the exact window.
+    Limits: needs a calibration artifact, or `calibration="normal_float"`; packs whole blocks of 64 tokens;
+        encodes in torch.
+    """
+
+    config_class = KVQuantConfig
+    layer_class = KVQuantLayer
+
+    def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
+        calibration = self.config_class.from_dict(options).calibration
+        if calibration is not None and calibration != NORMAL_FLOAT:
+            _, config = split_model_or_config(model_or_config)
+            load_codebooks(calibration).check_model(config)
+        super().__init__(model_or_config, max_cache_length=max_cache_length, **options)

@@ -1,0 +1,185 @@
+"""The whole job: load, observe, fit, write."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from ..artifacts.codebooks import Codebooks, push_to_hub, save_codebooks
+from ..artifacts.model_facts import model_facts, rotary_facts
+from ..artifacts.scales import Scales
+from ..evaluation.loading import Subject, load_subject
+from ..evaluation.progress import Progress, silent
+from ..models.facts import decoder_config
+from .fitting import fit_layers
+from .options import CalibrationOptions
+from .passes import run_passes
+from .precision import choose_precision
+from .recording import CalibratedLayer, calibrated_layers
+from .samples import Samples, read_samples
+from .statistics import Statistics
+
+__all__ = ["calibrate", "calibrate_subject", "steps_of"]
+
+_RELEVANT = ("model", "revision", "dtype", "attn_implementation")
+"""Options on which all that is observed depends, beside the text."""
+_PACKAGES = ("kvcache-plugins", "torch", "transformers")
+
+
+def steps_of(options: CalibrationOptions) -> int:
+    """Return how many steps `progress` will be told of, samples times passes."""
+    judged = 0 if options.target_bits is None else min(options.precision_samples, options.num_samples)
+    return judged + (2 * options.num_samples if options.needs_codebooks else 0)
+
+
+def calibrate(
+    options: CalibrationOptions, output: Path, progress: Progress = silent, *, push_to: str | None = None
+) -> None:
+    """Calibrate a model and write the artifact; an interrupted run is continued.
+
+    Args:
+        options (`CalibrationOptions`): What to do.
+        output (`Path`): Directory of the artifact.
+        progress (`Progress`): Told of every step.
+        push_to (`str`, *optional*): Hub repository to upload the artifact to.
+
+    Raises:
+        ValueError: If the model or the text cannot be calibrated with; nothing is written then.
+        OSError: If something cannot be read or written.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
+    config = AutoConfig.from_pretrained(
+        options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
+    )
+    decoder_config(config)  # refuses encoder-decoder models before their weights are loaded
+    calibrate_subject(load_subject(options), options, output, progress)
+    if push_to is not None:
+        push_to_hub(output, push_to)
+
+
+def calibrate_subject(
+    subject: Subject, options: CalibrationOptions, output: Path, progress: Progress = silent
+) -> None:
+    """Calibrate a loaded model, as [`calibrate`] does.
+
+    Raises:
+        ValueError: If the model or the text cannot be calibrated with.
+        OSError: If something cannot be read or written.
+    """
+    layers = calibrated_layers(subject.model)
+    if subject.shard.count > 1:
+        raise ValueError(f"A calibration runs in one process, got {subject.shard.count}.")
+    context = getattr(decoder_config(subject.model.config), "max_position_embeddings", None)
+    if context is not None and options.sequence_length > context:
+        raise ValueError(
+            f"--sequence_length must be at most the model's context of {context} tokens, got "
+            f"{options.sequence_length}."
+        )
+    samples = read_samples(subject, options)
+    folder = output / "progress"
+    if options.needs_codebooks:
+        statistics = _observe(subject.model, samples, layers, options, folder, progress)
+        tensors = fit_layers(statistics, options.fitted_bits, q_norm=options.q_norm)
+        facts = _facts(subject.model.config, samples, layers, options)
+        scales = Scales(
+            {index: layer.absmax["key"] for index, layer in statistics.layers.items()},
+            {index: layer.absmax["value"] for index, layer in statistics.layers.items()},
+            {name: facts[name] for name in ("model", "text_source", "text_sha256", "versions")},
+        )
+        save_codebooks(output, Codebooks(tensors, facts), scales)
+    if options.target_bits is not None:
+        _choose(subject.model, samples, options, output, progress)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _observe(
+    model: Any,
+    samples: Samples,
+    layers: dict[int, CalibratedLayer],
+    options: CalibrationOptions,
+    folder: Path,
+    progress: Progress,
+) -> Statistics:
+    relevant = (*_RELEVANT, "outlier_fraction", "sink_length", "weight")
+    settings = {name: getattr(options, name) for name in relevant} | {
+        "text": samples.digest,
+        "fingerprint": model_facts(model.config)["fingerprint"],
+    }
+    statistics = Statistics(
+        folder,
+        settings,
+        layers,
+        tokens=options.sequence_length - options.sink_length,
+        num_samples=len(samples),
+        tail=options.outlier_fraction / 2,
+    )
+    run_passes(
+        model,
+        samples.token_ids,
+        layers,
+        statistics,
+        outlier_fraction=options.outlier_fraction,
+        sink_length=options.sink_length,
+        weight=options.weight,
+        progress=progress,
+    )
+    return statistics
+
+
+def _choose(
+    model: Any, samples: Samples, options: CalibrationOptions, output: Path, progress: Progress
+) -> None:
+    """Choose the precision on samples from all over the text."""
+    base: dict[str, Any] = {"backend": options.backend}
+    settings = {name: getattr(options, name) for name in _RELEVANT} | {"text": samples.digest}
+    if options.needs_codebooks:
+        base |= {"calibration": str(output), "outlier_fraction": options.outlier_fraction}
+        base |= {"sink_length": options.sink_length}
+        settings |= {"weight": options.weight, "q_norm": options.q_norm}
+    for given in options.cache_config:
+        base |= given
+    chosen = torch.linspace(0, len(samples) - 1, min(options.precision_samples, len(samples))).round().long()
+    assert options.target_bits is not None
+    choose_precision(
+        model,
+        samples.token_ids[chosen],
+        base,
+        options.candidate_bits,
+        options.target_bits,
+        output,
+        settings,
+        progress,
+    )
+
+
+def _facts(
+    config: Any, samples: Samples, layers: dict[int, CalibratedLayer], options: CalibrationOptions
+) -> dict[str, Any]:
+    return {
+        "nbits": list(options.fitted_bits),
+        "outlier_fraction": options.outlier_fraction,
+        "sink_length": options.sink_length,
+        "num_samples": len(samples),
+        "sequence_length": options.sequence_length,
+        "weight": options.weight,
+        "q_norm": options.q_norm,
+        "seed": options.seed,
+        "text_source": samples.source,
+        "text_sha256": samples.digest,
+        "model": model_facts(config),
+        "rope": {str(index): rotary_facts(layer.rotary) for index, layer in layers.items()},
+        "versions": ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

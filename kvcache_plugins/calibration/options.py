@@ -1,0 +1,139 @@
+"""Options of a calibration. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..evaluation.model_options import ModelOptions
+from ..evaluation.options import check_choice, check_count
+
+__all__ = ["BACKENDS", "DATASET", "WEIGHTS", "CalibrationOptions"]
+
+DATASET = "Salesforce/wikitext:wikitext-2-raw-v1"
+"""The text of the paper: WikiText-2, its train split."""
+WEIGHTS = ("fisher_scale", "fisher", "none")
+BACKENDS: dict[str, tuple[int, ...]] = {"kvquant": (2, 3, 4), "kivi": (2, 3, 4, 8)}
+"""Backends whose precision can be chosen automatically, and the bits they have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions(ModelOptions):
+    """What a calibration is told.
+
+    Args:
+        cache_config (`Sequence[dict]`): At most one: further options of the cache whose precision is chosen.
+        nbits (`Sequence[int]`): Numbers of bits to fit levels for: 2, 3, 4.
+        outlier_fraction (`float`): Share of each vector that is kept exact, in `[0, 0.5)`.
+        sink_length (`int`): First tokens of a sample that take no part.
+        num_samples (`int`): Samples of text.
+        sequence_length (`int`): Tokens of a sample.
+        dataset (`str`): Data set with a column `text`: a hub id or local directory, with `:NAME` where it has
+            several configurations; its split `train`.
+        text_files (`Sequence[str]`, *optional*): UTF-8 files, instead of a data set.
+        weight (`str`): What an error counts: `"fisher_scale"` (squared gradient times squared scale),
+            `"fisher"` (squared gradient) or `"none"`.
+        q_norm (`bool`): Also fit levels to decode with that keep mean and deviation (Q-Norm).
+        seed (`int`): Of the places of the samples.
+        target_bits (`float`, *optional*): Choose the precision of every layer so that keys and values of all
+            layers have this many bits on average.
+        backend (`str`): For which backend: one of `BACKENDS`.
+        precision_samples (`int`): Samples on which a precision is judged.
+    """
+
+    cache_config: Sequence[dict[str, Any]] = ()
+    nbits: Sequence[int] | None = None
+    outlier_fraction: float = 0.01
+    sink_length: int = 1
+    num_samples: int = 16
+    sequence_length: int = 2048
+    dataset: str = DATASET
+    text_files: Sequence[str] | None = None
+    weight: str = "fisher_scale"
+    q_norm: bool = False
+    seed: int = 0
+    target_bits: float | None = None
+    backend: str = "kvquant"
+    precision_samples: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_samples", "precision_samples"):
+            check_count(name, getattr(self, name))
+        check_count("sequence_length", self.sequence_length, least=2)
+        check_count("sink_length", self.sink_length, least=0)
+        check_count("seed", self.seed, least=0)
+        if self.sink_length > self.sequence_length - 2:
+            raise ValueError(
+                f"--sink_length must leave at least 2 of the {self.sequence_length} tokens of a sample, got "
+                f"{self.sink_length!r}."
+            )
+        self._check_numbers()
+        check_choice("weight", self.weight, WEIGHTS)
+        check_choice("backend", self.backend, BACKENDS)
+        if self.text_files is not None and (isinstance(self.text_files, str) or not self.text_files):
+            raise ValueError(f"--text_files must be one or more files, got {self.text_files!r}.")
+        if self.tp_plan is not None:
+            raise ValueError(
+                "A calibration sees all heads of a layer in one process, so --tp_plan is not possible, got "
+                f"{self.tp_plan!r}; --device_map auto spreads a model over several devices."
+            )
+        self._check_precision()
+
+    def _check_numbers(self) -> None:
+        given = self.nbits
+        if given is not None:
+            if isinstance(given, (int, str, bytes)) or not given or len(set(given)) != len(given):
+                raise ValueError(f"--nbits must be one or more different numbers of 2, 3, 4, got {given!r}.")
+            for bits in given:
+                if isinstance(bits, bool) or bits not in BACKENDS["kvquant"]:
+                    raise ValueError(f"--nbits must be of 2, 3, 4, got {bits!r}.")
+        fraction: object = self.outlier_fraction  # whatever a file held
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction < 0.5:
+            raise ValueError(f"--outlier_fraction must be a number in [0, 0.5), got {fraction!r}.")
+
+    def _check_precision(self) -> None:
+        if len(self.cache_config) > 1 or (self.cache_config and self.target_bits is None):
+            raise ValueError(
+                "--cache_config gives further options of the one cache whose precision --target_bits "
+                f"chooses; got {list(self.cache_config)!r} with --target_bits {self.target_bits!r}."
+            )
+        for config in self.cache_config:
+            if config["backend"] != self.backend:
+                raise ValueError(
+                    f"--cache_config must be for --backend {self.backend!r}, got {config['backend']!r}."
+                )
+        if self.target_bits is None:
+            return
+        target: object = self.target_bits
+        bits = self.candidate_bits
+        if isinstance(target, bool) or not isinstance(target, (int, float)):
+            raise ValueError(f"--target_bits must be a number, got {target!r}.")
+        if not min(bits) <= target <= max(bits):
+            raise ValueError(
+                f"--target_bits must be within [{min(bits)}, {max(bits)}], the bits of {self.backend!r} "
+                f"there is a choice of, got {target!r}."
+            )
+
+    @property
+    def fitted_bits(self) -> tuple[int, ...]:
+        """Numbers of bits to fit levels for."""
+        if self.nbits is not None:
+            return tuple(sorted(self.nbits))
+        return (3,) if self.target_bits is None else BACKENDS["kvquant"]
+
+    @property
+    def candidate_bits(self) -> tuple[int, ...]:
+        """Numbers of bits among which the precision of a layer is chosen."""
+        return self.fitted_bits if self.backend == "kvquant" else BACKENDS[self.backend]
+
+    @property
+    def needs_codebooks(self) -> bool:
+        """Whether levels are fitted: not for a precision of a backend that needs none."""
+        return self.target_bits is None or self.backend == "kvquant"
+
+    def settings(self) -> dict[str, Any]:
+        settings = super().settings()
+        del settings["threads"]  # has no influence on what is computed
+        return settings

@@ -1,0 +1,116 @@
+"""The text of a calibration, cut into samples of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..evaluation.loading import Subject
+from .options import CalibrationOptions
+
+__all__ = ["Samples", "read_samples"]
+
+_SURPLUS = 4
+"""How many times the tokens of all samples are read of a data set, for the seed to choose from."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples of text.
+
+    Args:
+        token_ids (`torch.Tensor` of shape `(num_samples, sequence_length)`): int64.
+        source (`str`): Where the text comes from: a data set, or names of files without their place.
+        digest (`str`): sha256 of the token ids.
+    """
+
+    token_ids: Tensor
+    source: str
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def read_samples(subject: Subject, options: CalibrationOptions) -> Samples:
+    """Read the text and draw the samples.
+
+    Samples do not overlap where the text is long enough; otherwise they are spread evenly over it. Each
+    begins with the token a tokenizer puts in front of a text, if it does.
+
+    Raises:
+        ValueError: If the text has fewer tokens than one sample; the message says how many.
+        OSError: If it cannot be read.
+    """
+    prefix = _prefix(subject.tokenizer)
+    length = options.sequence_length - len(prefix)
+    if options.text_files is not None:
+        source = ", ".join(Path(name).name for name in options.text_files)
+        token_ids = subject.encode("\n\n".join(_read(Path(name)) for name in options.text_files))
+    else:
+        source = options.dataset
+        token_ids = _encode_enough(subject, options, _SURPLUS * options.num_samples * length)
+    if len(token_ids) < length:
+        raise ValueError(
+            f"The calibration text ({source}) has {len(token_ids)} tokens, a sample (--sequence_length) "
+            f"needs {length}."
+        )
+    starts = _starts(len(token_ids), length, options.num_samples, options.seed)
+    rows = torch.tensor([[*prefix, *token_ids[start : start + length]] for start in starts])
+    return Samples(rows, source, hashlib.sha256(rows.numpy().astype("<i8").tobytes()).hexdigest())
+
+
+def _starts(num_tokens: int, length: int, num_samples: int, seed: int) -> list[int]:
+    spare = num_tokens - num_samples * length
+    if spare < 0:
+        return [int(start) for start in np.linspace(0, num_tokens - length, num_samples).round()]
+    gaps = np.sort(np.random.default_rng(seed).integers(0, spare + 1, num_samples))
+    return [int(gap) + index * length for index, gap in enumerate(gaps)]
+
+
+def _prefix(tokenizer: Any) -> list[int]:
+    """Tokens that the tokenizer puts in front of a text: many models go astray without theirs."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    return list(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text_files must be UTF-8 text, {str(path)!r} is not ({error}).") from error
+
+
+def _encode_enough(subject: Subject, options: CalibrationOptions, num_tokens: int) -> list[int]:
+    """Tokens of the first rows of a data set."""
+    token_ids: list[int] = []
+    for text in _rows(options.dataset):
+        token_ids += subject.encode(text + "\n\n")
+        if len(token_ids) >= num_tokens:
+            break
+    return token_ids
+
+
+def _rows(dataset: str) -> Iterator[str]:
+    """Rows of the column `text`, in order, as long as they are asked for."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            "--dataset needs the package datasets, which is not installed: "
+            "pip install 'kvcache-plugins[eval]'; or use --text_files."
+        ) from error
+    name, _, configuration = dataset.partition(":")
+    rows: Any = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+    for row in rows:
+        if not isinstance(row.get("text"), str):
+            raise ValueError(f"--dataset {dataset!r} must have a column 'text', found are {sorted(row)}.")
+        yield row["text"]

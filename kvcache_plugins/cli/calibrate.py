@@ -1,0 +1,96 @@
+"""`kvcache-plugins calibrate`: KVQuant's artifact of a model, and the precision of every layer."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..calibration.options import BACKENDS, DATASET, WEIGHTS, CalibrationOptions
+from .model_arguments import NOT_OPTIONS, add_model_arguments
+from .options import merge_options
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the sub-command."""
+    # An option that is not given stays out of the namespace, so that a file of options may set it.
+    parser = subparsers.add_parser(
+        "calibrate",
+        argument_default=argparse.SUPPRESS,
+        help="calibrate a model for kvquant and static float8",
+        description="Observe a model on text, fit KVQuant's ranges and levels, and write them with static "
+        "scales for float8. With --target_bits also choose the bits of every layer's keys and values. An "
+        "interrupted calibration is continued by the same command.",
+    )
+    add_model_arguments(parser, "none; at most one, with --target_bits")
+    parser.add_argument(
+        "--nbits", nargs="+", type=int, metavar="B", help="2, 3, 4 (default: 3; all with --target_bits)"
+    )
+    parser.add_argument(
+        "--outlier_fraction", type=float, metavar="F", help="of each vector kept exact (default: 0.01)"
+    )
+    parser.add_argument("--sink_length", type=int, metavar="N", help="first tokens left out (default: 1)")
+    parser.add_argument("--num_samples", type=int, metavar="N", help="default: 16")
+    parser.add_argument("--sequence_length", type=int, metavar="N", help="tokens of each (default: 2048)")
+    parser.add_argument("--dataset", metavar="HUB_ID[:NAME]", help=f"with a column text (default: {DATASET})")
+    parser.add_argument("--text_files", nargs="+", metavar="FILE", help="UTF-8 texts instead of a data set")
+    parser.add_argument("--weight", help=f"of an error: one of {', '.join(WEIGHTS)} (default: {WEIGHTS[0]})")
+    parser.add_argument(
+        "--q_norm", action="store_true", help="decode with levels of matched mean and deviation"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="of the samples' places (default: 0)")
+    parser.add_argument(
+        "--target_bits",
+        type=float,
+        metavar="X",
+        help="choose every layer's bits, X on average, and write cache_config.json",
+    )
+    parser.add_argument(
+        "--backend", help=f"for --target_bits: one of {', '.join(BACKENDS)} (default: kvquant)"
+    )
+    parser.add_argument("--precision_samples", type=int, metavar="N", help="to judge bits on (default: 4)")
+    parser.add_argument("--push_to_hub", metavar="REPO", help="upload the artifact")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrate and say what was written."""
+    given = {name: value for name, value in vars(args).items() if name not in (*NOT_OPTIONS, "push_to_hub")}
+    merged = merge_options(given, getattr(args, "config", None))
+    push_to = getattr(args, "push_to_hub", None)
+    for name, found in (("model", "model" in merged), ("output", hasattr(args, "output"))):
+        if not found:
+            raise ValueError(f"--{name} is needed.")
+    options = CalibrationOptions.from_dict(merged)
+    if push_to is not None and not options.needs_codebooks:
+        raise ValueError(f"--push_to_hub: a precision for {options.backend!r} has no artifact to upload.")
+    output = Path(args.output)
+
+    import transformers
+
+    from ..calibration.calibrate import calibrate, steps_of
+    from ..evaluation.progress import progress_bar
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with progress_bar(steps_of(options)) as progress:
+        calibrate(options, output, progress, push_to=push_to)
+    _say(output, options)
+    return 0
+
+
+def _say(output: Path, options: Any) -> None:
+    from rich.console import Console
+
+    written = sorted(path.name for path in output.iterdir() if path.is_file())
+    console = Console()
+    console.print(f"written to {output}: {', '.join(written)}", highlight=False, markup=False, soft_wrap=True)
+    if options.target_bits is not None:
+        console.print(
+            f'use: --cache_config "$(cat {output}/cache_config.json)"',
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )

@@ -1,0 +1,139 @@
+"""`kvcache-plugins eval longbench`: LongBench v1 through every cache, or the scores of predictions."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..evaluation.longbench.options import LongBenchOptions
+from .model_arguments import NOT_OPTIONS, add_model_arguments
+from .options import merge_options
+
+__all__ = ["add_parser", "run"]
+
+_SCORING_OPTIONS = ("score_only", "tasks", "longbench_e")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the evaluation."""
+    parser = subparsers.add_parser(
+        "longbench",
+        argument_default=argparse.SUPPRESS,
+        help="the 21 tasks of LongBench v1",
+        description="Answer the questions of LongBench v1 through every cache and score the answers with the "
+        "benchmark's own metrics. An interrupted run goes on where it ended.",
+    )
+    add_model_arguments(parser, "all backends that need no artifact, and transformers' own")
+    parser.add_argument("--tasks", nargs="+", metavar="NAME", help="default: all, or all in --data_dir")
+    parser.add_argument("--data_dir", metavar="DIR", help="<task>.jsonl files as published")
+    parser.add_argument(
+        "--dataset", metavar="HUB_ID", help="instead: THUDM/LongBench, Xnhyacinth/LongBench or the like"
+    )
+    parser.add_argument(
+        "--prompts", metavar="FILE.json", help="templates by task: the benchmark's dataset2prompt.json"
+    )
+    parser.add_argument(
+        "--max_length",
+        type=int,
+        metavar="N",
+        help="tokens of a prompt, whose middle is cut out if it is longer (default: the model's positions "
+        "less the new tokens less 500)",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="rows of each task (default: all)")
+    parser.add_argument(
+        "--longbench_e", action="store_true", help="evenly spread lengths: <task>_e, scores by length"
+    )
+    parser.add_argument("--no_chat_template", action="store_true", help="even if the tokenizer has one")
+    parser.add_argument(
+        "--query_agnostic",
+        action="store_true",
+        help="read the context into the cache before the question is known",
+    )
+    parser.add_argument(
+        "--score_only",
+        metavar="DIR",
+        help="score <task>.jsonl files with rows {pred, answers, all_classes, length}, in DIR or in its "
+        "folders; no model is needed",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure or score, print the table, and write `results.json` and `longbench.png`."""
+    given = {name: value for name, value in vars(args).items() if name not in NOT_OPTIONS}
+    merged = merge_options(given, getattr(args, "config", None))
+    output = Path(getattr(args, "output", "."))
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
+    draws = not hasattr(args, "no_plots")
+    if draws:
+        from ..evaluation.speed_plots import check_plotting
+
+        check_plotting()  # before the measurement, not after it
+    document = _score(merged, output) if "score_only" in merged else _measure(merged, output)
+    if document is not None:  # this is the first process
+        _show(document, output, draws=draws)
+    return 0
+
+
+def _score(merged: dict[str, Any], output: Path) -> dict[str, Any]:
+    superfluous = sorted(set(merged).difference(_SCORING_OPTIONS))
+    if superfluous:
+        raise ValueError(
+            f"--score_only runs no model: leave out {', '.join(f'--{name}' for name in superfluous)}."
+        )
+    from ..evaluation.longbench.summary import score_directory
+    from ..evaluation.results import write_results
+
+    document = score_directory(
+        Path(merged["score_only"]), merged.get("tasks"), longbench_e=merged.get("longbench_e", False)
+    )
+    write_results(output, document)
+    return document
+
+
+def _measure(merged: dict[str, Any], output: Path) -> dict[str, Any] | None:
+    if "model" not in merged:
+        raise ValueError("--model is missing: what to evaluate, as a path or hub id (or use --score_only).")
+    options = LongBenchOptions.from_dict(merged)
+
+    from ..evaluation.longbench.questions import load_questions
+
+    questions = load_questions(options)  # all that is wrong with the data is told before anything is loaded
+    # quanto compiles an extension with ninja, installed beside the interpreter and often not on the PATH
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    import transformers
+
+    from ..evaluation.longbench.run import measure_longbench
+    from ..evaluation.progress import progress_bar
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if int(os.environ.get("RANK", "0")) > 0:
+        return measure_longbench(options, questions, output)  # the first process shows how far all are
+    processes = 1 if options.tp_plan else int(os.environ.get("WORLD_SIZE", "1"))
+    rows = sum(len(range(0, len(asked), processes)) for asked in questions.values())
+    with progress_bar(rows * len(options.cache_configs)) as progress:
+        return measure_longbench(options, questions, output, progress)
+
+
+def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
+    from rich.console import Console
+
+    from ..evaluation.longbench.display import footnotes, longbench_table, plot_longbench
+    from ..evaluation.results import RESULTS_FILE
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a file has no width of its own
+    console.print(longbench_table(document))
+    lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
+    if draws:
+        picture = output / "longbench.png"
+        plot_longbench(document, picture)
+        lines.append(f"picture: {picture}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,106 @@
+"""`kvcache-plugins eval passkey`: keys hidden in a long text, asked for through every cache."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..evaluation.passkey_options import NEEDLE, QUESTION, PasskeyOptions
+from .model_arguments import NOT_OPTIONS, add_model_arguments
+from .options import merge_options
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the evaluation."""
+    parser = subparsers.add_parser(
+        "passkey",
+        argument_default=argparse.SUPPRESS,
+        help="keys hidden in a long text",
+        description="Hide a key in a long text, ask for it at the end, and count the right answers: a grid "
+        "of lengths and depths, with the same prompts for every cache.",
+    )
+    add_model_arguments(parser, "all backends that need no artifact, and transformers' own")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, metavar="N", help="tokens of a prompt (default: 512 1024 2048)"
+    )
+    parser.add_argument(
+        "--depths", type=int, metavar="N", help="places of the key: 0, 1/N, ... of the filler (default: 5)"
+    )
+    parser.add_argument(
+        "--trials", type=int, metavar="N", help="prompts for each length and depth (default: 4)"
+    )
+    parser.add_argument(
+        "--filler_files",
+        nargs="+",
+        metavar="FILE",
+        help="UTF-8 texts to hide the key in (default: the language reference that comes with Python)",
+    )
+    parser.add_argument("--filler_text", metavar="TEXT", help="repeated as often as needed, instead of files")
+    parser.add_argument("--introduction", metavar="TEXT", help="what a prompt begins with (default: nothing)")
+    parser.add_argument("--needle", metavar="TEMPLATE", help=f"with {{key}} (default: {NEEDLE!r})")
+    parser.add_argument("--question", metavar="TEXT", help=f"end of the prompt (default: {QUESTION!r})")
+    parser.add_argument("--max_new_tokens", type=int, metavar="N", help="of an answer (default: 8)")
+    parser.add_argument("--batch_size", type=int, metavar="N", help="prompts generated together (default: 1)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of keys and filler (default: 0)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table, and write `results.json` and `passkey.png`."""
+    given = {name: value for name, value in vars(args).items() if name not in NOT_OPTIONS}
+    options = PasskeyOptions.from_dict(merge_options(given, getattr(args, "config", None)))
+    output = Path(getattr(args, "output", "."))
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
+    has_plots = not hasattr(args, "no_plots")
+
+    from ..evaluation.speed_plots import check_plotting
+
+    if has_plots:
+        check_plotting()  # before the measurement, not after it
+    document = _measure(options, output)
+    if document is not None:
+        _show(document, output, has_plots=has_plots)
+    return 0
+
+
+def _measure(options: PasskeyOptions, output: Path) -> dict[str, Any] | None:
+    # quanto compiles an extension with ninja, installed beside the interpreter and often not on the PATH
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    import transformers
+
+    from ..evaluation.passkey import measure_passkey
+    from ..evaluation.progress import progress_bar
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if int(os.environ.get("RANK", "0")) > 0:
+        return measure_passkey(options, output)  # the first process shows how far all of them are
+    processes = 1 if options.tp_plan else int(os.environ.get("WORLD_SIZE", "1"))
+    trials = len(options.lengths) * options.depths * options.trials
+    with progress_bar(len(options.cache_configs) * trials // processes) as progress:
+        return measure_passkey(options, output, progress)
+
+
+def _show(document: dict[str, Any], output: Path, *, has_plots: bool) -> None:
+    from rich.console import Console
+
+    from ..evaluation.passkey_display import footnotes, passkey_table, plot_passkey
+    from ..evaluation.results import RESULTS_FILE
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a file has no width of its own
+    console.print(passkey_table(document))
+    lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
+    if has_plots:
+        picture = output / "passkey.png"
+        plot_passkey(document, picture)
+        lines.append(f"picture: {picture}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,104 @@
+"""`kvcache-plugins eval perplexity`: the perplexity of a text read through caches."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..evaluation.perplexity_options import DATASETS, PG19, PerplexityOptions
+from .model_arguments import NOT_OPTIONS, add_model_arguments
+from .options import merge_options
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser(
+        "perplexity",
+        argument_default=argparse.SUPPRESS,
+        help="perplexity of a text, read through the cache",
+        description="Perplexity of a text: windows of tokens, each with a fresh cache; every token after the "
+        "prefill is predicted exactly once, reading the cache block by block.",
+    )
+    add_model_arguments(parser, "int8, int4, kivi 4- and 2-bit, float8, and transformers' own")
+    parser.add_argument("--dataset", help=f"one of {', '.join(DATASETS)} (default: pg19)")
+    parser.add_argument("--dataset_path", metavar="PATH_OR_HUB_ID", help=f"instead of {PG19}")
+    parser.add_argument("--text_files", nargs="+", metavar="FILE", help="UTF-8 texts of the data set text")
+    parser.add_argument("--context_length", type=int, metavar="N", help="tokens of a window (default: 2048)")
+    parser.add_argument(
+        "--prefill_length",
+        type=int,
+        metavar="N",
+        help="of them read before the first prediction (default: half)",
+    )
+    parser.add_argument(
+        "--block_length",
+        type=int,
+        metavar="N",
+        help="most tokens read at once after that (default: 1); cut where it would change what is read",
+    )
+    parser.add_argument(
+        "--approximate_blocks", action="store_true", help="never cut a block; the results say so"
+    )
+    parser.add_argument(
+        "--stride", type=int, metavar="N", help="tokens between windows (default: no overlap)"
+    )
+    parser.add_argument("--max_windows", type=int, metavar="N", help="stop after so many")
+    parser.add_argument("--max_windows_per_text", type=int, metavar="N", help="of one text at most")
+    parser.add_argument("--no_kl", action="store_true", help="leave out divergence and agreement")
+    parser.add_argument(
+        "--max_reference_gb", type=float, metavar="GB", help="for the dense logits of a window (default: 8)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table, and write `results.json` and `perplexity.png`."""
+    given = {name: value for name, value in vars(args).items() if name not in NOT_OPTIONS}
+    options = PerplexityOptions.from_dict(merge_options(given, getattr(args, "config", None)))
+    output = Path(getattr(args, "output", "."))
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
+    draws = not hasattr(args, "no_plots")
+
+    import transformers
+
+    from ..evaluation.perplexity import measure_perplexity
+    from ..evaluation.perplexity_plots import plot_perplexity
+    from ..evaluation.progress import progress_bar
+    from ..evaluation.speed_plots import check_plotting
+
+    if draws:
+        check_plotting()  # before the measurement, not after it
+    # quanto compiles an extension with ninja, installed beside the interpreter and often not on the PATH
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    document = measure_perplexity(options, output, progress_bar)
+    if document is not None:  # this is the first process
+        picture = output / "perplexity.png" if draws else None
+        if picture is not None:
+            plot_perplexity(document, picture)
+        _show(document, output, picture)
+    return 0
+
+
+def _show(document: dict[str, Any], output: Path, picture: Path | None) -> None:
+    from rich.console import Console
+
+    from ..evaluation.perplexity_tables import footnotes, perplexity_table
+    from ..evaluation.results import RESULTS_FILE
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a file has no width of its own
+    console.print(perplexity_table(document))
+    lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
+    if picture is not None:
+        lines.append(f"picture: {picture}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,45 @@
+"""`kvcache-plugins report`: one self-contained HTML page from the result files below a directory."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+__all__ = ["add_parser", "run"]
+
+_PAGE = "report.html"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser(
+        "report",
+        help="show result files as one HTML page",
+        description="Put every result file below a directory into one HTML page that opens from disk: "
+        "pictures, tables with the dense baseline, what was skipped, and where each number comes from.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="where to look for results.json and other *.json")
+    parser.add_argument("--output", metavar="FILE.html", help=f"default: DIR/{_PAGE}")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page and say what it shows and what it leaves out."""
+    directory = Path(args.directory)
+    output = directory / _PAGE if args.output is None else Path(args.output)
+    if output.is_dir():
+        raise ValueError(f"--output must be a file, got the directory {str(output)!r}.")
+
+    from ..evaluation.pages.documents import find_results
+    from ..evaluation.pages.page import render_page
+
+    files, refused = find_results(directory)
+    page = render_page(files, refused, directory.resolve().name or str(directory))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = output.with_name(f"{output.name}.unfinished")
+    unfinished.write_text(page, encoding="utf-8", errors="replace")
+    unfinished.replace(output)
+    for entry in refused:
+        print(f"left out {entry.path}: {entry.reason}")
+    print(f"{len(files)} result file{'' if len(files) == 1 else 's'}: {output}")
+    return 0

@@ -1,0 +1,246 @@
+"""A LongBench run: every question to every cache, the answers kept as they come, then the scores."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...models.facts import decoder_config
+from ...registry import TRANSFORMERS_BACKENDS
+from ..caches import why_unavailable
+from ..journal import Journal
+from ..labels import cache_label
+from ..loading import Subject, load_config, load_subject
+from ..progress import Progress, silent
+from ..results import build_document, write_results
+from . import prediction_files as files
+from .answering import answer
+from .metrics import check_metric
+from .options import MARGIN, LongBenchOptions
+from .prompting import build_prompt
+from .questions import Question
+from .summary import summarise
+from .tasks import Task
+
+__all__ = ["measure_longbench"]
+
+_Questions = Mapping[Task, Sequence[Question]]
+
+# Changing one of these asks other questions or writes elsewhere, but leaves an answer what it is.
+_ANSWERS_DO_NOT_DEPEND_ON = ("tasks", "limit", "data_dir", "prompts", "threads", "max_length")
+
+
+def measure_longbench(
+    options: LongBenchOptions, questions: _Questions, output: Path, progress: Progress = silent
+) -> dict[str, Any] | None:
+    """Answer the questions through every cache, write the predictions and `results.json`.
+
+    Every answer is on the disk when the next one is begun: a run that was interrupted goes on where it ended.
+    One process adds it to the file of predictions at once; several keep it in a journal of their own, and the
+    file of a task is written when all of them are through with it.
+
+    A failure of a cache of transformers' is noted under `skipped`; one of ours stops the run.
+
+    Args:
+        options (`LongBenchOptions`): What to measure.
+        questions (`Mapping[Task, Sequence[Question]]`): Of `load_questions(options)`.
+        output (`Path`): Directory of the results, made if need be: `<folder of a cache>/<task>.jsonl`.
+        progress (`Progress`): Told of every finished answer of this process.
+
+    Returns:
+        `dict | None`: The document of `results.json`; None in every process but the first.
+
+    Raises:
+        ValueError: If an option does not fit the model, or an answer cannot be scored.
+        OSError: If the model cannot be read, or the output cannot be written.
+    """
+    for task in questions:
+        check_metric(task.metric)
+    config = load_config(options)
+    max_lengths = _max_lengths(options, config, list(questions))
+    skipped = [
+        {"cache_config": cache_config, "reason": reason}
+        for cache_config in options.cache_configs
+        if (reason := why_unavailable(config, cache_config))
+    ]
+    left_out = [entry["cache_config"] for entry in skipped]
+    cache_configs = [c for c in options.cache_configs if c not in left_out]
+    output.mkdir(parents=True, exist_ok=True)  # an output that cannot be is told of before the work
+
+    subject = load_subject(options)
+    shard = subject.shard
+    if shard.is_main:
+        for cache_config in cache_configs:
+            files.name_folder(output / files.folder_name(cache_config), cache_config)
+    journal = Journal(output, _what_answers_depend_on(options), shard.process)
+    shard.wait()  # until every process has seen what there is to do
+    run = _Run(subject, options, output, journal, max_lengths)
+    for cache_config in cache_configs:
+        for task, asked in questions.items():
+            run.answer_all(cache_config, task, asked, progress)
+    shard.wait()
+    if not shard.is_main:
+        return None
+    journal.reload()
+    results, failed = _results(run, cache_configs, questions)
+    settings = options.settings() | {
+        "max_lengths": {task.name: length for task, length in max_lengths.items()},
+        "uses_chat_template": not options.no_chat_template and subject.tokenizer.chat_template is not None,
+        "score_only": False,
+    }
+    document = build_document(
+        "longbench", results, settings=settings, skipped=[*skipped, *failed], device=subject.device
+    )
+    write_results(output, document)
+    journal.remove()
+    return document
+
+
+class _Run:
+    """What all answers of a run have in common."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        options: LongBenchOptions,
+        output: Path,
+        journal: Journal,
+        max_lengths: Mapping[Task, int],
+    ) -> None:
+        self.subject = subject
+        self.options = options
+        self.output = output
+        self.journal = journal
+        self.max_lengths = max_lengths
+        self._failed: list[dict[str, Any]] = []
+
+    def answer_all(
+        self, cache_config: dict[str, Any], task: Task, asked: Sequence[Question], progress: Progress
+    ) -> None:
+        """Answer this process's questions of a task, and write the file of all when it can be written."""
+        shard = self.subject.shard
+        name = f"{task.name}: {cache_label(cache_config)}"
+        progress(name)
+        mine = shard.take(asked)
+        missing = [q for q in mine if self.key(cache_config, task, q) not in self.journal]
+        progress(name, advance=len(mine) - len(missing))
+        path = files.prediction_path(self.output / files.folder_name(cache_config), task)
+        writes_rows = shard.is_main and shard.count == 1
+        if writes_rows:
+            files.rewrite_predictions(path, self.rows(cache_config, task, asked))
+        for question in missing:
+            record = self._answer(cache_config, task, question)
+            if shard.keeps_records and record is not None:
+                self.journal.add(self.key(cache_config, task, question), record)
+                if writes_rows and "failed" not in record:
+                    files.append_prediction(path, _prediction(record, question))
+            progress(name, advance=1)
+        if shard.count > 1:
+            shard.wait()
+            if shard.is_main:
+                self.journal.reload()
+                files.rewrite_predictions(path, self.rows(cache_config, task, asked))
+
+    def _answer(self, cache_config: dict[str, Any], task: Task, question: Question) -> dict[str, Any] | None:
+        """Return the record of one answer; None if the cache has failed before."""
+        if cache_config in self._failed:
+            return None
+        prompt = build_prompt(
+            self.subject.tokenizer,
+            task,
+            question,
+            self.max_lengths[task],
+            chat_template=not self.options.no_chat_template,
+            query_agnostic=self.options.query_agnostic,
+        )
+        try:
+            record = answer(self.subject, cache_config, task, prompt)
+        except Exception as error:
+            # What transformers' own class cannot serve must not end a comparison; a bug of ours must.
+            if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
+                raise
+            self._failed.append(cache_config)
+            said = " ".join(str(error).split()) or type(error).__name__
+            return {"failed": f"failed at row {question.number + 1} of {task.name}: {said}"}
+        return record | {"is_truncated": prompt.is_truncated}
+
+    def records(
+        self, cache_config: dict[str, Any], task: Task, asked: Sequence[Question]
+    ) -> list[tuple[Question, dict[str, Any]]]:
+        """Return the questions of a task that have a record, in the published order."""
+        keys = [(question, self.key(cache_config, task, question)) for question in asked]
+        return [(question, self.journal[key]) for question, key in keys if key in self.journal]
+
+    def rows(
+        self, cache_config: dict[str, Any], task: Task, asked: Sequence[Question]
+    ) -> list[dict[str, Any]]:
+        """Return the predictions of a task, in the published order."""
+        records = self.records(cache_config, task, asked)
+        return [_prediction(record, question) for question, record in records if "failed" not in record]
+
+    def key(self, cache_config: Mapping[str, Any], task: Task, question: Question) -> str:
+        """Return the name of a record; it changes with the prompt and its limit."""
+        digest = hashlib.sha256(question.prompt.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        cache = json.dumps(cache_config, sort_keys=True)
+        return f"{cache} {task.name} {question.number} {digest} {self.max_lengths[task]}"
+
+
+def _prediction(record: Mapping[str, Any], question: Question) -> dict[str, Any]:
+    return {"pred": record["pred"], **question.row}
+
+
+def _max_lengths(options: LongBenchOptions, config: Any, tasks: Sequence[Task]) -> dict[Task, int]:
+    """Return the limit of the prompts of each task."""
+    if options.max_length is not None:
+        return dict.fromkeys(tasks, options.max_length)
+    positions = getattr(decoder_config(config), "max_position_embeddings", None)
+    lengths = {}
+    for task in tasks:
+        length = None if positions is None else positions - task.max_new_tokens - MARGIN
+        if length is None or length < 2:
+            raise ValueError(
+                f"--max_length has no default for {task.name} with this model: {positions} positions, less "
+                f"{task.max_new_tokens} new tokens and a margin of {MARGIN}. Say how long a prompt may be."
+            )
+        lengths[task] = length
+    return lengths
+
+
+def _what_answers_depend_on(options: LongBenchOptions) -> dict[str, Any]:
+    settings = options.settings()
+    return {name: value for name, value in settings.items() if name not in _ANSWERS_DO_NOT_DEPEND_ON}
+
+
+def _results(
+    run: _Run, cache_configs: Sequence[dict[str, Any]], questions: _Questions
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return one result for each cache, and what failed."""
+    results: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
+    dense: dict[tuple[str, int], dict[str, Any]] = {}
+    for cache_config in cache_configs:
+        records = {
+            (task.name, question.number): record
+            for task, asked in questions.items()
+            for question, record in run.records(cache_config, task, asked)
+        }
+        reason = next((record["failed"] for record in records.values() if "failed" in record), None)
+        if reason is not None:
+            failed.append({"cache_config": cache_config, "reason": reason})
+            continue
+        dense = dense or records  # the dense cache comes first
+        results.append(
+            summarise(
+                cache_config,
+                {task: run.rows(cache_config, task, asked) for task, asked in questions.items()},
+                records,
+                dense,
+                dense_bits=8 * int(run.subject.model.dtype.itemsize),
+                longbench_e=run.options.longbench_e,
+                query_agnostic=run.options.query_agnostic,
+            )
+        )
+    return results, failed

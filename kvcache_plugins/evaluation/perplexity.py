@@ -1,0 +1,228 @@
+"""The perplexity of a text read through caches.
+
+A text is cut into windows of `context_length` tokens, each read with a fresh cache: the prefill at once,
+the rest in blocks through the cache, and every token after the prefill is predicted exactly once
+(`perplexity_scoring`). Every cache reads the same windows, and is compared with the dense one token by
+token.
+
+A record, of one window and one cache, is kept as soon as it is made: an interrupted run goes on where it was.
+Windows are dealt out to the processes of a run, and their records summed up in the order of the windows.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..models.facts import decoder_config
+from ..registry import TRANSFORMERS_BACKENDS
+from .caches import why_unavailable
+from .journal import Journal
+from .labels import DENSE, cache_label
+from .loading import Subject, encode, load_config, load_subject, load_tokenizer
+from .perplexity_options import PerplexityOptions
+from .perplexity_scoring import Reference, Schedule, score_window
+from .perplexity_summary import summarize
+from .perplexity_texts import Window, cut_windows, read_texts
+from .progress import Progress, silent
+from .results import build_document, write_results
+
+__all__ = ["measure_perplexity"]
+
+# What a record does not depend on: where the model runs, and which of the windows are read.
+_NOT_OF_A_RECORD = (
+    "dataset", "dataset_path", "text_files", "stride", "max_windows", "max_windows_per_text",
+    "max_reference_gb", "threads", "device_map", "tp_plan",
+)  # fmt: skip
+
+
+@contextmanager
+def _no_bar(total: int) -> Iterator[Progress]:
+    yield silent
+
+
+def measure_perplexity(
+    options: PerplexityOptions,
+    output: Path,
+    progress_bar: Callable[[int], AbstractContextManager[Progress]] = _no_bar,
+) -> dict[str, Any] | None:
+    """Measure every cache on every window and write `results.json`.
+
+    What can be wrong with the options, the texts and the place of the results is found before the model is
+    loaded.
+
+    Args:
+        options (`PerplexityOptions`): What to measure.
+        output (`Path`): Directory of the results, made if need be; an unfinished run in it is continued.
+        progress_bar (`Callable`): Given the number of measurements, returns a context manager that yields a
+            [`Progress`].
+
+    Returns:
+        `dict`: The document that was written, or None in a process that is not the first of its run.
+
+    Raises:
+        ValueError: If an option, a text or a cache is wrong, or the output directory holds another run.
+        OSError: If something cannot be found, or not be written.
+    """
+    texts = read_texts(options)
+    config = load_config(options)
+    reasons = [why_unavailable(config, cache_config) for cache_config in options.cache_configs]
+    caches = [c for c, reason in zip(options.cache_configs, reasons, strict=True) if not reason]
+    skipped = [
+        {"cache_config": c, "reason": reason}
+        for c, reason in zip(options.cache_configs, reasons, strict=True)
+        if reason
+    ]
+    tokenizer = load_tokenizer(options)
+    windows = cut_windows(texts, lambda text: encode(tokenizer, text), options, _prefix(tokenizer))
+    _check_reference(options, config)
+    _warn_of_length(options, config)
+    (output / "progress").mkdir(parents=True, exist_ok=True)
+
+    subject = load_subject(options, tokenizer)
+    shard = subject.shard
+    settings = {name: value for name, value in options.settings().items() if name not in _NOT_OF_A_RECORD}
+    journal = Journal(output, settings, shard.process)
+    own = shard.take(windows)
+    with (progress_bar if shard.is_main else _no_bar)(len(own) * len(caches)) as progress:
+        for window, missing in [(w, _missing(journal, w, caches)) for w in own]:
+            if len(missing) < len(caches):
+                progress("finished before", advance=len(caches) - len(missing))
+            for key, record in _measure(subject, options, window, missing, progress):
+                if shard.keeps_records:
+                    journal.add(key, record)
+    shard.wait()
+    if not shard.is_main:
+        return None
+    journal.reload()
+    document = _document(options, subject, windows, caches, skipped, journal)
+    write_results(output, document)
+    journal.remove()
+    return document
+
+
+def _prefix(tokenizer: Any) -> list[int]:
+    """Return the beginning-of-text token if the tokenizer puts one in front of a text by itself."""
+    ids = list(tokenizer("a", verbose=False)["input_ids"])
+    return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
+
+
+def _check_reference(options: PerplexityOptions, config: Any) -> None:
+    """Refuse a reference that may not fit into memory."""
+    if options.no_kl:
+        return
+    config = decoder_config(config)
+    dtype = options.torch_dtype if options.dtype != "auto" else config.dtype or torch.float32
+    itemsize = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
+    gigabytes = options.predicted_tokens * config.vocab_size * itemsize / 1e9
+    if gigabytes > options.max_reference_gb:
+        raise ValueError(
+            f"The dense logits of one window, {options.predicted_tokens} tokens times {config.vocab_size} "
+            f"words, take {gigabytes:.1f} GB, more than --max_reference_gb {options.max_reference_gb:g}. "
+            "Raise it, take shorter windows, or leave the comparison out with --no_kl."
+        )
+
+
+def _warn_of_length(options: PerplexityOptions, config: Any) -> None:
+    limit = getattr(decoder_config(config), "max_position_embeddings", None)
+    if limit is not None and options.context_length > limit:
+        warnings.warn(
+            f"--context_length {options.context_length} goes beyond the {limit} positions of the model.",
+            stacklevel=3,
+        )
+
+
+def _key(cache_config: dict[str, Any], window: Window) -> str:
+    return f"{json.dumps(cache_config, sort_keys=True)}|{window.digest}"
+
+
+def _missing(journal: Journal, window: Window, caches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the caches without a record of a window; what failed before is tried again."""
+    keys = {_key(cache_config, window): cache_config for cache_config in caches}
+    return [c for key, c in keys.items() if key not in journal or "failed" in journal[key]]
+
+
+def _measure(
+    subject: Subject,
+    options: PerplexityOptions,
+    window: Window,
+    caches: Sequence[dict[str, Any]],
+    progress: Progress,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the key and the record of every cache for one window; the dense run comes first, always."""
+    if not caches:
+        return
+    schedule = Schedule(options.prefill_tokens, options.block_length, options.approximate_blocks)
+    token_ids = torch.tensor([window.token_ids], device=subject.device)
+    keep_logits = not options.no_kl and caches != [DENSE]
+    progress(cache_label(DENSE))
+    record, reference = score_window(subject.model, token_ids, DENSE, schedule, keep_logits=keep_logits)
+    for cache_config in caches:
+        if cache_config != DENSE:
+            progress(cache_label(cache_config))
+            record = _record(subject, token_ids, cache_config, schedule, reference)
+        if "kv_bytes" in record:
+            record["kv_bytes"] = subject.shard.total(record["kv_bytes"])
+        yield _key(cache_config, window), record
+        progress(cache_label(cache_config), advance=1)
+
+
+def _record(
+    subject: Subject,
+    token_ids: torch.Tensor,
+    cache_config: dict[str, Any],
+    schedule: Schedule,
+    reference: Reference,
+) -> dict[str, Any]:
+    try:
+        return score_window(subject.model, token_ids, cache_config, schedule, reference)[0]
+    except Exception as error:
+        # A combination that transformers' own class cannot serve (a head dimension its groups do not divide,
+        # say) is shown with the results; one of ours that fails is a bug and stops the run.
+        if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
+            raise
+        return {"failed": " ".join(str(error).split())[:200]}
+
+
+def _document(
+    options: PerplexityOptions,
+    subject: Subject,
+    windows: Sequence[Window],
+    caches: Sequence[dict[str, Any]],
+    skipped: Sequence[dict[str, Any]],
+    journal: Journal,
+) -> dict[str, Any]:
+    """Sum up the records of all processes in the order of the windows."""
+    results, failed = [], []
+    dense = [journal[_key(DENSE, window)] for window in windows]
+    for cache_config in caches:
+        records = [journal[_key(cache_config, window)] for window in windows]
+        reason = next((record["failed"] for record in records if "failed" in record), None)
+        if reason is not None:
+            failed.append({"cache_config": cache_config, "reason": f"failed: {reason}"})
+            continue
+        results.append(
+            summarize(
+                cache_config,
+                records,
+                dense,
+                prefill=options.prefill_tokens,
+                dense_bits=8 * subject.model.dtype.itemsize,
+            )
+        )
+    settings = options.settings() | {
+        "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "text_files": [Path(name).name for name in options.text_files],
+        "texts": list(dict.fromkeys(window.text for window in windows)),
+        "windows": len(windows),
+        "processes": subject.shard.processes,
+    }
+    return build_document(
+        "perplexity", results, settings=settings, skipped=[*skipped, *failed], device=subject.device
+    )

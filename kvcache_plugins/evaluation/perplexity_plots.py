@@ -1,0 +1,142 @@
+"""The results of the perplexity evaluation as a picture. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .labels import DENSE
+from .speed_plots import check_plotting
+
+__all__ = ["plot_perplexity"]
+
+_GREY = "#222222"
+_DIVERGENCE = "KL divergence from the dense run (nats per token)"
+_INCREASE = "increase over the dense run (nats per token)"
+_MARKERS = "osD^vP*X<>"
+
+
+def plot_perplexity(document: dict[str, Any], path: Path) -> None:
+    """Draw the log-perplexity by position, the distance to the dense run, and quality against memory.
+
+    Log-perplexities of good caches cover each other and the dense one, which is why the distance has axes of
+    its own.
+
+    Args:
+        document (`dict`): Of `measure_perplexity`.
+        path (`Path`): Where the PNG goes.
+    """
+    check_plotting()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows, settings = document["results"], document["settings"]
+    packed = [row for row in rows if row["cache_config"] != DENSE]
+    figure, axes = plt.subplots(1, 3, figsize=(19, 5.8), layout="constrained")
+    _draw_positions(axes[0], rows)
+    _draw_distance(axes[1], packed)
+    points = _draw_quality(axes[2], packed, rows[0]["bits_per_value"])
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+        panel.set_axisbelow(True)
+    figure.suptitle(
+        f"{settings['model']}, {settings['dtype']}: {rows[0]['tokens']:,} tokens of {settings['dataset']} "
+        f"in {rows[0]['windows']} windows of {settings['context_length']}"
+    )
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
+    figure.draw_without_rendering()  # fixes the layout, so that the space a label takes is known
+    _place_labels(axes[2], points)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_positions(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Log-perplexity by position, the dense run in front of the others."""
+    for index, row in enumerate(rows):
+        style = {"color": _GREY, "linewidth": 2.2, "zorder": 5} if index == 0 else _style(index - 1)
+        axes.plot(*_curve(row, "nll"), label=row["label"], **style)
+    axes.set_xlabel("position in the window (tokens)")
+    axes.set_ylabel("log-perplexity (nats per token)")
+    axes.set_title("Log-perplexity by position")
+
+
+def _draw_distance(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """The distance to the dense run: the divergence, or the increase where that was not measured."""
+    has_divergence = _has_divergence(rows)
+    for index, row in enumerate(rows):
+        axes.plot(*_curve(row, "kl" if has_divergence else "increase"), **_style(index))
+    if has_divergence and rows:
+        axes.set_yscale("log", nonpositive="clip")
+    else:
+        axes.axhline(0, color=_GREY, linewidth=1.2)
+    axes.set_xlabel("position in the window (tokens)")
+    axes.set_ylabel(_DIVERGENCE if has_divergence else _INCREASE)
+    axes.set_title("Distance to the dense run by position")
+
+
+def _draw_quality(
+    axes: Any, rows: Sequence[dict[str, Any]], dense_bits: float
+) -> list[tuple[float, float, str]]:
+    """Divergence, or the increase where it was not measured, against bits per value; return the points."""
+    has_divergence = _has_divergence(rows)
+    metric = "kl_to_dense" if has_divergence else "nll_increase"
+    # A divergence of exactly zero (nothing was packed) has no place on a logarithmic axis: it is drawn at the
+    # bottom.
+    floor = min((row[metric] for row in rows if row[metric] > 0), default=1e-6) / 2
+    points = [
+        (row["bits_per_value"], max(row[metric], floor) if has_divergence else row[metric]) for row in rows
+    ]
+    for index, point in enumerate(points):
+        style = _style(index)
+        axes.scatter(*point, s=70, color=style["color"], marker=style["marker"])
+    if has_divergence and rows:
+        axes.set_yscale("log")
+    axes.margins(x=0.25, y=0.12)
+    axes.set_xlabel(f"bits per value, metadata and exact recent tokens included (dense: {dense_bits:.0f})")
+    axes.set_ylabel(_DIVERGENCE if has_divergence else _INCREASE)
+    axes.set_title("Quality against memory (lower left is better)")
+    return [(*point, row["label"]) for point, row in zip(points, rows, strict=True)]
+
+
+def _place_labels(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
+    """Write each label beside its point, on the first side where it covers neither a point nor a label."""
+    from matplotlib.transforms import Bbox
+
+    centres = axes.transData.transform([point[:2] for point in points]) if points else []
+    taken = [Bbox.from_bounds(x - 7, y - 7, 14, 14) for x, y in centres]
+    sides = (("left", 8, 0), ("right", -8, 0), ("left", 6, 10), ("left", 6, -10), ("right", -6, -10))
+    for index, (x, y, label) in enumerate(points):
+        others = taken[:index] + taken[index + 1 :]
+        note = axes.annotate(
+            label, (x, y), textcoords="offset points", fontsize=9, va="center", xytext=(0, 0)
+        )
+        for alignment, right, up in (*sides, sides[0]):  # the first again if every side is taken
+            note.set(ha=alignment, position=(right, up))
+            box = note.get_window_extent()
+            if not any(box.overlaps(other) for other in others):
+                break
+        taken.append(note.get_window_extent())
+
+
+def _has_divergence(rows: Sequence[dict[str, Any]]) -> bool:
+    return all("kl_to_dense" in row for row in rows)
+
+
+def _curve(row: dict[str, Any], name: str) -> tuple[list[float], list[float]]:
+    points = row["nll_by_position"]
+    return [(point["start"] + point["stop"]) / 2 for point in points], [point[name] for point in points]
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {
+        "color": f"C{index % 10}",
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "markersize": 4,
+        "linewidth": 1.2,
+    }

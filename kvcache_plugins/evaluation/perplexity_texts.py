@@ -1,0 +1,167 @@
+"""The texts of the perplexity evaluation, and their windows.
+
+Texts are read apart from each other: no window reaches from one into the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .perplexity_options import PG19, PerplexityOptions
+
+__all__ = ["UNSEEN_TOPICS", "Text", "Window", "cut_windows", "read_texts"]
+
+# The longest topic, tens of thousands of tokens in every release of Python that has it, comes last.
+UNSEEN_TOPICS = (
+    "attribute-access",
+    "exprlists",
+    "global",
+    "nonlocal",
+    "numeric-types",
+    "operator-summary",
+    "specialattrs",
+    "subscriptions",
+    "specialnames",
+)
+"""Topics of the Python language reference that the bundled model has never seen."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text.
+
+    Args:
+        name (`str`): How messages name it.
+        content (`str`): All of it.
+    """
+
+    name: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens that are read with a fresh cache.
+
+    Args:
+        text (`str`): Name of the text they come from.
+        start (`int`): Index of the first of them in that text, in tokens.
+        token_ids (`tuple[int, ...]`): All of them, with what the tokenizer puts in front of a text.
+    """
+
+    text: str
+    start: int
+    token_ids: tuple[int, ...]
+
+    @property
+    def digest(self) -> str:
+        """Identify the tokens, whatever the place they were found at."""
+        ids = ",".join(map(str, self.token_ids))
+        return hashlib.sha256(ids.encode("ascii")).hexdigest()[:16]
+
+
+def read_texts(options: PerplexityOptions) -> list[Text]:
+    """Return the texts of the data set that is asked for.
+
+    Raises:
+        ValueError: If a text is empty or none of its kind; if a data set lacks what is needed.
+        OSError: If a file or a data set cannot be found.
+    """
+    if options.dataset == "text":
+        return [_read_file(Path(name)) for name in options.text_files]
+    if options.dataset == "pydoc":
+        return [_read_pydoc()]
+    return _read_pg19(options.dataset_path or PG19)
+
+
+def cut_windows(
+    texts: Sequence[Text],
+    encode: Callable[[str], list[int]],
+    options: PerplexityOptions,
+    prefix: Sequence[int] = (),
+) -> list[Window]:
+    """Cut texts into windows of `options.context_length` tokens, in order; what is left over is dropped.
+
+    Args:
+        texts (`Sequence[Text]`): Tokenized one after the other, until there are enough windows.
+        encode (`Callable`): Returns the token ids of a text, without special tokens.
+        options (`PerplexityOptions`): The length of the windows, their distance and number.
+        prefix (`Sequence[int]`): Tokens every window begins with, such as the beginning-of-text token. They
+            count towards its length.
+
+    Raises:
+        ValueError: If a file is shorter than one window, or every text of a data set is; the message says
+            what the longest has and what is needed.
+    """
+    length = options.context_length - len(prefix)
+    stride = length if options.stride is None else options.stride
+    windows: list[Window] = []
+    longest, most = "", -1
+    for text in texts:
+        if options.max_windows is not None and len(windows) >= options.max_windows:
+            break
+        ids = encode(text.content)
+        if len(ids) > most:
+            longest, most = text.name, len(ids)
+        if options.dataset == "text" and len(ids) < length:
+            # a file that was asked for must not be left out without a word
+            raise _too_short(repr(text.name), len(ids), length)
+        starts = range(0, len(ids) - length + 1, stride)[: options.max_windows_per_text]
+        windows += [Window(text.name, start, (*prefix, *ids[start : start + length])) for start in starts]
+    if not windows:
+        raise _too_short(f"the longest text, {longest!r},", most, length)
+    return windows[: options.max_windows]
+
+
+def _too_short(which: str, found: int, needed: int) -> ValueError:
+    return ValueError(f"A window (--context_length) needs {needed} tokens of text, but {which} has {found}.")
+
+
+def _read_file(path: Path) -> Text:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text_files must be UTF-8 text, {str(path)!r} is not ({error}).") from error
+    if not content.strip():
+        raise ValueError(f"--text_files: {str(path)!r} is empty.")
+    return Text(path.name, content)
+
+
+def _read_pydoc() -> Text:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ValueError(
+            "This Python comes without pydoc_data, the language reference; use another --dataset."
+        ) from error
+    found = [topics[name] for name in UNSEEN_TOPICS if name in topics]
+    return Text("pydoc_data.topics", "\n\n".join(found or topics.values()))
+
+
+def _read_pg19(path: str) -> list[Text]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            "--dataset pg19 needs the package datasets, which is not installed: "
+            "pip install 'kvcache-plugins[eval]'."
+        ) from error
+    data: Any = datasets.load_dataset(path)
+    split = "test" if "test" in data else next(iter(data)) if len(data) == 1 else None
+    if split is None:
+        raise ValueError(f"The data set {path!r} must have a split 'test', found are {sorted(data)}.")
+    rows = data[split]
+    if "text" not in rows.column_names:
+        raise ValueError(f"The data set {path!r} must have a column 'text', found are {rows.column_names}.")
+    return list(_named_rows(rows, path))
+
+
+def _named_rows(rows: Any, path: str) -> Iterator[Text]:
+    for index, row in enumerate(rows):
+        if not isinstance(row["text"], str):
+            raise ValueError(f"Column 'text' of {path!r} must hold text, row {index} holds {row['text']!r}.")
+        yield Text(f"{row.get('short_book_title') or path} (row {index})", row["text"])

@@ -1,0 +1,117 @@
+// From slots to rows of numbers in plain C++ with compiler vectors; included by one source file per instruction set.
+//
+// A block of 64 slots at a time is brought into a tile of fp32 (portable_decoding.inl). Keys lie there as
+// [channel][token] and are turned over, a square of one vector's width at a time; rows are then rounded to the dtype
+// asked for. Bound: the tile stays in the first-level cache, so one decoding operation per vector and the write of the
+// result; the attention that reads the result does hundreds of operations per number.
+#pragma once
+
+#include "decode_tokens.h"
+#include "portable_decoding.inl"
+
+namespace kvcache {
+namespace {  // see portable_numbers.inl
+
+// Turns over a square of kLanes rows of `from` into rows of `to`: in step s, the parts of s rows and s columns of
+// each square of 2s change places across its diagonal.
+inline __attribute__((always_inline)) void transpose_square(const float* from, int64_t from_stride, float* to,
+                                                            int64_t to_stride) {
+  Floats rows[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) rows[i] = load<Floats>(from + i * from_stride);
+#pragma GCC unroll 4
+  for (int s = 1; s < kLanes; s *= 2) {
+    Integers upper, lower;  // of two rows one after the other, the lanes that make up the new ones
+#pragma GCC unroll 16
+    for (int l = 0; l < kLanes; ++l) {
+      upper[l] = (l & s) != 0 ? kLanes + l - s : l;
+      lower[l] = (l & s) != 0 ? kLanes + l : l + s;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      if ((i & s) != 0) continue;
+      const Floats a = rows[i], b = rows[i + s];
+      rows[i] = __builtin_shuffle(a, b, upper);
+      rows[i + s] = __builtin_shuffle(a, b, lower);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) store(to + i * to_stride, rows[i]);
+}
+
+inline __attribute__((always_inline)) Words bits_of(Floats v) {
+  Words bits;
+  __builtin_memcpy(&bits, &v, sizeof(bits));
+  return bits;
+}
+
+inline __attribute__((always_inline)) Floats number_of(Words bits) {
+  Floats v;
+  __builtin_memcpy(&v, &bits, sizeof(v));
+  return v;
+}
+
+// bf16, right-aligned; NaN becomes the quiet one.
+inline __attribute__((always_inline)) Words narrow_to_bfloat16(Floats v) {
+  const Words bits = bits_of(v);
+  const Words rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  const Words is_nan = (Words)(v != v);
+  return (rounded & ~is_nan) | (is_nan & 0x7fc0u);
+}
+
+// fp16, right-aligned. Adding a power of two that depends on the magnitude rounds the mantissa at the right place,
+// for subnormal results too (the method of the FP16 library, M. Dukhan).
+inline __attribute__((always_inline)) Words narrow_to_half(Floats v) {
+  const Words bits = bits_of(v);
+  const Words doubled = bits + bits;
+  const Floats magnitude = number_of(bits & 0x7fffffffu);
+  const Words exponent = doubled & 0xff000000u;
+  const Words is_small = (Words)(exponent < 0x71000000u);
+  const Words bias = (exponent & ~is_small) | (is_small & 0x71000000u);
+  const Floats base = number_of((bias >> 1) + 0x07800000u) + magnitude * 0x1.0p+112f * 0x1.0p-110f;
+  const Words sum = bits_of(base);
+  const Words number = (sum >> 13 & 0x7c00u) + (sum & 0xfffu);
+  const Words is_nan = (Words)(doubled > 0xff000000u);
+  return (bits >> 31 << 15) | (number & ~is_nan) | (is_nan & 0x7e00u);
+}
+
+// Writes a row of `count` fp32 numbers as `dtype`; `from` may be read up to a multiple of kLanes.
+void write_row(const float* from, int64_t count, int32_t dtype, void* to, int64_t offset) {
+  if (dtype == kFloat32) {
+    std::memcpy(static_cast<float*>(to) + offset, from, count * sizeof(float));
+    return;
+  }
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  uint16_t* out = static_cast<uint16_t*>(to) + offset;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats v = load<Floats>(from + i);
+    const Words words = dtype == kBFloat16 ? narrow_to_bfloat16(v) : narrow_to_half(v);
+    const Halves halves = __builtin_convertvector(words, Halves);
+    __builtin_memcpy(out + i, &halves, sizeof(uint16_t) * smaller(kLanes, count - i));
+  }
+}
+
+void decode_slots(const Side& side, bool is_key, int64_t start, int64_t stop, int32_t dtype, void* out) {
+  Workspace ws;
+  ws.phase = -1;
+  const Decoder decode = choose_decoder(side, is_key);
+  const int64_t dim = side.head_dim, width = side.padded_dim;
+  std::memset(ws.tile, 0, sizeof(float) * kBlockTokens * width);  // channels of the padding are turned over too
+  for (int64_t block = start / kBlockTokens * kBlockTokens; block < stop; block += kBlockTokens) {
+    const int64_t low = larger(start, block), high = smaller(stop, block + kBlockTokens);
+    load_block(side, is_key, decode, block, high - block, ws);
+    const float* rows = ws.tile;  // [token][padded_dim]
+    if (is_key) {
+      for (int64_t d = 0; d < width; d += kLanes) {
+        for (int64_t t = (low - block) / kLanes * kLanes; t < high - block; t += kLanes) {
+          transpose_square(ws.tile + d * kBlockTokens + t, kBlockTokens, ws.output + t * width + d, width);
+        }
+      }
+      rows = ws.output;
+    }
+    for (int64_t t = low; t < high; ++t) write_row(rows + (t - block) * width, dim, dtype, out, (t - start) * dim);
+  }
+}
+
+}  // namespace
+}  // namespace kvcache

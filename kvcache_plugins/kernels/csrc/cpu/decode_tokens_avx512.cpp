@@ -1,0 +1,16 @@
+// Decoding of slots for AVX-512 F, BW, VL and DQ: the shared implementation with 16 lanes.
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+// See decode_attention_avx2.cpp.
+#define KVCACHE_LANES 16
+#define KVCACHE_F16C
+#include "decode_tokens.inl"
+
+namespace kvcache {
+
+void decode_tokens_avx512(const Side& side, bool is_key, int64_t start, int64_t stop, int32_t dtype, void* out) {
+  decode_slots(side, is_key, start, stop, dtype, out);
+}
+
+}  // namespace kvcache
+#endif

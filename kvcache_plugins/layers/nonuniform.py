@@ -1,0 +1,227 @@
+"""Codecs of KVQuant: non-uniform levels with outliers beside them (arXiv 2401.18079).
+
+Blocks of 64 tokens are encoded together, because a block has one list of outliers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..models.rotary import Rotary
+from ..quantizers.affine import round_to_half
+from ..quantizers.granularity import Granularity, per_token
+from ..quantizers.nonuniform import dequantize_nonuniform, quantize_nonuniform
+from ..quantizers.outliers import add_outliers, choose_outliers
+from ..quantizers.packing import BLOCK_TOKENS
+from .codec import Codec, Encoded, WrappedCodec
+from .padding import Padding
+
+__all__ = [
+    "ChannelNonUniformCodec",
+    "NonUniformCodec",
+    "TokenNonUniformCodec",
+    "UnrotatedCodec",
+    "outliers_per_side",
+]
+
+
+def outliers_per_side(fraction: float, values: int) -> int:
+    """Outliers above, and as many below, of a vector: at least one where any are kept."""
+    return 0 if fraction == 0 else max(1, round(fraction / 2 * values))
+
+
+class NonUniformCodec(Codec):
+    """Common part of the two codecs.
+
+    Args:
+        nbits (`int`): Bits per code.
+        codebook (`torch.Tensor` of shape `(2 ** nbits,)`): Levels by which tokens are encoded.
+        levels (`torch.Tensor`, *optional*): Levels by which codes are decoded, if they differ (Q-Norm).
+        side (`int`): Outliers above, and as many below, kept of a token's numbers over all heads.
+    """
+
+    def __init__(self, nbits: int, codebook: Tensor, levels: Tensor | None, side: int) -> None:
+        # Levels that bf16 holds exactly cost nothing in quality, and kernels read them without rounding.
+        self.nbits, self.codebook = nbits, codebook.bfloat16().float()
+        self.levels = self.codebook if levels is None else levels.bfloat16().float()
+        self.side = side
+        self.outlier_capacity = 2 * side * BLOCK_TOKENS
+
+    @property
+    def unit_tokens(self) -> int:
+        return BLOCK_TOKENS
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self.codebook.device != device:
+            self.codebook, self.levels = self.codebook.to(device), self.levels.to(device)
+        return self.codebook, self.levels
+
+    def _encode(
+        self, states: Tensor, scale: Tensor, offset: Tensor, qualifies: Tensor, metadata: dict[str, Tensor]
+    ) -> Encoded:
+        codebook, levels = self._on(states.device)
+        codes = quantize_nonuniform((states - offset) / scale, codebook)
+        if self.outlier_capacity == 0:
+            return Encoded(codes, metadata)
+        residuals = states - dequantize_nonuniform(codes, levels, scale, offset)
+        return Encoded(codes, metadata, choose_outliers(residuals, qualifies, self.outlier_capacity))
+
+    def _decode(self, encoded: Encoded, scale: Tensor, offset: Tensor) -> Tensor:
+        _, levels = self._on(encoded.codes.device)
+        states = dequantize_nonuniform(encoded.codes, levels, scale, offset)
+        return states if encoded.outliers is None else add_outliers(states, encoded.outliers)
+
+
+class ChannelNonUniformCodec(NonUniformCodec):
+    """Keys: one static range per channel, calibrated before any token is seen (KVQuant, 3.1 and 3.4).
+
+    Numbers outside of their channel's range are outliers. Without calibrated ranges, each row's are taken
+    from its own first tokens.
+
+    Args:
+        nbits (`int`), codebook (`torch.Tensor`), levels (`torch.Tensor`, *optional*), side (`int`): As above.
+        lower (`torch.Tensor` of shape `(H, D)`, *optional*), upper (`torch.Tensor`): The ranges.
+        fraction (`float`): Share of outliers, where the ranges are taken from the first tokens.
+        warmup_tokens (`int`): How many first tokens then.
+    """
+
+    granularity = Granularity(tokens=BLOCK_TOKENS, channels=1)
+
+    def __init__(
+        self,
+        nbits: int,
+        codebook: Tensor,
+        levels: Tensor | None,
+        side: int,
+        lower: Tensor | None = None,
+        upper: Tensor | None = None,
+        fraction: float = 0.0,
+        warmup_tokens: int = 0,
+    ) -> None:
+        super().__init__(nbits, codebook, levels, side)
+        self.fraction, self.warmup_tokens = fraction, warmup_tokens
+        self.scale: Tensor | None = None
+        self.offset: Tensor | None = None
+        self.is_learnt = lower is None or upper is None
+        if lower is not None and upper is not None:
+            self._set_range(lower[None, :, None], upper[None, :, None])
+
+    def calibrate(self, states: Tensor, valid: Tensor) -> None:
+        usable = valid[:, None, :, None] & torch.isfinite(states)
+        seen = torch.where(usable, states, torch.nan)
+        tail = self.fraction / 2
+        lower, upper = (seen.nanquantile(q, dim=2, keepdim=True).nan_to_num(0.0) for q in (tail, 1 - tail))
+        self._set_range(lower, upper)
+
+    def encode(self, states: Tensor, position: int, valid: Tensor | None = None) -> Encoded:
+        scale, offset = self._range_on(states.device)
+        usable = torch.isfinite(states)
+        if valid is not None:
+            usable = usable & valid[:, None, :, None]
+        return self._encode(states, scale, offset, usable & ((states - offset).abs() > scale), {})
+
+    def decode(self, encoded: Encoded, position: int) -> Tensor:
+        return self._decode(encoded, *self._range_on(encoded.codes.device))
+
+    def batch_state(self) -> dict[str, Tensor]:
+        if not self.is_learnt or self.scale is None or self.offset is None:
+            return {}
+        return {"scale": self.scale, "offset": self.offset}
+
+    def load_batch_state(self, state: dict[str, Tensor]) -> None:
+        if self.is_learnt:
+            self.scale, self.offset = state.get("scale"), state.get("offset")
+
+    def _set_range(self, lower: Tensor, upper: Tensor) -> None:
+        # A channel that never moves has no range; its number is the offset, whatever the code.
+        self.scale = ((upper - lower) / 2).float().clamp_min(torch.finfo(torch.float16).tiny)
+        self.offset = ((upper + lower) / 2).float()
+
+    def _range_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        assert self.scale is not None and self.offset is not None
+        if self.scale.device != device:
+            self.scale, self.offset = self.scale.to(device), self.offset.to(device)
+        return self.scale, self.offset
+
+
+class TokenNonUniformCodec(NonUniformCodec):
+    """Values: one range per token, over all of its heads, from the token itself (KVQuant, 3.2 and 3.4).
+
+    The `side` largest and the `side` smallest numbers of a token are outliers, the range is that of the
+    others.
+    """
+
+    metadata_names = ("scale", "offset")
+    granularity = per_token()
+
+    @property
+    def stored_granularity(self) -> Granularity:
+        return Granularity()
+
+    @property
+    def rows_per_block(self) -> int:
+        return BLOCK_TOKENS
+
+    def encode(self, states: Tensor, position: int, valid: Tensor | None = None) -> Encoded:
+        batch, heads, tokens, channels = states.shape
+        vectors = states.transpose(1, 2).reshape(batch, tokens, heads * channels)
+        usable = torch.isfinite(vectors)
+        count = min(self.side + 1, vectors.shape[-1])
+        top = vectors.masked_fill(~usable, -torch.inf).topk(count, dim=-1)
+        bottom = vectors.masked_fill(~usable, torch.inf).topk(count, dim=-1, largest=False)
+        high, low = top.values[..., -1:], bottom.values[..., -1:]
+        is_range = torch.isfinite(high) & torch.isfinite(low) & (high >= low)
+        high, low = (torch.where(is_range, bound, 0.0) for bound in (high, low))
+        scale = round_to_half((high - low) / 2).clamp_min(torch.finfo(torch.float16).tiny)
+        offset = round_to_half((high + low) / 2)
+        outlying = torch.zeros_like(usable)
+        for extreme in (top, bottom):
+            outlying.scatter_(-1, extreme.indices[..., : self.side], True)
+        outlying &= usable
+        if valid is not None:
+            outlying &= valid[..., None]
+        qualifies = outlying.view(batch, tokens, heads, channels).transpose(1, 2)
+        scale, offset = (part[:, None] for part in (scale, offset))  # (B, 1, T, 1)
+        return self._encode(states, scale, offset, qualifies, {"scale": scale, "offset": offset})
+
+    def decode(self, encoded: Encoded, position: int) -> Tensor:
+        return self._decode(encoded, encoded.metadata["scale"], encoded.metadata["offset"])
+
+
+class UnrotatedCodec(WrappedCodec):
+    """Keys as they were before the rotary embedding: each is turned back by its own position (KVQuant, 3.1).
+
+    The position of a slot is its distance from the row's first real token. The map is exactly orthogonal and
+    used both ways, so nothing is lost to a model's own rounding of angles.
+    """
+
+    def __init__(self, inner: Codec, rotary: Rotary, padding: Padding) -> None:
+        super().__init__(inner)
+        self.rotary, self.padding = rotary, padding
+
+    def _turn(self, states: Tensor, position: int, *, undo: bool) -> Tensor:
+        slots = torch.arange(position, position + states.shape[2], device=states.device)
+        starts = self.padding.starts(states)
+        if not self.padding.longest:
+            starts = starts[:1]
+        positions = slots - starts[:, None]  # (B or 1, T)
+        cos, sin = (
+            table.view(*positions.shape, -1)[:, None] for table in self.rotary.tables(positions.flatten())
+        )
+        return self.rotary.turn(states, cos, -sin if undo else sin)
+
+    def calibrate(self, states: Tensor, valid: Tensor) -> None:
+        self.inner.calibrate(self._turn(states, 0, undo=True), valid)
+
+    def encode(self, states: Tensor, position: int, valid: Tensor | None = None) -> Encoded:
+        return self.inner.encode(self._turn(states, position, undo=True), position, valid)
+
+    def decode(self, encoded: Encoded, position: int) -> Tensor:
+        return self._turn(self.inner.decode(encoded, position), position, undo=False)
+
+    def batch_state(self) -> dict[str, Tensor]:
+        return self.inner.batch_state()
+
+    def load_batch_state(self, state: dict[str, Tensor]) -> None:
+        self.inner.load_batch_state(state)

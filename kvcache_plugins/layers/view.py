@@ -1,0 +1,69 @@
+"""What attention reads of a stream in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .stream import Stream
+
+__all__ = ["StreamView"]
+
+
+@dataclass(frozen=True)
+class StreamView:
+    """What attention reads of a stream in one call: the tokens packed before it, then exact segments.
+
+    Args:
+        stream (`Stream`): Where packed tokens are decoded from.
+        packed_length (`int`): Tokens read from codes.
+        segments (`tuple[torch.Tensor, ...]`): Exact tokens `(B, H, n, D)` that follow, in order.
+    """
+
+    stream: Stream
+    packed_length: int
+    segments: tuple[Tensor, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens in all."""
+        return self.packed_length + sum(segment.shape[2] for segment in self.segments)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Slots at which one source of tokens ends and the next begins."""
+        ends = [self.packed_length]
+        for segment in self.segments:
+            ends.append(ends[-1] + segment.shape[2])
+        return tuple(ends)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return tokens `[start, stop)`, fp32 where they come from codes, else in their own dtype."""
+        parts = (
+            [self.stream.decode(start, min(stop, self.packed_length))] if start < self.packed_length else []
+        )
+        begin = self.packed_length
+        for segment in self.segments:
+            low, high = max(start, begin), min(stop, begin + segment.shape[2])
+            if low < high:
+                parts.append(segment[:, :, low - begin : high - begin])
+            begin += segment.shape[2]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.float() if part.dtype != torch.float64 else part for part in parts], dim=2)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Materialise everything as one tensor `(B, H, length, D)`, block by block."""
+        first = self.segments[0]
+        out = first.new_empty(first.shape[0], first.shape[1], self.length, first.shape[3], dtype=dtype)
+        step = self.stream.slab_tokens
+        for start in range(0, self.packed_length, step):
+            stop = min(start + step, self.packed_length)
+            out[:, :, start:stop] = self.stream.decode(start, stop)
+        for segment, stop in zip(self.segments, self.boundaries[1:], strict=True):
+            out[:, :, stop - segment.shape[2] : stop] = segment
+        return out

@@ -1,0 +1,91 @@
+"""Outliers kept beside the codes: sparse lists, one for every 64-token block of a row (KVQuant, 3.4).
+
+An outlier is stored as what its code lacks, `x - x'`, so dense and sparse add up to the exact number (to
+fp16), and leaving one out costs precision and not sense. A block's list runs over all kv heads and is sorted
+by head, then token, then channel. Lists have a fixed capacity: memory is a function of the length alone, and
+if more numbers qualify than fit, those that would lose most are kept.
+
+    entries (B, N, capacity)  int32: residual (fp16) in the low half, token << 10 | channel in the high half
+    starts  (B, N, H + 1)     int16: where each head's part begins, and the end of the last
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .packing import BLOCK_TOKENS
+
+__all__ = ["MAX_CAPACITY", "Outliers", "add_outliers", "choose_outliers"]
+
+MAX_CAPACITY = torch.iinfo(torch.int16).max
+"""Entries a block's list can address."""
+
+_CHANNEL_BITS = 10
+_HALF_MAX = torch.finfo(torch.float16).max
+
+
+class Outliers(NamedTuple):
+    """Lists of a run of `n` blocks.
+
+    Args:
+        entries (`torch.Tensor` of shape `(B, n, capacity)`): int32; zero beyond a list's end.
+        starts (`torch.Tensor` of shape `(B, n, H + 1)`): int16.
+    """
+
+    entries: Tensor
+    starts: Tensor
+
+    def named(self) -> dict[str, Tensor]:
+        """Both tensors by the names under which a cache owns and saves them."""
+        return {"outliers": self.entries, "outlier_starts": self.starts}
+
+
+def choose_outliers(residuals: Tensor, qualifies: Tensor, capacity: int) -> Outliers:
+    """List the outliers of whole blocks.
+
+    Args:
+        residuals (`torch.Tensor` of shape `(B, H, 64 n, D)`): fp32 `x - x'` of every number.
+        qualifies (`torch.Tensor` of shape `(B, H, 64 n, D)`): Which numbers are outliers.
+        capacity (`int`): Most entries of a block; of more, those with the largest residuals are kept.
+    """
+    batch, heads, tokens, channels = residuals.shape
+    blocks = tokens // BLOCK_TOKENS
+
+    def by_block(states: Tensor) -> Tensor:  # (B, n, H * 64 * D)
+        return states.reshape(batch, heads, blocks, -1).transpose(1, 2).flatten(2)
+
+    kept, size = by_block(residuals).clamp(-_HALF_MAX, _HALF_MAX), heads * BLOCK_TOKENS * channels
+    loss = torch.where(by_block(qualifies), kept.abs(), -1.0)
+    count = min(capacity, size)
+    # what does not qualify is moved behind the last place, so that sorting by place leaves it at the end
+    worst = loss.topk(count, dim=-1)
+    places = torch.where(worst.values >= 0, worst.indices, size).sort(dim=-1).values
+    is_real = places < size
+    inside = places.clamp_max(size - 1)
+    half = kept.gather(-1, inside).to(torch.float16).view(torch.int16).int() & 0xFFFF
+    token, channel = inside // channels % BLOCK_TOKENS, inside % channels
+    entries = ((token << _CHANNEL_BITS | channel).int() << 16) | half
+    entries = torch.where(is_real, entries, 0)
+    first_places = torch.arange(heads + 1, device=places.device) * (BLOCK_TOKENS * channels)
+    starts = torch.searchsorted(places, first_places.expand(batch, blocks, -1).contiguous()).to(torch.int16)
+    return Outliers(torch.nn.functional.pad(entries, (0, capacity - count)), starts)
+
+
+def add_outliers(states: Tensor, outliers: Outliers) -> Tensor:
+    """Add the residuals of whole blocks to `states` `(B, H, 64 n, D)`, in place, and return it."""
+    batch, heads, tokens, channels = states.shape
+    entries, starts = outliers
+    order = torch.arange(entries.shape[-1], device=entries.device).expand(*entries.shape[:2], -1).contiguous()
+    head = torch.searchsorted(starts.int()[..., 1:].contiguous(), order.int(), right=True)
+    is_real = order < starts[..., -1:]
+    place = entries >> 16
+    token, channel = place >> _CHANNEL_BITS & (BLOCK_TOKENS - 1), place & ((1 << _CHANNEL_BITS) - 1)
+    residual = (entries & 0xFFFF).to(torch.int16).view(torch.float16).float()
+    block = torch.arange(entries.shape[1], device=entries.device)[None, :, None]
+    row = torch.arange(batch, device=entries.device)[:, None, None]
+    flat = ((row * heads + head) * tokens + block * BLOCK_TOKENS + token) * channels + channel
+    states.view(-1).index_add_(0, flat[is_real], residual[is_real])
+    return states

@@ -1,0 +1,94 @@
+"""Artifacts arrive whole or not at all, and go to the hub as they are."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache_plugins.artifacts.folders import push, replacing
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_new_directory_appears_at_once(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "artifact"
+    with replacing(target) as folder:
+        (folder / "a.json").write_text("1")
+        (folder / "a.json").chmod(0o600)
+        assert not target.exists() and folder.parent == target.parent
+    assert names(target) == ["a.json"] and names(target.parent) == ["artifact"]
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o777 & ~mask
+    assert stat.S_IMODE((target / "a.json").stat().st_mode) == 0o666 & ~mask
+
+
+def test_files_are_replaced_and_others_stay(tmp_path: Path) -> None:
+    for name in ("a.json", "mine.txt"):
+        (tmp_path / "artifact").mkdir(exist_ok=True)
+        (tmp_path / "artifact" / name).write_text("old")
+    with replacing(tmp_path / "artifact") as folder:
+        (folder / "a.json").write_text("new")
+        (folder / "b.bin").write_text("new")
+    contents = {path.name: path.read_text() for path in (tmp_path / "artifact").iterdir()}
+    assert contents == {"a.json": "new", "b.bin": "new", "mine.txt": "old"}
+    assert names(tmp_path) == ["artifact"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_failure_changes_nothing(tmp_path: Path, exists: bool) -> None:
+    target = tmp_path / "artifact"
+    if exists:
+        target.mkdir()
+        (target / "a.json").write_text("old")
+
+    def write_half() -> None:
+        with replacing(target) as folder:
+            (folder / "a.json").write_text("new")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_half()
+    assert names(tmp_path) == (["artifact"] if exists else [])
+    assert not exists or (target / "a.json").read_text() == "old"
+
+
+def test_facts_arrive_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "artifact").mkdir()
+    moved: list[str] = []
+    replace = Path.replace
+
+    def noted(self: Path, target: Path) -> Path:
+        moved.append(self.name)
+        return replace(self, target)
+
+    with replacing(tmp_path / "artifact") as folder:
+        for name in ("facts.json", "README.md", "tensors.safetensors"):
+            (folder / name).write_text("")
+        monkeypatch.setattr(Path, "replace", noted)
+    assert moved == ["README.md", "tensors.safetensors", "facts.json"]
+
+
+def test_push_uploads_the_named_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    class Hub:
+        def create_repo(self, repo_id: str, **options: Any) -> None:
+            calls.append((repo_id, options))
+
+        def upload_folder(self, **options: Any) -> str:
+            calls.append(("upload", options))
+            return "https://hub/commit"
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    assert push(tmp_path, ("a.json", "b"), "me/artifact", private=True) == "https://hub/commit"
+    assert calls[0] == ("me/artifact", {"private": True, "exist_ok": True})
+    assert calls[1][1]["folder_path"] == str(tmp_path)
+    assert calls[1][1]["repo_id"] == "me/artifact"
+    assert calls[1][1]["allow_patterns"] == ["a.json", "b"]

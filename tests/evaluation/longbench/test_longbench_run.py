@@ -1,0 +1,302 @@
+"""LongBench from the command line: files, resumption, scores of files, several processes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache_plugins.cli import main
+from kvcache_plugins.evaluation.labels import DENSE
+from kvcache_plugins.evaluation.longbench import run as run_module
+from kvcache_plugins.evaluation.longbench.prediction_files import folder_name
+from kvcache_plugins.evaluation.results import check_document, read_results
+from tests.evaluation.longbench.rows import write_data, write_rows
+
+ROOT = Path(__file__).resolve().parents[3]
+INT8 = {"backend": "int8"}
+
+
+def _command(model: Path, data: Path, output: Path, *arguments: str) -> list[str]:
+    common = ["--model", str(model), "--data_dir", str(data), "--prompts", str(data / "prompts.json")]
+    caches = ["--cache_config", json.dumps(INT8)]
+    return [*common, *caches, "--max_length", "300", "--no_plots", "--output", str(output), *arguments]
+
+
+def _run(model: Path, data: Path, output: Path, *arguments: str) -> dict[str, Any]:
+    assert main(["eval", "longbench", *_command(model, data, output, *arguments)]) == 0
+    return read_results(output)
+
+
+def _files(output: Path) -> dict[str, list[dict[str, Any]]]:
+    return {
+        str(path.relative_to(output)): [json.loads(line) for line in path.open(encoding="utf-8")]
+        for path in sorted(output.glob("*/*.jsonl"))
+        if path.parent.name != "progress"
+    }
+
+
+def _metrics(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Everything but the time."""
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in document["results"]]
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("finished")
+    _run(model, write_data(folder / "data"), folder / "out")
+    return folder / "out"
+
+
+def test_a_run_leaves_predictions_and_scores(finished: Path) -> None:
+    document = read_results(finished)
+    files = _files(finished)
+    assert document["task"] == "longbench"
+    assert [result["cache_config"] for result in document["results"]] == [DENSE, INT8]
+    assert list(files) == [
+        f"{cache}/{task}.jsonl" for cache in ("dense", "int8") for task in ("hotpotqa", "passage_count")
+    ]
+    for lines in files.values():
+        assert [line["_id"].rpartition("-")[2] for line in lines] == ["0", "1", "2"]
+        assert set(lines[0]) == {"pred", "answers", "all_classes", "length", "_id"}
+    for result in document["results"]:
+        assert result["rows"] == {"hotpotqa": 3, "passage_count": 3}
+        assert result["truncated"] == {"hotpotqa": 0, "passage_count": 0}
+        assert result["average"] == pytest.approx(sum(result["scores"].values()) / 2, abs=0.006)
+        assert result["query_agnostic"] is False
+    dense, int8 = document["results"]
+    assert (dense["memory_fraction"], dense["bits_per_value"]) == (1.0, 32.0)
+    assert int8["kv_bytes"] < dense["kv_bytes"]
+    assert int8["memory_fraction"] < 0.5  # 8 bits of 32, and the scales
+    assert int8["bits_per_value"] == pytest.approx(32 * int8["memory_fraction"])
+    assert document["settings"]["max_lengths"] == {"hotpotqa": 300, "passage_count": 300}
+    assert not (finished / "progress").exists()
+
+
+class _Interrupted(Exception):
+    """Stands for whatever ends a run."""
+
+
+@pytest.mark.parametrize("answered", [0, 2, 7])
+def test_an_interrupted_run_goes_on_where_it_ended(
+    model: Path, data: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch, answered: int
+) -> None:
+    calls, answer = [], run_module.answer
+
+    def interrupted(*args: Any) -> Any:
+        if len(calls) == answered:
+            raise _Interrupted
+        calls.append(args)
+        return answer(*args)
+
+    monkeypatch.setattr(run_module, "answer", interrupted)
+    output = tmp_path / "out"
+    with pytest.raises(_Interrupted):
+        _run(model, data, output)
+    kept = [line for lines in _files(output).values() for line in lines]
+    assert len(kept) == answered  # on the disk, in the form that can be scored
+    # as if the power had failed while the next row was written
+    for path in (output / "progress" / "records-0.jsonl", output / "dense" / "hotpotqa.jsonl"):
+        with path.open("a") as file:
+            file.write('{"key": "half a li')
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return answer(*args)
+
+    monkeypatch.setattr(run_module, "answer", counted)
+    document = _run(model, data, output)
+    assert len(calls) == 12  # each of them once
+    assert _files(output) == _files(finished)
+    assert _metrics(document) == _metrics(read_results(finished))
+
+
+def test_a_full_disk_is_told_and_finished_rows_are_kept(
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    synced, sync = [], os.fsync
+
+    def full(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) > 6:  # the header, then two a row
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    output = tmp_path / "out"
+    assert main(["eval", "longbench", *_command(model, data, output)]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert [len(lines) for lines in _files(output).values()] == [2]
+    monkeypatch.undo()
+    _run(model, data, output)
+    assert [len(lines) for lines in _files(output).values()] == [3] * 4
+
+
+def test_an_output_that_cannot_be_is_refused(
+    model: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "longbench", *_command(model, data, data / "prompts.json")]) == 2
+    assert "--output must be a directory" in capsys.readouterr().err
+    assert main(["eval", "longbench", *_command(model, data, data / "prompts.json" / "out")]) == 2
+    assert "prompts.json" in capsys.readouterr().err
+
+
+def test_a_model_without_positions_enough_needs_a_limit(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = _command(model, data, tmp_path / "out")
+    index = arguments.index("--max_length")
+    del arguments[index : index + 2]
+    document_of = ["eval", "longbench", *arguments, "--limit", "1", "--tasks", "hotpotqa"]
+    assert main(document_of) == 0
+    assert read_results(tmp_path / "out")["settings"]["max_lengths"] == {"hotpotqa": 2048 - 32 - 500}
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 512}
+    small = tmp_path / "small"
+    small.mkdir()
+    for path in model.iterdir():
+        (small / path.name).symlink_to(path)
+    (small / "config.json").unlink()
+    (small / "config.json").write_text(json.dumps(config))
+    arguments[arguments.index(str(model))] = str(small)
+    assert main(["eval", "longbench", *arguments]) == 2
+    assert "--max_length has no default for hotpotqa" in capsys.readouterr().err
+
+
+def test_longbench_e_is_scored_by_length(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = _run(model, data, tmp_path / "out", "--longbench_e", "--tasks", "hotpotqa")
+    for result in document["results"]:  # lengths are 0, 3000 and 6000
+        groups = result["scores_by_length"]["hotpotqa"]
+        assert groups["8k+"] is None
+        assert (2 * groups["0-4k"] + groups["4-8k"]) / 3 == pytest.approx(
+            result["scores"]["hotpotqa"], abs=0.02
+        )
+    assert "4-8k" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["quanto", "int8"])
+def test_a_failure_of_transformers_own_cache_does_not_end_the_run(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    answer, failing = run_module.answer, {"backend": backend}
+
+    def fails(subject: Any, cache_config: dict[str, Any], *rest: Any) -> Any:
+        if cache_config == failing:
+            raise RuntimeError("out of something")
+        return answer(subject, cache_config, *rest)
+
+    monkeypatch.setattr(run_module, "answer", fails)
+    monkeypatch.setattr(run_module, "why_unavailable", lambda config, cache_config: None)
+    arguments = ["--cache_config", json.dumps(failing), "--limit", "2"]
+    if backend == "int8":  # one of ours: a bug must not be passed over
+        with pytest.raises(RuntimeError, match="out of something"):
+            _run(model, data, tmp_path / "out", *arguments)
+        return
+    document = _run(model, data, tmp_path / "out", *arguments)
+    assert [result["cache_config"] for result in document["results"]] == [DENSE, INT8]
+    [skipped] = document["skipped"]
+    assert skipped == {
+        "cache_config": failing,
+        "reason": "failed at row 1 of hotpotqa: out of something",
+    }
+
+
+# ---- scores of files ----
+
+
+def test_scores_of_files_are_those_of_the_run(finished: Path, tmp_path: Path) -> None:
+    arguments = ["--score_only", str(finished), "--output", str(tmp_path), "--no_plots"]
+    assert main(["eval", "longbench", *arguments]) == 0
+    document, run = read_results(tmp_path), read_results(finished)
+    for name in ("cache_config", "scores", "average", "rows"):
+        assert [result[name] for result in document["results"]] == [result[name] for result in run["results"]]
+
+
+def test_files_of_other_programs_are_scored_without_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="part of the extra 'plots'")
+    rows = [{"pred": pred, "answers": ["cat"], "all_classes": None, "length": 4000} for pred in ("cat", "a")]
+    write_rows(tmp_path / "pred" / "qasper.jsonl", rows)
+    write_rows(tmp_path / "pred" / "lcc.jsonl", rows)
+    arguments = ["--score_only", str(tmp_path / "pred"), "--output", str(tmp_path), "--longbench_e"]
+    assert main(["eval", "longbench", *arguments]) == 0
+    [result] = read_results(tmp_path)["results"]
+    assert result["cache_config"] == {"backend": "unknown"}
+    assert result["scores"] == {"qasper": 50.0, "lcc": 75.0}  # of "a" and "cat", 2 letters of 4 match
+    assert result["average"] == 62.5
+    assert result["scores_by_length"]["qasper"] == {"0-4k": None, "4-8k": 50.0, "8k+": None}
+    assert (tmp_path / "longbench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_scores_of_files_may_lack_the_dense_cache(finished: Path) -> None:
+    document = read_results(finished)
+    del document["results"][0]
+    with pytest.raises(ValueError, match="first result must be the dense cache"):
+        check_document(document)
+    document["settings"]["score_only"] = True
+    check_document(document)
+
+
+def test_what_cannot_be_scored_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def error(*arguments: str) -> str:
+        output = ["--output", str(tmp_path / "out"), "--no_plots"]
+        assert main(["eval", "longbench", "--score_only", str(tmp_path / "pred"), *output, *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "must be a directory" in error()
+    (tmp_path / "pred").mkdir()
+    assert "found no <task>.jsonl" in error()
+    write_rows(tmp_path / "pred" / "qasper.jsonl", [{"pred": "cat", "answers": ["cat"]}])
+    assert "qasper.jsonl, line 1 lacks all_classes" in error()
+    write_rows(tmp_path / "pred" / "qasper.jsonl", [{"pred": None, "answers": [], "all_classes": None}])
+    assert "line 1: pred must be str, got None" in error()
+    write_rows(tmp_path / "pred" / "qasper.jsonl", [{"pred": "", "answers": ["a"], "all_classes": None}])
+    assert "line 1 lacks length" in error("--longbench_e")
+    assert "has no predictions of lcc" in error("--tasks", "lcc", "qasper")
+    assert "leave out --model" in error("--model", "some/model")
+    write_rows(tmp_path / "pred" / "qaspar.jsonl", [{}])
+    assert "Did you mean 'qasper'" in error()
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_have_names_that_every_file_system_takes() -> None:
+    configs: list[dict[str, Any]] = [
+        {"backend": "dense"},
+        {"backend": "kivi", "nbits": 2, "q_group_size": 64},
+        {"backend": "streaming", "budget": 0.5, "storage": {"backend": "int8"}},
+        {"backend": "streaming", "budget": 0.5, "storage": {"backend": "int4"}},
+        {"backend": "kvquant", "calibration": "../some where/" + 300 * "x"},
+    ]
+    names = [folder_name(config) for config in configs]
+    assert names[:2] == ["dense", "kivi_2-bit_q_group_size=64"]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=-")
+        assert len(name) < 80
+
+
+# ---- several processes ----
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives(model: Path, data: Path, tmp_path: Path, finished: Path) -> None:
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0"]
+    script = str(ROOT / "scripts" / "eval_longbench.py")
+    command = [sys.executable, *launch, script, *_command(model, data, tmp_path / "out")]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert _files(tmp_path / "out") == _files(finished)
+    assert _metrics(read_results(tmp_path / "out")) == _metrics(read_results(finished))

@@ -1,0 +1,302 @@
+"""The passkey evaluation: what it counts, that it goes on where it ended, that two processes equal one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from kvcache_plugins.cli import main
+from kvcache_plugins.evaluation import passkey, passkey_display
+from kvcache_plugins.evaluation.passkey_filler import read_filler
+from kvcache_plugins.evaluation.passkey_options import PasskeyOptions
+from kvcache_plugins.evaluation.passkey_prompts import Trial, build_trials
+from kvcache_plugins.evaluation.results import read_results
+
+ROOT = Path(__file__).resolve().parents[2]
+BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
+DENSE = {"backend": "dense"}
+KIVI = {"backend": "kivi", "nbits": 2, "residual_length": 32}
+NEEDLE = " The key is {key}."  # of which the bundled model finds some, but not all
+SMALL = ["--lengths", "128", "300", "--depths", "2", "--trials", "2", "--threads", "1", "--dtype", "fp32"]
+SMALL += ["--needle", NEEDLE]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command silences transformers, which must not reach other tests: they look for deprecations."""
+    verbosity = transformers_logging.get_verbosity()
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    yield
+    transformers_logging.set_verbosity(verbosity)
+    transformers_logging.enable_progress_bar()
+
+
+def _arguments(output: Path, *options: str, caches: tuple[dict[str, Any], ...] = (KIVI,)) -> list[str]:
+    cache_config = ["--cache_config", *map(json.dumps, caches)]
+    return ["--model", str(BUNDLED_MODEL), *SMALL, *cache_config, "--output", str(output), *options]
+
+
+def _run(output: Path, *options: str, caches: tuple[dict[str, Any], ...] = (KIVI,)) -> dict[str, Any]:
+    assert main(["eval", "passkey", *_arguments(output, *options, caches=caches)]) == 0
+    return read_results(output)
+
+
+def _measured(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in document["results"]]
+
+
+@pytest.fixture(scope="module")
+def trials() -> list[Trial]:
+    """The prompts that `SMALL` asks for."""
+    options = PasskeyOptions(model="m", lengths=[128, 300], depths=2, trials=2, needle=NEEDLE)
+    return build_trials(options, read_filler(options), AutoTokenizer.from_pretrained(BUNDLED_MODEL))
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of an undisturbed run in this process."""
+    verbosity = transformers_logging.get_verbosity()
+    found = _run(tmp_path_factory.mktemp("passkey"), "--no_plots")
+    transformers_logging.set_verbosity(verbosity)
+    return found
+
+
+def test_dense_equals_a_plain_greedy_loop(document: dict[str, Any], trials: list[Trial]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    right = {}
+    for trial in trials:
+        ids = list(trial.ids)
+        with torch.inference_mode():
+            for _ in range(8):
+                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        answer = tokenizer.decode(ids[trial.length :])
+        digits = "".join(c if c.isdecimal() else " " for c in answer).split()
+        right[trial.length, trial.depth, trial.index] = digits[:1] == [trial.key]
+    row = document["results"][0]
+    assert row["cache_config"] == DENSE
+    assert row["accuracy"] == sum(right.values()) / len(right)
+    assert 0 < row["accuracy"] < 1, "both answers must occur"
+    for cell in row["grid"]:
+        both = [right[cell["length"], cell["depth"], index] for index in (0, 1)]
+        assert cell["accuracy"] == sum(both) / 2
+    assert len(row["grid"]) == 4
+
+
+def test_results(document: dict[str, Any]) -> None:
+    assert document["task"] == "passkey" and document["skipped"] == []
+    settings = document["settings"]
+    assert settings["lengths"] == [128, 300] and "{key}" in settings["needle"]
+    assert len(settings["filler_sha256"]) == 64
+    dense, kivi = document["results"]
+    assert kivi["cache_config"] == KIVI and kivi["label"] == "kivi 2-bit residual_length=32"
+    for row in (dense, kivi):
+        assert set(row["by_length"]) == {"128", "300"} and set(row["by_depth"]) == {"0", "0.5"}
+        for shares in (row["by_length"].values(), row["by_depth"].values()):
+            assert sum(shares) / 2 == pytest.approx(row["accuracy"])
+        assert row["trials"] == 8 and row["seconds"] > 0
+        assert row["stderr"] == pytest.approx((row["accuracy"] * (1 - row["accuracy"]) / 8) ** 0.5)
+    # six layers, keys and values, two heads of 64 channels, four bytes: for 300 tokens and 7 of the answer
+    assert dense["kv_bytes"] == 6 * 2 * 2 * 64 * 4 * (300 + 7)
+    assert (dense["memory_fraction"], dense["bits_per_value"]) == (1, 32)
+    assert kivi["memory_fraction"] == pytest.approx(kivi["kv_bytes"] / dense["kv_bytes"], rel=0.02)
+    assert kivi["bits_per_value"] == pytest.approx(32 * kivi["memory_fraction"])
+    assert kivi["memory_fraction_by_length"]["300"] == kivi["memory_fraction"] < 0.5
+
+
+def test_prompts_go_to_generate_as_they_are(
+    tmp_path: Path, trials: list[Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+    load = passkey.load_subject
+
+    def loaded(*arguments: Any) -> Any:
+        subject = load(*arguments)
+        generate = subject.model.generate
+
+        def recorded(**arguments: Any) -> Any:
+            given.append(arguments)
+            return generate(**arguments)
+
+        subject.model.generate = recorded
+        return subject
+
+    monkeypatch.setattr(passkey, "load_subject", loaded)
+    _run(tmp_path, "--no_plots", "--batch_size", "3")
+    prompts = [tuple(row) for call in given for row in call["input_ids"].tolist()]
+    assert prompts == [trial.ids for trial in trials] * 2, "every cache gets all of them, in order"
+    assert [call["input_ids"].shape[0] for call in given] == [3, 1, 3, 1] * 2
+    assert all(call["attention_mask"].all() and call["do_sample"] is False for call in given)
+    assert [call.get("cache_config") for call in given] == [None] * 4 + [KIVI] * 4
+
+
+def test_batches_give_the_same_answers(document: dict[str, Any], tmp_path: Path) -> None:
+    batched = _measured(_run(tmp_path, "--no_plots", "--batch_size", "3"))
+    for row, one_by_one in zip(batched, _measured(document), strict=True):
+        assert row["grid"] == one_by_one["grid"]
+        assert row["bits_per_value"] == pytest.approx(one_by_one["bits_per_value"], rel=0.02)
+
+
+# ---- interruptions and processes ----
+
+
+def test_an_interrupted_run_goes_on(
+    document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    ask = passkey._ask
+
+    def interrupted(subject: Any, cache_config: Any, batch: list[Trial], tokens: int) -> Any:
+        if len(asked) == 11:
+            raise KeyboardInterrupt
+        asked.append((cache_config["backend"], batch[0].length, batch[0].depth, batch[0].index))
+        return ask(subject, cache_config, batch, tokens)
+
+    monkeypatch.setattr(passkey, "_ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(["eval", "passkey", *_arguments(tmp_path, "--no_plots")])
+    assert not (tmp_path / "results.json").exists() and (tmp_path / "progress").exists()
+
+    first = list(asked)
+    monkeypatch.setattr(passkey, "_ask", lambda *a: (asked.append((a[1]["backend"], a[2][0])), ask(*a))[1])
+    assert _measured(_run(tmp_path, "--no_plots")) == _measured(document)
+    assert (len(first), len(asked)) == (11, 16), "nothing is asked twice"
+    assert not (tmp_path / "progress").exists()
+
+
+def test_other_settings_do_not_continue_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(passkey, "_ask", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        main(["eval", "passkey", *_arguments(tmp_path, "--no_plots")])
+    assert main(["eval", "passkey", *_arguments(tmp_path, "--no_plots", "--seed", "7")]) == 2
+    assert "seed was 0, is 7" in capsys.readouterr().err
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(document: dict[str, Any], tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = str(ROOT / "scripts" / "eval_passkey.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*launcher, script, *_arguments(tmp_path, "--no_plots")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("kivi 2-bit") == 1, "one process prints the table"
+    assert _measured(read_results(tmp_path)) == _measured(document)
+
+
+@pytest.mark.parametrize("backend", ["fp8", "int8"])
+def test_a_failure_of_transformers_is_noted_and_ours_stops_the_run(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = passkey._ask
+
+    def failing(subject: Any, cache_config: Any, batch: list[Trial], tokens: int) -> Any:
+        if cache_config["backend"] == backend and batch[0].length == 300:
+            raise RuntimeError("no such\nshape")
+        return ask(subject, DENSE if cache_config["backend"] == "fp8" else cache_config, batch, tokens)
+
+    monkeypatch.setattr(passkey, "_ask", failing)
+    monkeypatch.setattr(passkey, "why_unavailable", lambda *_: None)  # fp8 came with a later transformers
+    arguments = ["eval", "passkey", *_arguments(tmp_path, "--no_plots", caches=({"backend": backend}, KIVI))]
+    if backend == "int8":
+        with pytest.raises(RuntimeError, match="no such"):
+            main(arguments)
+        return
+    assert main(arguments) == 0
+    found = read_results(tmp_path)
+    assert [row["cache_config"] for row in found["results"]] == [DENSE, KIVI]
+    assert found["skipped"] == [
+        {"cache_config": {"backend": "fp8"}, "reason": "failed at 300 tokens: no such shape"}
+    ]
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lengths", "4090"], "--lengths must be at most 4088: the model has 4096 positions"),
+        (["--lengths", "20"], "--lengths must be above"),
+        (["--needle", " The pass key is lost."], "--needle must hold {key}"),
+        (["--filler_files", "{tmp}/missing.txt"], "missing.txt"),
+        (["--filler_files", "{tmp}/empty.txt"], "empty.txt"),
+        (["--filler_files", "{tmp}/short.txt"], "The filler has"),
+        (["--cache_config", '{"backend": "kivi", "nbit": 2}'], "nbit"),
+        (["--output", "{tmp}/short.txt"], "--output must be a directory"),
+    ],
+)
+def test_errors_come_before_the_model(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "short.txt").write_text("Too short.")
+    monkeypatch.setattr(passkey, "load_subject", lambda *_: pytest.fail("the model was loaded"))
+    options = [option.replace("{tmp}", str(tmp_path)) for option in options]
+    assert main(["eval", "passkey", *_arguments(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "passkey"]) == 2
+    assert capsys.readouterr().err.startswith("error: --model must name the model")
+
+
+# ---- showing ----
+
+
+@pytest.mark.parametrize("panels", [1, 10, 13])
+def test_picture_and_table_of_any_number_of_caches(
+    document: dict[str, Any], tmp_path: Path, panels: int
+) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+    from rich.console import Console
+
+    many = copy.deepcopy(document)
+    rows = [many["results"][0], *(copy.deepcopy(many["results"][1]) for _ in range(panels - 1))]
+    for index, row in enumerate(rows):
+        row["label"] = f"cache {index}"
+    many["results"] = rows
+    passkey_display.plot_passkey(many, tmp_path / "a" / "passkey.png")
+    height, width = imread(tmp_path / "a" / "passkey.png").shape[:2]
+    assert 300 < height < 2000 and 400 < width < 2600
+    console = Console(width=160, record=True, file=(tmp_path / "table").open("w"))
+    console.print(passkey_display.passkey_table(many))
+    text = console.export_text()
+    assert all(f" cache {index} " in text for index in range(panels))
+    assert f"{rows[0]['kv_bytes']:,}" in text
+
+
+def test_the_command_writes_all_three(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    _run(tmp_path, "--lengths", "128", "--depths", "1", "--trials", "1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["passkey.png", "results.json"]
+    shown = capsys.readouterr().out
+    assert "kivi 2-bit" in shown and "passkey.png" in shown and "1 trials, 1 at each of 1 depths" in shown

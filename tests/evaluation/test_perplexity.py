@@ -1,0 +1,344 @@
+"""`eval perplexity`: what it refuses, how it cuts texts, what it computes, and that it can be interrupted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+import kvcache_plugins as kvp
+from kvcache_plugins.cli import main
+from kvcache_plugins.evaluation import perplexity, perplexity_scoring
+from kvcache_plugins.evaluation.perplexity_options import PerplexityOptions
+from kvcache_plugins.evaluation.perplexity_summary import mean_and_error
+from kvcache_plugins.evaluation.perplexity_texts import Text, cut_windows, read_texts
+
+MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books")
+LENGTH, PREFILL = 64, 40
+INT8, KIVI = {"backend": "int8", "kernel": "torch"}, {"backend": "kivi", "nbits": 2, "residual_length": 32}
+
+
+@pytest.fixture(autouse=True)
+def _quiet_only_here() -> Iterator[None]:
+    """The command silences transformers, which must not reach other tests: they look for its deprecations."""
+    verbosity = transformers_logging.get_verbosity()
+    yield
+    transformers_logging.set_verbosity(verbosity)
+    transformers_logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "book.txt"
+    path.write_text(topics["specialnames"][:4000], encoding="utf-8")
+    return path
+
+
+def command(output: Path, *arguments: str) -> list[str]:
+    return ["eval", "perplexity", "--model", MODEL, "--output", str(output), *arguments]
+
+
+def on(book: Path, output: Path, *arguments: str) -> list[str]:
+    window = ("--context_length", str(LENGTH), "--prefill_length", str(PREFILL), "--max_windows", "2")
+    caches = ("--cache_config", json.dumps(INT8), json.dumps(KIVI))
+    text = ("--dataset", "text", "--text_files", str(book), "--dtype", "fp32")
+    return command(output, *text, *window, *caches, *arguments)
+
+
+def results(output: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((output / "results.json").read_text(encoding="utf-8"))
+    return document
+
+
+# ---- what is refused, before the model is loaded ----
+
+
+def _refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    assert main(arguments) == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perplexity, "load_subject", lambda *_: pytest.fail("the model was loaded"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dataset", "pg-19"], "Did you mean 'pg19'?"),
+        (["--dataset", "text"], "needs --text_files"),
+        (["--dataset", "pydoc", "--text_files", "a.txt"], "goes with --dataset text"),
+        (["--dataset", "pydoc", "--dataset_path", "a"], "goes with --dataset pg19"),
+        (["--dataset", "text", "--text_files", "nowhere.txt"], "nowhere.txt"),
+        (
+            ["--dataset", "pydoc", "--context_length", "64", "--prefill_length", "64"],
+            "below --context_length",
+        ),
+        (["--dataset", "pydoc", "--context_length", "64", "--stride", "31"], "at least the 32 predicted"),
+        (["--dataset", "pydoc", "--block_length", "0"], "--block_length must be an integer >= 1"),
+        (["--dataset", "pydoc", "--max_reference_gb", "0.001"], "--no_kl"),
+        (["--dataset", "pydoc", "--context_length", "100000000"], "needs 100000000 tokens of text"),
+        (["--dataset", "pydoc", "--cache_config", '{"backend": "int8", "nbits": 3}'], "nbits"),
+    ],
+)
+@pytest.mark.usefixtures("_no_model")
+def test_wrong_options_are_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in _refused(capsys, command(tmp_path, *arguments))
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_wrong_texts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "story.txt"
+    text = ("--dataset", "text", "--text_files", str(path))
+    path.write_text("  \n")
+    assert "is empty" in _refused(capsys, command(tmp_path, *text))
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "must be UTF-8" in _refused(capsys, command(tmp_path, *text))
+    path.write_text("Once upon a time")
+    tokens = len(AutoTokenizer.from_pretrained(MODEL)("Once upon a time").input_ids)
+    message = _refused(capsys, command(tmp_path, *text, "--context_length", "100"))
+    assert f"needs 100 tokens of text, but 'story.txt' has {tokens}." in message
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_an_output_that_cannot_be_written_is_refused(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert "must be a directory" in _refused(capsys, on(book, tmp_path / "file"))
+    assert "file" in _refused(capsys, on(book, tmp_path / "file" / "below"))
+
+
+def test_a_model_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--model must name" in _refused(capsys, ["eval", "perplexity", "--dataset", "pydoc"])
+
+
+# ---- texts and windows ----
+
+
+def _options(**options: Any) -> PerplexityOptions:
+    return PerplexityOptions.from_dict({"model": "m", "dataset": "pydoc", "context_length": 10} | options)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
+def _texts(*lengths: int) -> list[Text]:
+    return [
+        Text(f"t{n}", " ".join(str(100 * n + i) for i in range(length))) for n, length in enumerate(lengths)
+    ]
+
+
+def test_windows_follow_each_other_within_a_text() -> None:
+    windows = cut_windows(_texts(25, 9, 10), _numbers, _options())
+    assert [(window.text, window.start) for window in windows] == [("t0", 0), ("t0", 10), ("t2", 0)]
+    assert windows[1].token_ids == tuple(range(10, 20))
+    assert len({window.digest for window in windows}) == 3
+
+
+def test_no_token_is_predicted_twice_and_with_the_least_stride_none_is_left_out() -> None:
+    options = _options(prefill_length=6, stride=4)
+    windows = cut_windows(_texts(26), _numbers, options)
+    predicted = [token for window in windows for token in window.token_ids[6:]]
+    assert predicted == list(range(6, 26))
+
+
+def test_what_a_tokenizer_puts_in_front_counts_towards_the_length() -> None:
+    windows = cut_windows(_texts(20), _numbers, _options(), prefix=[7])
+    assert [window.token_ids[:2] for window in windows] == [(7, 0), (7, 9)]
+    assert {len(window.token_ids) for window in windows} == {10}
+
+
+def test_number_of_windows() -> None:
+    texts = _texts(50, 50)
+    assert len(cut_windows(texts, _numbers, _options(max_windows=7))) == 7
+    some = cut_windows(texts, _numbers, _options(max_windows_per_text=2))
+    assert [window.text for window in some] == ["t0", "t0", "t1", "t1"]
+    read: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        read.append(text)
+        return _numbers(text)
+
+    assert len(cut_windows(texts, encode, _options(max_windows=5))) == 5
+    assert len(read) == 1, "texts beyond the last window are not tokenized"
+
+
+def test_texts_that_are_all_short_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"needs 10 tokens of text, but the longest text, 't1', has 8"):
+        cut_windows(_texts(3, 8), _numbers, _options())
+
+
+def test_pg19_is_read_from_a_stand_in(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"short_book_title": "A", "text": "first"}, {"short_book_title": "B", "text": "second"}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "test.parquet")
+    texts = read_texts(_options(dataset="pg19", dataset_path=str(tmp_path)))
+    assert [text.content for text in texts] == ["first", "second"]
+
+
+def test_pg19_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked: list[str] = []
+
+    def load_dataset(path: str) -> dict[str, Any]:
+        asked.append(path)
+        return {"test": datasets.Dataset.from_list([{"text": "a"}])}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert [text.content for text in read_texts(_options(dataset="pg19"))] == ["a"]
+    assert asked == ["emozilla/pg19-test"]
+
+
+def test_a_data_set_without_texts_is_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"content": "a", "title": "b"}]).to_parquet(tmp_path / "test.parquet")
+    with pytest.raises(ValueError, match=r"must have a column 'text', found are \['content', 'title'\]"):
+        read_texts(_options(dataset="pg19", dataset_path=str(tmp_path)))
+
+
+# ---- statistics ----
+
+
+def test_standard_errors_over_windows_and_over_tokens() -> None:
+    values = torch.randn(6, 5, dtype=torch.float64)
+    records = [
+        {"tokens": 5, "nll": float(row.sum()), "nll_squares": float((row * row).sum())} for row in values
+    ]
+    assert mean_and_error(records, "nll") == pytest.approx(
+        (float(values.mean()), float(values.mean(1).std()) / math.sqrt(6))
+    )
+    assert mean_and_error(records[:1], "nll") == pytest.approx(
+        (float(values[0].mean()), float(values[0].std()) / math.sqrt(5))
+    )
+
+
+# ---- a run ----
+
+
+@pytest.fixture(scope="module")
+def finished(book: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("finished")
+    assert main(on(book, output)) == 0
+    return output
+
+
+@torch.inference_mode()
+def test_results_equal_plain_loops(finished: Path, book: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    ids = torch.tensor(AutoTokenizer.from_pretrained(MODEL)(book.read_text(), verbose=False)["input_ids"])
+    document = results(finished)
+    assert [row["cache_config"] for row in document["results"]] == [{"backend": "dense"}, INT8, KIVI]
+    dense = [model(ids[None, s : s + LENGTH]).logits[0, PREFILL - 1 : -1] for s in (0, LENGTH)]
+    for row in document["results"]:
+        nll, divergence, agreement = [], [], []
+        for window, reference in zip((0, LENGTH), dense, strict=True):
+            tokens = ids[None, window : window + LENGTH]
+            logits = reference
+            if row["cache_config"]["backend"] != "dense":
+                cache = kvp.build_cache(model, row["cache_config"])
+                steps = [model(tokens[:, :PREFILL], past_key_values=cache).logits[0, -1]]
+                steps += [
+                    model(tokens[:, position : position + 1], past_key_values=cache).logits[0, -1]
+                    for position in range(PREFILL, LENGTH - 1)
+                ]
+                logits = torch.stack(steps)
+            nll.append(
+                torch.nn.functional.cross_entropy(logits.double(), tokens[0, PREFILL:], reduction="none")
+            )
+            divergence.append(
+                torch.distributions.kl_divergence(
+                    torch.distributions.Categorical(logits=reference.double()),
+                    torch.distributions.Categorical(logits=logits.double()),
+                )
+            )
+            agreement.append((logits.argmax(-1) == reference.argmax(-1)).double())
+        assert row["tokens"] == 2 * (LENGTH - PREFILL)
+        assert row["nll"] == pytest.approx(float(torch.cat(nll).mean()), abs=1e-6)
+        assert row["perplexity"] == pytest.approx(math.exp(float(torch.cat(nll).mean())), rel=1e-6)
+        positions = torch.stack(nll).mean(0)
+        for point in row["nll_by_position"]:
+            part = positions[point["start"] - PREFILL : point["stop"] - PREFILL]
+            assert point["nll"] == pytest.approx(float(part.mean()), abs=1e-5)
+        assert row["nll_by_position"][0]["start"] == PREFILL and row["nll_by_position"][-1]["stop"] == LENGTH
+        if row["cache_config"]["backend"] != "dense":
+            assert row["kl_to_dense"] == pytest.approx(
+                float(torch.cat(divergence).mean()), rel=1e-3, abs=1e-7
+            )
+            assert row["kl_to_dense"] > 1e-7, "the cache was not read"
+            assert row["top1_agreement"] == pytest.approx(float(torch.cat(agreement).mean()))
+
+
+def test_results_say_what_was_measured(finished: Path) -> None:
+    document = results(finished)
+    assert document["task"] == "perplexity"
+    assert document["settings"]["windows"] == 2 and document["settings"]["text_files"] == ["book.txt"]
+    dense, int8, kivi = document["results"]
+    assert dense["kv_bytes"] == 6 * 2 * (2 * LENGTH * 64 * 4) and dense["bits_per_value"] == 32
+    for row in (int8, kivi):
+        assert row["blocks"] == "exact" and row["stderr_over"] == "windows"
+        assert row["memory_fraction"] == row["kv_bytes"] / dense["kv_bytes"] < 1
+        assert 0 < row["packed_read_fraction"] < 1 and row["seconds"] > 0
+    assert (finished / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+    assert not (finished / "progress").exists()
+
+
+def test_an_interrupted_run_goes_on(
+    finished: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+
+    def score_window(*arguments: Any, **options: Any) -> Any:
+        if len(done) == 4:
+            raise KeyboardInterrupt
+        done.append(arguments[2]["backend"])
+        return perplexity_scoring.score_window(*arguments, **options)
+
+    monkeypatch.setattr(perplexity, "score_window", score_window)
+    with pytest.raises(KeyboardInterrupt):
+        main(on(book, tmp_path, "--no_plots"))
+    assert done == ["dense", "int8", "kivi", "dense"]
+    done[:] = ["x"] * 5
+    assert main(on(book, tmp_path, "--no_plots")) == 0
+    # Of the second window, the dense run is needed again to compare with.
+    assert done[5:] == ["dense", "int8", "kivi"]
+    again, whole = results(tmp_path)["results"], results(finished)["results"]
+    assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in whole]
+
+
+def test_without_the_comparison(book: Path, tmp_path: Path) -> None:
+    assert main(on(book, tmp_path, "--no_kl", "--approximate_blocks", "--block_length", "8")) == 0
+    dense, int8, _ = results(tmp_path)["results"]
+    assert dense["blocks"] == "exact" and int8["blocks"] == "approximate"
+    assert "kl_to_dense" not in int8 and int8["nll_increase"] != 0
+    assert (tmp_path / "perplexity.png").exists()
+
+
+def test_a_cache_of_transformers_that_fails_is_shown(
+    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def score_window(*arguments: Any, **options: Any) -> Any:
+        if arguments[2]["backend"] in ("quanto", "int8"):
+            raise RuntimeError("no such group")
+        return perplexity_scoring.score_window(*arguments, **options)
+
+    monkeypatch.setattr(perplexity, "score_window", score_window)
+    monkeypatch.setattr(perplexity, "why_unavailable", lambda *_: None)
+    text = ("--dataset", "text", "--text_files", str(book), "--context_length", "64", "--max_windows", "1")
+    arguments = command(tmp_path, *text, "--no_plots", "--cache_config")
+    assert main([*arguments, '{"backend": "quanto"}']) == 0
+    assert [row["reason"] for row in results(tmp_path)["skipped"]] == ["failed: no such group"]
+    with pytest.raises(RuntimeError, match="no such group"):
+        main([*arguments, '{"backend": "int8"}'])

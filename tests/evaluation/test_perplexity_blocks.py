@@ -1,0 +1,203 @@
+"""Blocks read at once give what one token at a time gives, and what is read from codes is counted.
+
+In fp64: two ways of adding up the same numbers differ in their last digits, and in fp32 that is enough for a
+value on the edge between two codes to fall to the other side once in a while.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicCache, DynamicLayer, QuantizedCache
+
+import kvcache_plugins as kvp
+from kvcache_plugins.evaluation.caches import new_cache
+from kvcache_plugins.evaluation.perplexity_blocks import exact_blocks, packed_shares, room
+from kvcache_plugins.evaluation.perplexity_scoring import Prediction, Schedule, predictions, score_window
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
+WINDOW, PREFILL = 64, 8
+HAS_FP8 = hasattr(__import__("transformers").cache_utils, "Fp8QuantizedLayer")
+HQQ_COMPILES = pytest.mark.allow_deprecation(
+    "torch.jit.script", reason="hqq compiles with it when it is imported"
+)
+
+
+@lru_cache(maxsize=1)
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64).eval()
+
+
+@lru_cache(maxsize=1)
+def window() -> torch.Tensor:
+    ids = AutoTokenizer.from_pretrained(MODEL)(topics["specialnames"][:2000])["input_ids"]
+    return torch.tensor([ids[:WINDOW]])
+
+
+def read(cache_config: dict[str, Any], block_length: int, approximate: bool = False) -> list[Prediction]:
+    return _read(json.dumps(cache_config), block_length, approximate)
+
+
+@lru_cache(maxsize=64)
+def _read(cache_config: str, block_length: int, approximate: bool) -> list[Prediction]:
+    cache = new_cache(model(), json.loads(cache_config))
+    return list(predictions(model(), window(), cache, Schedule(PREFILL, block_length, approximate)))
+
+
+def nll(found: list[Prediction]) -> torch.Tensor:
+    logits = torch.cat([prediction.logits for prediction in found])
+    return torch.nn.functional.cross_entropy(logits, window()[0, PREFILL:], reduction="none")
+
+
+def require(cache_config: dict[str, Any]) -> None:
+    module = {"quanto": "optimum.quanto", "hqq": "hqq"}.get(cache_config["backend"])
+    if module is not None:
+        pytest.importorskip(module)
+    if cache_config["backend"] == "fp8" and not HAS_FP8:
+        pytest.skip("this transformers has no fp8 cache")
+
+
+# Each has room for blocks of more than one token somewhere after a prefill of 8.
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {"backend": "dense"},
+    "kivi": {"backend": "kivi", "nbits": 2, "residual_length": 32},
+    "int8": {"backend": "int8", "residual_length": 40},
+    "int4": {"backend": "int4", "nbits": 2, "residual_length": 24},
+    "int4-smooth": {"backend": "int4", "smooth": 0.5, "residual_length": 24},
+    "float8": {"backend": "float8", "residual_length": 40},
+    "fp8": {"backend": "fp8"},
+    "quanto": {"backend": "quanto", "nbits": 2, "residual_length": 32},
+    "hqq": {"backend": "hqq", "nbits": 2, "residual_length": 32, "axis_key": 1, "axis_value": 1},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "hqq"])
+def test_longer_blocks_change_nothing(name: str) -> None:
+    cache_config = CASES[name]
+    require(cache_config)
+    one, many = read(cache_config, 1), read(cache_config, 64)
+    assert len(one) == WINDOW - PREFILL
+    assert len(many) < len(one) and all(prediction.is_exact for prediction in many)
+    assert float((nll(many) - nll(one)).abs().max()) < 1e-6
+    shares = [[s for prediction in found for s in prediction.packed_shares] for found in (one, many)]
+    assert shares[0] == pytest.approx(shares[1], abs=1e-12)
+    if name != "dense":
+        assert float((nll(one) - nll(read(CASES["dense"], 1))).abs().max()) > 1e-6, "the cache was not read"
+
+
+@pytest.mark.parametrize("name", ["kivi", "int8", "int4", "float8"])
+def test_blocks_that_are_not_cut_are_called_approximate(name: str) -> None:
+    cut, uncut = read(CASES[name], 64), read(CASES[name], 64, approximate=True)
+    assert len(uncut) < len(cut)
+    assert [prediction.is_exact for prediction in uncut].count(False) >= 1
+    assert float((nll(uncut) - nll(cut)).abs().max()) > 1e-6
+
+
+@HQQ_COMPILES
+@pytest.mark.parametrize("name", ["quanto", "hqq"])
+@torch.inference_mode()
+def test_transformers_own_equal_their_own_token_by_token_run(name: str) -> None:
+    cache_config = dict(CASES[name])
+    require(cache_config)
+    record, _ = score_window(model(), window(), cache_config, Schedule(PREFILL, 64))
+    cache = QuantizedCache(cache_config.pop("backend"), model().config, **cache_config)
+    logits = [model()(window()[:, :PREFILL], past_key_values=cache).logits[0, -1]]
+    for position in range(PREFILL, WINDOW - 1):
+        logits.append(model()(window()[:, position : position + 1], past_key_values=cache).logits[0, -1])
+    expected = torch.nn.functional.cross_entropy(torch.stack(logits), window()[0, PREFILL:])
+    assert record["nll"] / record["tokens"] == pytest.approx(float(expected), abs=1e-6)
+
+
+@pytest.mark.parametrize("block_length", [1, 7, 64])
+@torch.inference_mode()
+def test_dense_equals_one_forward_without_a_cache(block_length: int) -> None:
+    record, _ = score_window(model(), window(), {"backend": "dense"}, Schedule(PREFILL, block_length))
+    logits = model()(window(), use_cache=False).logits[0, PREFILL - 1 : -1]
+    expected = torch.nn.functional.cross_entropy(logits, window()[0, PREFILL:])
+    assert record["tokens"] == WINDOW - PREFILL
+    assert record["nll"] / record["tokens"] == pytest.approx(float(expected), abs=1e-6)
+
+
+@HQQ_COMPILES
+def test_hqq_is_read_one_token_at_a_time() -> None:
+    require(CASES["hqq"])
+    assert len(read(CASES["hqq"], 64)) == WINDOW - PREFILL
+
+
+# ---- what is read from codes ----
+
+
+def _kivi(held: int) -> float:
+    return (held // 32 * 32 + max(0, held - 32)) / 2
+
+
+PACKED = {
+    "dense": (CASES["dense"], lambda held: 0),
+    "int8": ({"backend": "int8"}, lambda held: held),
+    "int8-sinks": ({"backend": "int8", "sink_length": 3}, lambda held: held - 3),
+    "kivi": (CASES["kivi"], _kivi),
+    "int4": (CASES["int4"], lambda held: max(0, held - 24)),
+    "quanto": (CASES["quanto"], lambda held: PREFILL + (held - PREFILL) // 32 * 32),
+    "fp8": (CASES["fp8"], lambda held: held + 1),  # the new token too is read from its code
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_share_read_from_codes(name: str) -> None:
+    cache_config, packed = PACKED[name]
+    require(cache_config)
+    found = read(cache_config, 1)
+    assert [prediction.first for prediction in found] == list(range(PREFILL, WINDOW))
+    expected = [0.0] + [packed(held) / (held + 1) for held in range(PREFILL, WINDOW - 1)]
+    assert [prediction.packed_shares[0] for prediction in found] == pytest.approx(expected, abs=1e-12)
+
+
+def test_layers_left_dense_do_not_count_as_packing() -> None:
+    some = read({"backend": "int8", "skip_layers": [0, -1]}, 1)
+    assert some[-1].packed_shares == pytest.approx([(WINDOW - 2) / (WINDOW - 1)])
+
+
+# ---- kinds of layers ----
+
+
+class _Strange(DynamicLayer):
+    """A layer of a kind nothing is known of."""
+
+
+def test_of_an_unknown_layer_nothing_is_claimed() -> None:
+    cache = DynamicCache(config=model().config)
+    model()(window()[:, :PREFILL], past_key_values=cache)
+    assert [block.is_exact for block in exact_blocks(cache, PREFILL, PREFILL + 10, 4)] == [True] * 3
+    strange = _Strange()
+    strange.update(*(torch.zeros(1, 2, PREFILL, 64) for _ in range(2)))
+    cache.layers[3] = strange
+    assert room(strange, 4) is None
+    blocks = list(exact_blocks(cache, PREFILL, PREFILL + 9, 4))
+    assert [(block.start, block.stop, block.is_exact) for block in blocks] == [
+        (8, 12, False),
+        (12, 16, False),
+        (16, 17, True),
+    ]
+
+
+def test_a_layer_with_its_own_rule_is_unknown() -> None:
+    cache = kvp.build_cache(model(), {"backend": "int8", "residual_length": 40})
+    layer = cache.layers[0]
+    assert room(layer, 4) == 1, "an empty layer reads its first call exactly, whatever its length"
+    model()(window()[:, :PREFILL], past_key_values=cache)
+    assert room(layer, 64) == 40 - PREFILL + 1
+    assert packed_shares(cache, 3) == [0.0] * 3
+
+    class Own(type(layer)):  # type: ignore[misc]
+        def update(self, *args: Any, **kwargs: Any) -> Any:
+            return super().update(*args, **kwargs)
+
+    layer.__class__ = Own
+    assert room(layer, 64) is None

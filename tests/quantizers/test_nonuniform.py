@@ -1,0 +1,57 @@
+"""The nearest level, by a loop; NormalFloat, by its definition."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import pytest
+import torch
+
+from kvcache_plugins.quantizers.nonuniform import (
+    dequantize_nonuniform,
+    normal_float_codebook,
+    quantize_nonuniform,
+)
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4])
+def test_every_number_takes_its_nearest_level(nbits: int) -> None:
+    codebook = torch.rand(2**nbits).mul(2).sub(1).sort().values
+    numbers = torch.randn(3, 5, 40) * 0.7
+    codes = quantize_nonuniform(numbers, codebook)
+    assert codes.dtype == torch.uint8 and codes.shape == numbers.shape
+    assert len(codes.unique()) == 2**nbits
+    for number, code in zip(numbers.flatten().tolist(), codes.flatten().tolist(), strict=True):
+        distances = [abs(number - level) for level in codebook.tolist()]
+        assert distances[code] == pytest.approx(min(distances), abs=1e-7)
+
+
+def test_ties_go_down_and_the_ends_take_what_lies_beyond() -> None:
+    codebook = torch.tensor([-1.0, 0.0, 0.5, 1.0])
+    numbers = torch.tensor([-math.inf, -3.0, -0.5, 0.25, 0.75, 3.0, math.inf])
+    assert quantize_nonuniform(numbers, codebook).tolist() == [0, 0, 0, 1, 2, 3, 3]
+
+
+def test_what_is_no_number_has_a_code() -> None:
+    assert quantize_nonuniform(torch.tensor([math.nan]), torch.tensor([-1.0, 1.0])).item() in (0, 1)
+
+
+def test_decoding_scales_and_shifts_the_level() -> None:
+    levels = torch.tensor([-1.0, -0.25, 0.5, 1.0])
+    codes = torch.tensor([[0, 1], [2, 3]], dtype=torch.uint8)
+    scale, offset = torch.tensor([2.0, 10.0]), torch.tensor([100.0, 0.0])
+    assert dequantize_nonuniform(codes, levels, scale, offset).tolist() == [[98.0, -2.5], [101.0, 10.0]]
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4])
+def test_normal_float_divides_a_normal_distribution_evenly(nbits: int) -> None:
+    half, last = 2 ** (nbits - 1), 1 - (1 / 32 + 1 / 30) / 2
+    normal = NormalDist()
+    negative = [normal.inv_cdf(1 - last + (last - 0.5) * i / half) for i in range(half)]
+    positive = [normal.inv_cdf(0.5 + (last - 0.5) * i / (half - 1)) for i in range(half)]
+    expected = [x / -negative[0] for x in negative] + [x / positive[-1] for x in positive]
+    codebook = normal_float_codebook(nbits)
+    assert codebook.tolist() == pytest.approx(expected, abs=1e-5)
+    assert codebook[0] == -1 and codebook[-1] == 1 and (codebook == 0).sum() == 1
+    assert codebook.tolist() == sorted(codebook.tolist())
