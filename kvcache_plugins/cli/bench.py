@@ -119,7 +119,7 @@ def _show(benchmark: str, document: dict[str, Any], output: Path, *, plots: bool
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)  # a file has no width of its own
+        console = Console(width=200)  # a file has no width of its own
     is_attention = benchmark == "attention"
     console.print((speed_tables.attention_table if is_attention else speed_tables.generation_table)(document))
     if "largest_context" in document:

@@ -128,7 +128,7 @@ def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)  # a file has no width of its own
+        console = Console(width=200)  # a file has no width of its own
     console.print(longbench_table(document))
     lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
     if draws:

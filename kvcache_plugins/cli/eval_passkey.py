@@ -95,7 +95,7 @@ def _show(document: dict[str, Any], output: Path, *, has_plots: bool) -> None:
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)  # a file has no width of its own
+        console = Console(width=200)  # a file has no width of its own
     console.print(passkey_table(document))
     lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
     if has_plots:
