@@ -22,6 +22,7 @@ def estimate(
     batch_size: int = 1,
     *,
     dtype: torch.dtype | None = None,
+    max_cache_length: int | None = None,
 ) -> int:
     """Predict `kv_bytes()` of a cache holding `tokens` tokens.
 
@@ -35,6 +36,8 @@ def estimate(
         tokens (`int`): Tokens held per row.
         batch_size (`int`): Rows.
         dtype (`torch.dtype`, *optional*): Of the states; the model's, else the configuration's, else bf16.
+        max_cache_length (`int`, *optional*): Tokens the cache is known to hold in the end, as `generate()`
+            tells it; room is then made for these and no more.
 
     Returns:
         `int`: bytes.
@@ -52,7 +55,7 @@ def estimate(
     if str(cache_config.get("backend")).lower() == "dense":
         layers: list[Any] = [plan.build_dense() for plan in plan_layers(config)]
     else:
-        layers = build_cache(model_or_config, cache_config).layers
+        layers = build_cache(model_or_config, cache_config, max_cache_length=max_cache_length).layers
     storages: dict[int, int] = {}
     for layer_idx, layer in enumerate(layers):
         if not hasattr(layer, "get_mask_sizes"):

@@ -35,7 +35,8 @@ def predicted_bytes(
     """
     if cache_config["backend"] in TRANSFORMERS_BACKENDS:
         return None
-    return estimate(config, dict(cache_config), tokens, batch_size, dtype=dtype)
+    # as in `generate()`, which knows how long the text will be
+    return estimate(config, dict(cache_config), tokens, batch_size, dtype=dtype, max_cache_length=tokens)
 
 
 def predicted_peak_bytes(
@@ -90,7 +91,8 @@ def most_tokens(
     """
 
     def fits(tokens: int) -> bool:
-        return estimate(config, dict(cache_config), tokens, batch_size, dtype=dtype) <= available_bytes
+        needed = predicted_bytes(config, cache_config, tokens, batch_size, dtype)
+        return needed is not None and needed <= available_bytes
 
     if not fits(1):
         return 0
