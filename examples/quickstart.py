@@ -46,6 +46,7 @@ from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
+BUNDLED_CALIBRATION = ROOT / "examples" / "models" / "tiny-llama-books-kvquant3"
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEFAULT_CACHE_CONFIGS: list[dict[str, Any]] = [
@@ -54,6 +55,8 @@ DEFAULT_CACHE_CONFIGS: list[dict[str, Any]] = [
     {"backend": "int4"},
     {"backend": "kivi", "nbits": 4},
     {"backend": "kivi", "nbits": 2},
+    # calibrated for the bundled model, so for no other
+    {"backend": "kvquant", "nbits": 3, "calibration": os.path.relpath(BUNDLED_CALIBRATION)},
     {"backend": "fp8"},
     {"backend": "quanto", "nbits": 4},
     # transformers' default axis is quanto's; its documentation recommends axis 1 for hqq
@@ -137,7 +140,9 @@ def run(args: argparse.Namespace) -> None:
             f"{WARM_UP_STEPS + 1}; got {args.prompt_tokens}, {args.score_tokens}, {args.block_length} and "
             f"{args.new_tokens}."
         )
-    chosen = DEFAULT_CACHE_CONFIGS if args.cache_config is None else parse_cache_configs(args.cache_config)
+    is_bundled = Path(args.model).resolve() == BUNDLED_MODEL
+    defaults = [c for c in DEFAULT_CACHE_CONFIGS if is_bundled or "calibration" not in c]
+    chosen = defaults if args.cache_config is None else parse_cache_configs(args.cache_config)
     cache_configs = dense_first(chosen)
     text = read_text(args.text)
     model_config = AutoConfig.from_pretrained(args.model)

@@ -20,7 +20,8 @@ def cache_label(cache_config: dict[str, Any]) -> str:
     if "axis_key" in options and options["axis_key"] == options.get("axis_value"):
         words.append(f"axis {options.pop('axis_key')}")
         del options["axis_value"]
-    words += [f"{key}={value}" for key, value in options.items()]
+    # of a directory or hub id the last part says enough
+    words += [f"{key}={str(value).rstrip('/').rpartition('/')[2]}" for key, value in options.items()]
     return " ".join(words)
 
 

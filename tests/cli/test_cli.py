@@ -255,6 +255,7 @@ def test_cache_configs_are_collected_and_backends_lower_cased() -> None:
         ({"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1}, "hqq 4-bit axis 1"),
         ({"backend": "quanto", "axis_key": 0, "axis_value": -1}, "quanto axis_key=0 axis_value=-1"),
         ({"backend": "int8", "granularity": "group"}, "int8 granularity=group"),
+        ({"backend": "kvquant", "calibration": "name/of/artifact/"}, "kvquant calibration=artifact"),
     ],
 )
 def test_cache_label(cache_config: dict[str, object], label: str) -> None:
