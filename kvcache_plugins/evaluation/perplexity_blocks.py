@@ -91,7 +91,8 @@ def room(layer: Any, limit: int) -> int | None:
             return None
         if isinstance(layer, HQQQuantizedLayer):
             return 1
-        return max(1, min(limit, layer.residual_length - _residual_tokens(layer)))
+        # The token that fills the window is read by itself: releases differ in how they count a longer block.
+        return max(1, min(limit, layer.residual_length - 1 - _residual_tokens(layer)))
     if isinstance(layer, _FP8):
         return limit
     is_dense = type(layer).__module__ == cache_utils.__name__ and not isinstance(layer, _QUANTIZED)
