@@ -9,6 +9,7 @@ from typing import Any
 
 from ..evaluation.speed_options import DTYPES, AttentionOptions, GenerationOptions
 from ..models.presets import PRESETS
+from .display import show
 from .options import add_cache_config_option, merge_options
 
 __all__ = ["add_parser", "run"]
@@ -112,18 +113,13 @@ def _measure(benchmark: str, options: Any) -> dict[str, Any]:
 
 
 def _show(benchmark: str, document: dict[str, Any], output: Path, *, plots: bool) -> None:
-    from rich.console import Console
-
     from ..evaluation import speed_plots, speed_tables
     from ..evaluation.results import write_results
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)  # a file has no width of its own
     is_attention = benchmark == "attention"
-    console.print((speed_tables.attention_table if is_attention else speed_tables.generation_table)(document))
+    tables = [(speed_tables.attention_table if is_attention else speed_tables.generation_table)(document)]
     if "largest_context" in document:
-        console.print(speed_tables.context_table(document))
+        tables.append(speed_tables.context_table(document))
     lines: Sequence[str] = speed_tables.footnotes(document)
     path = write_results(output, document)
     lines = [*lines, f"numbers: {path}"]
@@ -131,5 +127,4 @@ def _show(benchmark: str, document: dict[str, Any], output: Path, *, plots: bool
         picture = output / f"{benchmark}.png"
         (speed_plots.plot_attention if is_attention else speed_plots.plot_generation)(document, picture)
         lines.append(f"picture: {picture}")
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    show(tables, lines)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation.longbench.options import LongBenchOptions
+from .display import show
 from .model_arguments import NOT_OPTIONS, add_model_arguments
 from .options import merge_options
 
@@ -121,19 +122,12 @@ def _measure(merged: dict[str, Any], output: Path) -> dict[str, Any] | None:
 
 
 def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
-    from rich.console import Console
-
     from ..evaluation.longbench.display import footnotes, longbench_table, plot_longbench
     from ..evaluation.results import RESULTS_FILE
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)  # a file has no width of its own
-    console.print(longbench_table(document))
     lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
     if draws:
         picture = output / "longbench.png"
         plot_longbench(document, picture)
         lines.append(f"picture: {picture}")
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    show([longbench_table(document)], lines)

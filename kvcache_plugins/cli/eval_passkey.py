@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation.passkey_options import NEEDLE, QUESTION, PasskeyOptions
+from .display import show
 from .model_arguments import NOT_OPTIONS, add_model_arguments
 from .options import merge_options
 
@@ -88,19 +89,12 @@ def _measure(options: PasskeyOptions, output: Path) -> dict[str, Any] | None:
 
 
 def _show(document: dict[str, Any], output: Path, *, has_plots: bool) -> None:
-    from rich.console import Console
-
     from ..evaluation.passkey_display import footnotes, passkey_table, plot_passkey
     from ..evaluation.results import RESULTS_FILE
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)  # a file has no width of its own
-    console.print(passkey_table(document))
     lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
     if has_plots:
         picture = output / "passkey.png"
         plot_passkey(document, picture)
         lines.append(f"picture: {picture}")
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    show([passkey_table(document)], lines)

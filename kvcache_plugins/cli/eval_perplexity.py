@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation.perplexity_options import DATASETS, PG19, PerplexityOptions
+from .display import show
 from .model_arguments import NOT_OPTIONS, add_model_arguments
 from .options import merge_options
 
@@ -88,17 +89,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(document: dict[str, Any], output: Path, picture: Path | None) -> None:
-    from rich.console import Console
-
     from ..evaluation.perplexity_tables import footnotes, perplexity_table
     from ..evaluation.results import RESULTS_FILE
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)  # a file has no width of its own
-    console.print(perplexity_table(document))
     lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
     if picture is not None:
         lines.append(f"picture: {picture}")
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    show([perplexity_table(document)], lines)

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from .language_reference import read_language_reference
 from .passkey_options import PasskeyOptions
-from .perplexity_texts import UNSEEN_TOPICS
 
 __all__ = ["Filler", "read_filler"]
 
@@ -75,7 +75,7 @@ def read_filler(options: PasskeyOptions) -> str:
     if options.filler_text is not None:
         return options.filler_text.strip()
     if options.filler_files is None:
-        return _language_reference()
+        return read_language_reference()
     texts = []
     for name in options.filler_files:
         try:
@@ -86,17 +86,6 @@ def read_filler(options: PasskeyOptions) -> str:
             raise ValueError(f"--filler_files must hold text, got the empty file {name!r}.")
         texts.append(text)
     return "\n\n".join(texts)
-
-
-def _language_reference() -> str:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise ValueError(
-            "This Python comes without pydoc_data, the default text; give another with --filler_files."
-        ) from error
-    # A Python whose topics bear other names gives all of them.
-    return "\n\n".join([topics[name] for name in UNSEEN_TOPICS if name in topics] or topics.values())
 
 
 def _ends_sentence(text: str) -> bool:

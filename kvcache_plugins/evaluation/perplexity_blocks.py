@@ -141,13 +141,6 @@ def _residual_tokens(layer: QuantizedLayer) -> int:
 def _stream_room(stream: Stream, limit: int) -> int:
     """Tokens up to and including the one that makes the stream pack something."""
     for count in range(1, limit):
-        if _due(stream, stream.length + count) > stream.packed_length:
+        if stream.due(stream.length + count) > stream.packed_length:
             return count
     return limit
-
-
-def _due(stream: Stream, seen: int) -> int:
-    """Tokens packed once `seen` have come: none before what is learnt from the first ones can be learnt."""
-    if not stream.is_calibrated and seen < stream.padding.longest + stream.codec.warmup_tokens:
-        return stream.packed_length
-    return stream.spec.packed_length(seen)

@@ -11,23 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .language_reference import read_language_reference
 from .perplexity_options import PG19, PerplexityOptions
 
-__all__ = ["UNSEEN_TOPICS", "Text", "Window", "cut_windows", "read_texts"]
-
-# The longest topic, tens of thousands of tokens in every release of Python that has it, comes last.
-UNSEEN_TOPICS = (
-    "attribute-access",
-    "exprlists",
-    "global",
-    "nonlocal",
-    "numeric-types",
-    "operator-summary",
-    "specialattrs",
-    "subscriptions",
-    "specialnames",
-)
-"""Topics of the Python language reference that the bundled model has never seen."""
+__all__ = ["Text", "Window", "cut_windows", "read_texts"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +61,7 @@ def read_texts(options: PerplexityOptions) -> list[Text]:
     if options.dataset == "text":
         return [_read_file(Path(name)) for name in options.text_files]
     if options.dataset == "pydoc":
-        return [_read_pydoc()]
+        return [Text("pydoc_data.topics", read_language_reference())]
     return _read_pg19(options.dataset_path or PG19)
 
 
@@ -129,17 +116,6 @@ def _read_file(path: Path) -> Text:
     if not content.strip():
         raise ValueError(f"--text_files: {str(path)!r} is empty.")
     return Text(path.name, content)
-
-
-def _read_pydoc() -> Text:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise ValueError(
-            "This Python comes without pydoc_data, the language reference; use another --dataset."
-        ) from error
-    found = [topics[name] for name in UNSEEN_TOPICS if name in topics]
-    return Text("pydoc_data.topics", "\n\n".join(found or topics.values()))
 
 
 def _read_pg19(path: str) -> list[Text]:

@@ -141,7 +141,7 @@ class Stream:
         # present content attention still needs in this call.
         held = (self.tail.view().clone(),) if self.tail.length else ()
         view = StreamView(self, self.packed_length, (*held, states))
-        due = self._due(seen)
+        due = self.due(seen)
         self._pack(view, self.packed_length, due)
         self.tail.replace(view.read(due, seen) if due < seen else states[:, :, :0], seen)
         return view
@@ -149,7 +149,7 @@ class Stream:
     def settle(self) -> None:
         """Bring the split between packed and exact tokens to the closed form."""
         seen = self.length
-        due = self._due(seen)
+        due = self.due(seen)
         if due > self.packed_length:
             view = StreamView(self, self.packed_length, (self.tail.view(),))
             self.tail.drop(due - self.packed_length)
@@ -234,8 +234,8 @@ class Stream:
         if self.outliers is not None:
             self.outliers.to(device)
 
-    def _due(self, seen: int) -> int:
-        """Tokens that should be packed after `seen`, never fewer than already are."""
+    def due(self, seen: int) -> int:
+        """Return how many tokens should be packed after `seen`, never fewer than already are."""
         if not self.is_calibrated and seen < self.padding.longest + self.codec.warmup_tokens:
             return self.packed_length
         return max(self.packed_length, self.spec.packed_length(seen))

@@ -20,9 +20,9 @@ from torch import nn
 from kvcache_plugins.backends.kvquant import KVQuantCache, KVQuantLayer
 from kvcache_plugins.calibration.calibrate import calibrate_subject
 from kvcache_plugins.calibration.options import CalibrationOptions
+from kvcache_plugins.evaluation.language_reference import UNSEEN_TOPICS
 from kvcache_plugins.evaluation.loading import Subject, load_subject
 from kvcache_plugins.evaluation.model_options import ModelOptions
-from kvcache_plugins.evaluation.perplexity_texts import UNSEEN_TOPICS
 from kvcache_plugins.layers.nonuniform import NonUniformCodec, TokenNonUniformCodec, UnrotatedCodec
 from kvcache_plugins.layers.stream import StreamSpec
 from tests.reference.fidelity import fidelity

@@ -23,9 +23,9 @@ from kvcache_plugins.calibration.calibrate import calibrate_subject
 from kvcache_plugins.calibration.options import CalibrationOptions
 from kvcache_plugins.calibration.recording import calibrated_layers
 from kvcache_plugins.cli import main
+from kvcache_plugins.evaluation.language_reference import UNSEEN_TOPICS
 from kvcache_plugins.evaluation.loading import Subject, load_subject
 from kvcache_plugins.evaluation.model_options import ModelOptions
-from kvcache_plugins.evaluation.perplexity_texts import UNSEEN_TOPICS
 from kvcache_plugins.models.rotary import find_rotary
 from kvcache_plugins.testing import tiny_model
 
