@@ -15,7 +15,7 @@ from .config import BackendConfig, drop_legacy_keys
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
 from .models.facts import LayerFacts, decoder_config, describe_layers, split_model_or_config
-from .models.layer_plan import key_value_heads, plan_layers
+from .models.layer_plan import LayerPlan, key_value_heads, plan_layers
 from .registry import get_backend
 from .report import CacheReport
 
@@ -64,14 +64,12 @@ class KVCache(Cache):
         facts = self._describe(model)
         layers: list[Any] = []
         for layer_idx, plan in enumerate(self._plans):
-            if plan.dense_reason is None:
-                layer = self.layer_class(layer_configs[layer_idx], layer_idx, facts[layer_idx])
+            layer = self._build_layer(plan, layer_configs[layer_idx], layer_idx, facts[layer_idx])
+            if isinstance(layer, PackedLayer):
                 layer.kernel = kernel
                 layer.final_length = max_cache_length
                 layer.prepare(*key_value_heads(config, layer_idx))
-                layers.append(layer)
-            else:
-                layers.append(plan.build_dense())
+            layers.append(layer)
         if not any(isinstance(layer, PackedLayer) for layer in layers):
             warnings.warn(
                 f"The backend {self.backend!r} packs none of the {len(layers)} layers of this model: "
@@ -81,12 +79,22 @@ class KVCache(Cache):
         super().__init__(layers=layers)
 
     @property
+    def prefill_chunk_size(self) -> int | None:
+        """Prompt tokens `generate()` should read at once, where the cache bounds memory meanwhile."""
+        return None
+
+    @property
     def packed_layers(self) -> list[PackedLayer]:
         """The layers this package stores."""
         return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
 
     def bind(
-        self, model: nn.Module, attention_mask: Tensor | None = None, max_cache_length: int | None = None
+        self,
+        model: nn.Module,
+        attention_mask: Tensor | None = None,
+        max_cache_length: int | None = None,
+        *,
+        prompt_length: int | None = None,
     ) -> KVCache:
         """Tell the cache what `update` is never told. `generate()` does this by itself; own loops may.
 
@@ -95,6 +103,8 @@ class KVCache(Cache):
             attention_mask (`torch.Tensor` of shape `(B, T)`, *optional*): Its leading zeros are left padding.
                 Other shapes say nothing of padding and are ignored. Without effect once tokens are held.
             max_cache_length (`int`, *optional*): Tokens the cache will hold in the end.
+            prompt_length (`int`, *optional*): Tokens, those already seen included, after which the prompt or
+                the next turn of it will have been read; matters to evicting backends.
 
         Returns:
             `KVCache`: itself.
@@ -125,9 +135,7 @@ class KVCache(Cache):
         return CacheReport(
             backend=self.backend,
             tokens_seen=seen,
-            tokens_held=max(
-                (layer.key_stream_.length for layer in packed if layer.is_initialized), default=0
-            ),
+            tokens_held=max((layer.held_length for layer in packed), default=0),
             kv_bytes=self.kv_bytes(),
             dense_bytes=dense_bytes,
             kernel=[layer.kernel if isinstance(layer, PackedLayer) else "dense" for layer in self.layers],
@@ -150,6 +158,9 @@ class KVCache(Cache):
         from .persistence import load_cache
 
         return load_cache(directory, model_or_config)
+
+    def _build_layer(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
+        return self.layer_class(config, layer_idx, facts) if plan.dense_reason is None else plan.build_dense()
 
     def _describe(self, model: nn.Module | None) -> list[LayerFacts]:
         layer_types = [plan.layer_type for plan in self._plans]
@@ -201,14 +212,13 @@ def _left_padding(attention_mask: Tensor | None) -> Tensor | None:
 
 
 def _dense_size(layer: Any) -> tuple[int, int]:
-    """Number of state entries a layer would hold in transformers' own class, and their bytes."""
+    """Key and value entries a layer holds, and the bytes of all it has seen in transformers' own class."""
     if isinstance(layer, PackedLayer):
         if not layer.is_initialized:
             return 0, 0
         batch_size, num_heads = layer.records.data.shape[:2]
-        width = sum(stream.head_dim for stream in layer.streams)
-        values = batch_size * num_heads * layer.key_stream_.length * width
-        return values, values * layer.dtype.itemsize
+        per_token = batch_size * num_heads * sum(stream.head_dim for stream in layer.streams)
+        return per_token * layer.held_length, per_token * layer.get_seq_length() * layer.dtype.itemsize
     states = [t for t in tensors_in(vars(layer)) if t.is_floating_point()]
     return sum(t.numel() for t in states), sum(t.numel() * t.dtype.itemsize for t in states)
 

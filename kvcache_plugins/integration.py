@@ -20,7 +20,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -33,6 +33,9 @@ from .registry import TRANSFORMERS_BACKENDS, get_backend
 __all__ = ["install", "uninstall"]
 
 _OWN_ATTENTION = "kvcache_plugins"
+_UNSPLITTABLE_INPUTS = (
+    "pixel_values", "pixel_values_videos", "image_embeds", "input_features", "input_values", "inputs_embeds",
+)  # fmt: skip
 
 _Undo = Callable[[], None]
 _undo: list[_Undo] = []
@@ -114,7 +117,7 @@ def _generation_seam(module: ModuleType) -> None:
         _let_assistant_keep_its_cache(bound["generation_config"], bound["model_kwargs"])
         with _kept_whole(bound["generation_config"]):
             result = original(self, *args, **kwargs)
-        _bind(self, bound["model_kwargs"], bound["max_cache_length"])
+        _bind(self, bound["generation_config"], bound["model_kwargs"], bound["max_cache_length"])
         return result
 
     cls._prepare_cache_for_generation = prepare
@@ -229,17 +232,55 @@ def _kept_whole(generation_config: Any) -> Iterator[None]:
         generation_config.cache_config = cache_config
 
 
-def _is_ours(cache: Any) -> bool:
+def _is_ours(value: Any) -> bool:
     """Whether a cache is a `KVCache`; asked by name, so that a run without one never imports them."""
-    return any(base.__module__.startswith(f"{__package__}.") for base in type(cache).__mro__)
+    return any(base.__module__.startswith(f"{__package__}.") for base in type(value).__mro__)
 
 
-def _bind(model: Any, model_kwargs: dict[str, Any], max_cache_length: int | None) -> None:
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and _is_ours(cache):
-        cache.bind(
-            model, attention_mask=model_kwargs.get("attention_mask"), max_cache_length=max_cache_length
-        )
+def _bind(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], max_cache_length: int | None
+) -> None:
+    kv_cache = model_kwargs.get("past_key_values")
+    if kv_cache is None or not _is_ours(kv_cache):
+        return
+    prompt_length = _prompt_length(generation_config, model_kwargs)
+    kv_cache.bind(
+        model,
+        attention_mask=model_kwargs.get("attention_mask"),
+        max_cache_length=max_cache_length,
+        prompt_length=prompt_length,
+    )
+    if getattr(generation_config, "prefill_chunk_size", None) is None and _may_read_in_chunks(
+        kv_cache, model_kwargs
+    ):
+        generation_config.prefill_chunk_size = (
+            kv_cache.prefill_chunk_size
+        )  # this object is the call's own copy
+
+
+def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
+    """Tokens of the prompt, those of earlier turns included; `None` if nothing tells."""
+    for name in ("attention_mask", "position_ids"):
+        tensor = model_kwargs.get(name)
+        if tensor is not None and hasattr(tensor, "shape"):
+            return int(tensor.shape[-1])
+    found = getattr(generation_config, "_mask_length", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _may_read_in_chunks(kv_cache: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether transformers can split this prompt: not one with images, nor, before 5.18, a later turn."""
+    if any(model_kwargs.get(name) is not None for name in _UNSPLITTABLE_INPUTS):
+        return False
+    return kv_cache.get_seq_length() == 0 or _splits_later_turns()
+
+
+@cache
+def _splits_later_turns() -> bool:
+    """Whether `_prefill` leaves out of its chunks what the cache has seen; older releases read it again."""
+    from transformers.generation.utils import GenerationMixin
+
+    return "input_ids[:, -next_sequence_length:]" in inspect.getsource(GenerationMixin._prefill)
 
 
 def _is_flash(name: str) -> bool:

@@ -16,11 +16,11 @@ class CacheReport:
         tokens_seen (`int`): Tokens the cache was given (per row, pads included).
         tokens_held (`int`): Tokens it still holds; fewer only for evicting backends.
         kv_bytes (`int`): Bytes of every live tensor the cache owns.
-        dense_bytes (`int`): Bytes of the same tokens in transformers' own cache layers, without slack.
+        dense_bytes (`int`): Bytes of the tokens seen in transformers' own cache layers, without slack.
         kernel (`list[str]`): What reads each layer: `"cuda"`, `"cpu"`, `"torch"`, or `"dense"`.
         dense_layers (`dict[int, str]`): Layers left to transformers' own classes, with the reason.
         fallback_reads (`int`): Times an operation without a fused path decoded a whole layer.
-        values (`int`): Numbers (key and value entries) in `dense_bytes`.
+        values (`int`): Numbers (key and value entries) held.
     """
 
     backend: str
@@ -40,7 +40,7 @@ class CacheReport:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits spent per key or value entry, metadata, tail and slack included; 0 for an empty cache."""
+        """Bits spent per key or value entry held, metadata, tail and slack included; 0 for an empty cache."""
         return 8 * self.kv_bytes / self.values if self.values else 0.0
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from kvcache_plugins import BackendConfig, list_backends
 from kvcache_plugins.config import check_choice, check_integer, check_number, uniform_sqnr_db
+from kvcache_plugins.eviction.options import EvictingConfig
 from kvcache_plugins.registry import get_backend
 
 
@@ -29,8 +30,13 @@ class ShelfConfig(BackendConfig):
 
 
 CONFIGS = [get_backend(name).config_class for name in list_backends()]
-NEEDED: dict[str, dict[str, Any]] = {"KVQuantConfig": {"calibration": "normal_float"}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "KVQuantConfig": {"calibration": "normal_float"},
+    **{config.__name__: {"budget": 4096} for config in CONFIGS if issubclass(config, EvictingConfig)},
+    "LocretConfig": {"budget": 4096, "heads": "heads"},
+}
 """Options without a default."""
+SINKS = {"KVQuantConfig": 1, "KnormConfig": 4, "SirLLMConfig": 4, "StreamingLLMConfig": 4}
 
 
 # -- single checks
@@ -96,7 +102,7 @@ def test_every_backend_has_the_common_options(config_class: type[BackendConfig])
     assert common == {"kernel", "residual_length", "sink_length", "skip_layers", "layer_overrides"}
     assert common <= set(config_class.option_names())
     config = config_class(**NEEDED.get(config_class.__name__, {}))
-    sinks = {"KVQuantConfig": 1}.get(config_class.__name__, 0)
+    sinks = SINKS.get(config_class.__name__, 0)
     assert (config.kernel, config.sink_length, config.skip_layers) == ("auto", sinks, ())
 
 

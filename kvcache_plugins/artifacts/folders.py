@@ -18,13 +18,16 @@ from ..errors import ArtifactError
 __all__ = ["check_finite", "check_kind", "locate", "push", "replacing", "stamps"]
 
 
-def locate(name_or_path: str, files: Iterable[str], option: str = "calibration") -> Path:
+def locate(
+    name_or_path: str, files: Iterable[str], option: str = "calibration", revision: str | None = None
+) -> Path:
     """Return the folder of an artifact, downloaded if it is a hub repository.
 
     Args:
         name_or_path (`str`): Directory or hub id.
         files (`Iterable[str]`): What to download.
         option (`str`): Cache option that names the artifact, for the message.
+        revision (`str`, *optional*): Of the repository.
 
     Raises:
         ArtifactError: If it is neither a directory nor a repository that can be read.
@@ -35,7 +38,7 @@ def locate(name_or_path: str, files: Iterable[str], option: str = "calibration")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name_or_path, allow_patterns=list(files)))
+        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the hub client raises many kinds; all mean the artifact cannot be had
         raise ArtifactError(
             f"{option}={name_or_path!r} is neither a directory nor a hub repository that can be read: {error}"

@@ -12,6 +12,7 @@ Three doors, all leading to [`attend`]:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
+from ..layers.base import joined
 from ..layers.handle import KVHandle, intercept
 from .native import attend_handles
 from .reference import AttentionOptions, DenseView, TokenView, attend
@@ -56,7 +58,22 @@ def _scaled_dot_product_attention(
         shape = (query.shape[2], key.shape[2])
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
     with torch.no_grad():
-        return attend_handles(query, key, value, AttentionOptions(scaling=scale, mask=mask))
+        return _attend(query, key, value, AttentionOptions(scaling=scale, mask=mask))
+
+
+def _attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor:
+    options = _fitted(options, key, query.shape[2])
+    output = attend_handles(query, key, value, options)
+    key.layer.attended(query, key.tokens, options)
+    return output
+
+
+def _fitted(options: AttentionOptions, key: KVHandle, query_length: int) -> AttentionOptions:
+    """Options whose mask fits the layer: its own where the model's was made for another number of tokens."""
+    mask = options.mask
+    if mask is None or mask.shape[-1] in (1, key.tokens.length):
+        return options
+    return replace(options, mask=key.layer.own_mask(key.tokens), is_causal=query_length > 1)
 
 
 def forward_over_handles(
@@ -86,7 +103,7 @@ def forward_over_handles(
     """
     options = _options(module, query, key.shape[2], attention_mask, scaling, kwargs)
     with torch.no_grad():
-        output = attend_handles(query, key, value, options)
+        output = _attend(query, key, value, options)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -131,10 +148,40 @@ def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         if isinstance(key, KVHandle) and isinstance(value, KVHandle) and not _needs_dropout(module, kwargs):
+            if _is_exact(key, value) and _mask_fits(key, *args, **kwargs):
+                return _original_over_exact(original, module, query, key, value, *args, **kwargs)
             return forward_over_handles(module, query, key, value, *args, **kwargs)
         return original(module, query, key, value, *args, **kwargs)
 
     return forward
+
+
+def _is_exact(key: KVHandle, value: KVHandle) -> bool:
+    return key.tokens.packed_length == value.tokens.packed_length == 0
+
+
+def _mask_fits(key: KVHandle, attention_mask: Any = None, *args: Any, **kwargs: Any) -> bool:
+    return not isinstance(attention_mask, Tensor) or attention_mask.shape[-1] == key.tokens.length
+
+
+def _original_over_exact(
+    original: AttentionFunction,
+    module: nn.Module,
+    query: Tensor,
+    key: KVHandle,
+    value: KVHandle,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Let the model's own function read what exact handles stand for, and show the layer the queries."""
+    result = original(
+        module, query, joined(key.tokens), joined(value.tokens), attention_mask, scaling=scaling, **kwargs
+    )
+    with torch.no_grad():
+        options = _options(module, query, key.tokens.length, attention_mask, scaling, kwargs)
+        key.layer.attended(query, key.tokens, options)
+    return result
 
 
 def _needs_dropout(module: nn.Module, kwargs: dict[str, Any]) -> bool:

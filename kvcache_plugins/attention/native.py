@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..errors import KernelUnavailableError
 from ..kernels import loader
-from ..kernels.layout import FORMATS, MAX_HEAD_DIM, MAX_METADATA, Side, SideLayout
+from ..kernels.layout import FORMATS, MAX_HEAD_DIM, MAX_METADATA, Side
 from ..kernels.ops import decode_attention
 from ..layers.codec import RotatedCodec, ScaledCodec, code_format_of
+from ..layers.field_layout import side_layout
 from ..layers.handle import KVHandle
 from ..layers.nonuniform import ChannelNonUniformCodec, NonUniformCodec, UnrotatedCodec
 from ..layers.view import StreamView
@@ -100,22 +101,10 @@ def describe(view: StreamView) -> Side | None:
     if code_format is None:
         return None
     records = stream.records
-    fields = {
-        name.removeprefix(f"{stream.side}_"): offset for name, (offset, _) in records.layout.fields.items()
-        if name.startswith(f"{stream.side}_")
-    }  # fmt: skip
-    layout = SideLayout(
-        packed_length=view.packed_length,
-        nbits=codec.nbits,
-        format=code_format,
-        head_dim=stream.head_dim,
-        group_tokens=codec.stored_granularity.tokens,
-        width=codec.granularity.width(stream.head_dim),
-        metadata_bytes=records.layout.metadata_bytes,
-        interleaved=int(stream.interleaved),
-        codes_offset=fields["codes"],
-        scale_offset=fields.get("scale", -1),
-        minimum_offset=fields.get("minimum", fields.get("offset", -1)),
+    layout = side_layout(
+        stream,
+        view.packed_length,
+        code_format,
         period=period,
         rotary_dim=2 * len(nonuniform.get("inv_freq", ()))
         or (rotary.rotary_dim if rotary is not None else 0),

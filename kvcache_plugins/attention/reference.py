@@ -18,7 +18,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionOptions", "DenseView", "TokenView", "attend"]
+__all__ = [
+    "AttentionOptions",
+    "DenseView",
+    "TokenView",
+    "adjust_logits",
+    "attend",
+    "cut_tiles",
+    "first_visible_slot",
+]
 
 _TILE_VALUES = 1 << 21
 """Decoded values in a tile: 8 MB in fp32."""
@@ -115,20 +123,20 @@ def _attend(query: Tensor, keys: TokenView, values: TokenView, options: Attentio
     batch_size, query_heads, query_length, head_dim = query.shape
     scaling = options.scaling if options.scaling is not None else head_dim**-0.5
     length = keys.length
-    first = _first_visible_slot(options, length, query_length)
+    first = first_visible_slot(options, length, query_length)
     newest = keys.read(length - 1, length)
     kv_heads = newest.shape[1]
     # (B, Hkv, groups * q, D): the query heads of a group are rows of one product
     rows = (query.to(compute) * scaling).reshape(batch_size, kv_heads, -1, head_dim)
 
     best: Tensor | None = None
-    for start, stop in _tiles(
+    for start, stop in cut_tiles(
         keys, values, first, batch_size, kv_heads, query_heads * query_length, head_dim
     ):
         tile_keys = keys.read(start, stop).to(compute)
         logits = rows @ tile_keys.transpose(2, 3)
         logits = logits.view(batch_size, query_heads, query_length, stop - start)
-        logits = _adjust(logits, start, stop, length, options)
+        logits = adjust_logits(logits, start, stop, length, options)
         tile_best = logits.amax(-1, keepdim=True)
         new_best = tile_best if best is None else torch.maximum(best, tile_best)
         # Rows that have seen nothing yet keep -inf as their maximum; 0 in its place avoids inf - inf.
@@ -151,7 +159,7 @@ def _attend(query: Tensor, keys: TokenView, values: TokenView, options: Attentio
     return (output / total.masked_fill(total == 0, 1.0)).to(query.dtype)
 
 
-def _adjust(logits: Tensor, start: int, stop: int, length: int, options: AttentionOptions) -> Tensor:
+def adjust_logits(logits: Tensor, start: int, stop: int, length: int, options: AttentionOptions) -> Tensor:
     """Apply softcap, biases and masks to the logits `(B, Hq, q, stop - start)` of one tile."""
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
@@ -186,13 +194,14 @@ def _add_sinks(best: Tensor, total: Tensor, output: Tensor, sink_logits: Tensor)
     return total * decay + (sinks - shift).exp(), output * decay
 
 
-def _first_visible_slot(options: AttentionOptions, length: int, query_length: int) -> int:
+def first_visible_slot(options: AttentionOptions, length: int, query_length: int) -> int:
+    """First slot that the sliding window lets any query see."""
     if options.sliding_window is None:
         return 0
     return max(0, length - query_length - options.sliding_window + 1)
 
 
-def _tiles(
+def cut_tiles(
     keys: TokenView,
     values: TokenView,
     first: int,

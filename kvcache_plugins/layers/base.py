@@ -30,7 +30,7 @@ from .records import RecordLayout, Records
 from .stream import Stream, StreamSpec
 from .view import StreamView
 
-__all__ = ["PackedLayer"]
+__all__ = ["PackedLayer", "joined", "storing"]
 
 
 class PackedLayer(CacheLayerMixin):
@@ -97,7 +97,7 @@ class PackedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the shape, dtype and device of the first states, `(B, H, T, D)` each."""
-        with _storing():
+        with storing():
             self._allocate(key_states, value_states)
 
     def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -155,15 +155,33 @@ class PackedLayer(CacheLayerMixin):
         self._check(key_states)
         self.prefetch()
         is_first = self.cumulative_length == 0
-        with _storing():
+        with storing():
             keys = self.key_stream_.append(key_states, defer=self.record_past)
             values = self.value_stream_.append(value_states, defer=self.record_past)
         self.cumulative_length += key_states.shape[-2]
         if is_first:
             return key_states, value_states
         if keys.packed_length == values.packed_length == 0:
-            return _joined(keys), _joined(values)
+            return joined(keys), joined(values)
         return KVHandle(self, keys), KVHandle(self, values)
+
+    def attended(self, query: Tensor, tokens: StreamView, options: Any) -> None:
+        """Take notice that `query` `(B, Hq, q, D)` was answered from the keys `tokens`; evicting layers do.
+
+        Args:
+            query (`torch.Tensor`): Queries of the newest tokens.
+            tokens (`StreamView`): The keys they read.
+            options (`AttentionOptions`): Scaling, masks and biases they were read with.
+        """
+
+    def own_mask(self, tokens: StreamView) -> Tensor | None:
+        """Which slots are no pads, bool `(B, 1, 1, T)`; `None` if none is."""
+        pads = tokens.stream.padding.lengths
+        if pads is None:
+            return None
+        newest = tokens.segments[-1]
+        slots = torch.arange(tokens.length, device=newest.device)
+        return (slots >= tokens.stream.padding.starts(newest)[:, None])[:, None, None, :]
 
     @property
     def streams(self) -> tuple[Stream, Stream]:
@@ -180,13 +198,18 @@ class PackedLayer(CacheLayerMixin):
         """The exact, newest values: the residual tail, not the whole history."""
         return self.value_stream_.tail.view() if self.is_initialized else None
 
+    @property
+    def held_length(self) -> int:
+        """Tokens held per row and head: all that were seen, unless the layer evicts."""
+        return self.key_stream_.length if self.is_initialized else 0
+
     def get_seq_length(self) -> int:
         """Tokens seen."""
         return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what the next `update` of `query_length` tokens returns."""
-        return self.cumulative_length + query_length, 0
+        return self.held_length + query_length, self.cumulative_length - self.held_length
 
     def get_max_length(self) -> int:
         """No maximum."""
@@ -215,12 +238,12 @@ class PackedLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.prefetch()
-        length = max(0, self.cumulative_length + tokens_to_remove)
-        with _storing():
+        length = max(0, self.held_length + tokens_to_remove)
+        self.cumulative_length = max(0, self.cumulative_length + tokens_to_remove)
+        with storing():
             for stream in self.streams:
                 stream.truncate(length)
                 stream.settle()
-        self.cumulative_length = length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row `i` by row `beam_idx[i]` (beam search)."""
@@ -238,7 +261,7 @@ class PackedLayer(CacheLayerMixin):
         self.padding.index(indices)
         if self.is_initialized:
             indices = indices.to(self.records.data.device)
-            with _storing():
+            with storing():
                 self.records.data = self.records.data.index_select(0, indices)
                 for stream in self.streams:
                     stream.index_batch(indices)
@@ -294,7 +317,8 @@ class PackedLayer(CacheLayerMixin):
         for stream in self.streams:
             prefix = f"{stream.side}_"
             own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            stream.load(own, facts["packed_lengths"][stream.side], self.cumulative_length)
+            length = facts["packed_lengths"][stream.side] + own["tail"].shape[2]
+            stream.load(own, facts["packed_lengths"][stream.side], length)
 
     @property
     def kv_bytes(self) -> int:
@@ -312,7 +336,7 @@ class PackedLayer(CacheLayerMixin):
 
     def _move(self, device: torch.device) -> None:
         if self.is_initialized:
-            with _storing():
+            with storing():
                 self.records.data = self.records.data.to(device)
                 for stream in self.streams:
                     stream.to(device)
@@ -333,7 +357,7 @@ class PackedLayer(CacheLayerMixin):
 
 
 @contextmanager
-def _storing() -> Iterator[None]:
+def storing() -> Iterator[None]:
     """Record no gradients, and make ordinary tensors even in inference mode.
 
     A cache filled inside `torch.inference_mode()` may be continued outside of it, where tensors made inside
@@ -343,5 +367,6 @@ def _storing() -> Iterator[None]:
         yield
 
 
-def _joined(view: StreamView) -> Tensor:
+def joined(view: StreamView) -> Tensor:
+    """Return a view of which nothing is packed as one tensor `(B, H, T, D)`."""
     return view.segments[0] if len(view.segments) == 1 else torch.cat(view.segments, dim=2)

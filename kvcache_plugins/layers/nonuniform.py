@@ -76,8 +76,10 @@ class NonUniformCodec(Codec):
 class ChannelNonUniformCodec(NonUniformCodec):
     """Keys: one static range per channel, calibrated before any token is seen (KVQuant, 3.1 and 3.4).
 
-    Numbers outside of their channel's range are outliers. Without calibrated ranges, each row's are taken
-    from its own first tokens.
+    Outliers are the numbers of a block whose codes lack most, wherever in their range they lie: what is far
+    beyond its end, and then what falls between distant levels. The paper keeps every number outside of its
+    range, of which some lack little, and has none left for the others. Without calibrated ranges, each row's
+    are taken from its own first tokens.
 
     Args:
         nbits (`int`), codebook (`torch.Tensor`), levels (`torch.Tensor`, *optional*), side (`int`): As above.
@@ -119,7 +121,7 @@ class ChannelNonUniformCodec(NonUniformCodec):
         usable = torch.isfinite(states)
         if valid is not None:
             usable = usable & valid[:, None, :, None]
-        return self._encode(states, scale, offset, usable & ((states - offset).abs() > scale), {})
+        return self._encode(states, scale, offset, usable, {})
 
     def decode(self, encoded: Encoded, position: int) -> Tensor:
         return self._decode(encoded, *self._range_on(encoded.codes.device))

@@ -12,6 +12,7 @@ before it, plus everything else exact; then the tokens that are due are packed.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -188,6 +189,23 @@ class Stream:
         self.packed_length = kept
         empty = self.tail.buffer[:, :, :0]
         self.tail.replace(empty if survivors is None else survivors, length)
+
+    def gathered(self, index: Tensor, records: Records, padding: Padding) -> Stream:
+        """Return a stream of chosen tokens; this one stays as it is, for views that still read it.
+
+        Args:
+            index (`torch.Tensor` of shape `(B, H, K)`): Slots to keep, ascending. If any token is packed, all
+                exact ones are among them.
+            records (`Records`): Where the packed ones of `index` have been moved to.
+            padding (`Padding`): Of the tokens that stay.
+        """
+        chosen = copy.copy(self)
+        chosen.records, chosen.padding = records, padding
+        if self.packed_length:
+            chosen.packed_length = index.shape[2] - self.tail.length
+        else:
+            chosen.tail = self.tail.gathered(index)
+        return chosen
 
     def index_batch(self, indices: Tensor) -> None:
         """Replace the rows of the batch by rows `indices` (the records are the layer's to index)."""

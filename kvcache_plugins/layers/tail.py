@@ -73,6 +73,14 @@ class Tail:
         self._move(max(states.shape[2], self.room(seen)))
         self.append(states, seen)
 
+    def gathered(self, index: Tensor) -> Tail:
+        """Return a tail of the tokens `index` `(B, H, K)`; this one stays as it is."""
+        batch_size, num_heads, _, head_dim = self.buffer.shape
+        chosen = Tail(batch_size, num_heads, head_dim, self.limit, self.buffer.dtype, self.buffer.device)
+        count = index.shape[2]
+        chosen.replace(self.view().gather(2, index[..., None].expand(-1, -1, -1, head_dim)), count)
+        return chosen
+
     def shrink(self, seen: int) -> None:
         """Give back room beyond `room(seen)`, as after a call that appended more than the window holds."""
         room = self.room(seen)

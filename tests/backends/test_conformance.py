@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from kvcache_plugins import list_backends
+from kvcache_plugins.backends.locret import LocretLayer
+from kvcache_plugins.eviction.layer import EvictingLayer
 from kvcache_plugins.registry import get_backend
+from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
+from kvcache_plugins.retaining.heads import RetainingHeads
 from kvcache_plugins.testing import BackendConformance
+from kvcache_plugins.testing.models import tiny_model
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kivi": {
@@ -25,14 +31,16 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "int4": {"smooth": {"smooth": 0.5}, "k8v4": {"key_bits": 8}, "8bit": {"nbits": 8}, "2bit": {"nbits": 2}},
     "float8": {"e5m2": {"format": "e5m2"}},
+    "knorm": {
+        "int4-keys8": {"storage": {"backend": "int4", "key_bits": 8}, "residual_length": 16},
+        "float8": {"storage": {"backend": "float8"}},
+    },
     "kvquant": {
         "2bit-window": {"nbits": 2, "residual_length": 32},
         "4bit-no-outliers": {"nbits": 4, "outlier_fraction": 0.0},
         "k4v2": {"key_bits": 4, "value_bits": 2, "outlier_fraction": 0.05},
     },
 }
-NEEDED: dict[str, dict[str, Any]] = {"kvquant": {"calibration": "normal_float"}}
-"""Options without a default, for use without an artifact."""
 
 
 def _cases() -> list[Any]:
@@ -49,7 +57,31 @@ def cache_config(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
 
 
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Untrained retaining heads for the suite's model."""
+    folder = tmp_path_factory.mktemp("heads")
+    RetainingHeads(RetainingHeadsConfig.from_model(tiny_model("llama"))).save_pretrained(folder)
+    return str(folder)
+
+
+def _score_or_guess(self: LocretLayer, keys: Tensor, values: Tensor) -> Tensor:
+    """Scores of tokens that a test hands to a layer, which no projection was computed for."""
+    try:
+        return _score(self, keys, values)
+    except RuntimeError:
+        return EvictingLayer.score(self, keys, values)
+
+
+_score = LocretLayer.score
+
+
 class TestConformance(BackendConformance):
     @pytest.fixture
-    def cache_config(self, cache_config: dict[str, Any]) -> dict[str, Any]:
+    def cache_config(
+        self, cache_config: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    ) -> dict[str, Any]:
+        if cache_config["backend"] == "locret":
+            monkeypatch.setattr(LocretLayer, "score", _score_or_guess)
+            return cache_config | {"heads": request.getfixturevalue("heads")}
         return cache_config

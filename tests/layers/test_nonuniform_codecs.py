@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from kvcache_plugins import build_cache
+from kvcache_plugins.evaluation.language_reference import read_language_reference
 from kvcache_plugins.layers.nonuniform import (
     ChannelNonUniformCodec,
     TokenNonUniformCodec,
@@ -17,7 +24,10 @@ from kvcache_plugins.layers.nonuniform import (
 from kvcache_plugins.layers.padding import Padding
 from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.quantizers.nonuniform import normal_float_codebook
+from tests.reference.kvquant import kvquant_oracle_cache
 
+BUNDLED = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
+ARTIFACT = BUNDLED.with_name(f"{BUNDLED.name}-kvquant3")
 HEADS, DIM = 3, 32
 BOOK = normal_float_codebook(3).bfloat16().float()
 
@@ -164,3 +174,142 @@ def test_outliers_come_in_equal_numbers_above_and_below() -> None:
     assert outliers_per_side(0.0, 4096) == 0
     assert outliers_per_side(0.01, 4096) == 20
     assert outliers_per_side(0.01, 64) == 1, "at least one where any are kept"
+
+
+# -- outliers are exact
+
+
+def ulp(numbers: Tensor) -> Tensor:
+    """Distance of fp16 numbers about each of `numbers`, as if fp16 had no largest number."""
+    return torch.exp2((torch.frexp(numbers.abs()).exponent - 11).clamp_min(-24).float())
+
+
+def heavy_tailed(size: float, bias: float) -> Tensor:
+    """`(2, HEADS, 128, DIM)` numbers of at most `size`, most of them much smaller, about `bias * size`."""
+    generator = torch.Generator().manual_seed(4)
+    draws = torch.randn(2, 2, HEADS, 128, DIM, generator=generator)
+    numbers = draws[0] * draws[1].exp()
+    return size * ((1 - bias) * numbers / numbers.abs().max() + bias)
+
+
+def coded_keys(keys: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """What is read, and which numbers lie outside of their channel's range."""
+    lower, upper = keys.quantile(0.01, 2).amin(0), keys.quantile(0.99, 2).amax(0)
+    codec = ChannelNonUniformCodec(3, BOOK, None, side, lower, upper)
+    outlying = (keys < lower[:, None]) | (keys > upper[:, None])
+    return codec.decode(codec.encode(keys, 0), 0), outlying
+
+
+def coded_values(values: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """What is read, and which numbers are among the `side` largest or smallest of their token."""
+    codec = TokenNonUniformCodec(3, BOOK, None, side)
+    vectors = values.transpose(1, 2).flatten(2)
+    place = vectors.argsort(-1).argsort(-1)
+    outlying = ((place < side) | (place >= vectors.shape[-1] - side)).unflatten(2, (HEADS, DIM))
+    return codec.decode(codec.encode(values, 0), 0), outlying.transpose(1, 2)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.9])
+@pytest.mark.parametrize("size", [0.1, 1.0, 100.0, 60000.0])
+@pytest.mark.parametrize("coded", [coded_keys, coded_values])
+def test_outliers_are_read_within_an_ulp_of_half_precision(coded: Any, size: float, bias: float) -> None:
+    states = heavy_tailed(size, bias)
+    got, outlying = coded(states, 40 if coded is coded_keys else 2)  # room for all
+    error = (got - states).abs()
+    assert 0.01 < outlying.float().mean() < 0.1
+    assert (error <= ulp(states))[outlying].all()
+    assert error[~outlying].median() > 4 * error[outlying].median(), "the others are coarse"
+
+
+def test_outliers_that_half_precision_cannot_hold_are_better_than_none() -> None:
+    states = heavy_tailed(1e6, 0.0)
+    (got, outlying), (clamped, _) = coded_keys(states, 40), coded_keys(states, 0)
+    assert got.isfinite().all()
+    assert ((got - states).abs() < (clamped - states).abs())[outlying].all()
+
+
+# -- a model's own keys and values
+
+
+@lru_cache(maxsize=1)
+def bundled() -> tuple[Any, Tensor, dict[str, Tensor]]:
+    """The bundled model, a text it never saw, and what was calibrated for it."""
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()
+    tokens = AutoTokenizer.from_pretrained(BUNDLED)(read_language_reference(), verbose=False).input_ids
+    return model, torch.tensor(tokens[:1024]).view(2, 512), load_file(ARTIFACT / "kvquant.safetensors")
+
+
+def options(**given: Any) -> dict[str, Any]:
+    return {"backend": "kvquant", "residual_length": 0, "calibration": str(ARTIFACT), **given}
+
+
+def test_outliers_of_a_model_are_read_within_an_ulp() -> None:
+    model, token_ids, tensors = bundled()
+    dense, packed = DynamicCache(config=model.config), build_cache(model, options())
+    with torch.no_grad():
+        for cache in (dense, packed):
+            model(token_ids, past_key_values=cache)
+    positions = torch.arange(512)
+    dropped = 0
+    for index, layer in enumerate(packed.packed_layers):
+        exact: Any = dense.layers[index]
+        values, keys = exact.values[:, :, 1:], exact.keys  # the first token is kept exact as a whole
+        read = layer.value_stream_.decode(0, 512)[:, :, 1:]
+        for extreme in (torch.argmax, torch.argmin):  # one a side of 128 numbers
+            place = extreme(values.transpose(1, 2).flatten(2), dim=-1)[..., None]
+            number, got = (s.transpose(1, 2).flatten(2).gather(-1, place) for s in (values, read))
+            assert ((got - number).abs() <= ulp(number)).all()
+
+        rotary = layer.facts.rotary
+        assert rotary is not None
+        before = rotary.rotate(keys, -positions)
+        got = rotary.rotate(layer.key_stream_.decode(0, 512), -positions)
+        lower, upper = (tensors[f"layers.{index}.key_{end}"][:, None] for end in ("lower", "upper"))
+        turning = 1e-6 * before.norm(dim=-1, keepdim=True)  # what turning back may change
+        outlying = ((before < lower - turning) | (before > upper + turning))[:, :, 1:]
+        perhaps = ((before < lower + turning) | (before > upper - turning))[:, :, 1:]
+        # stored is the distance to the range, which in a channel that has one sign may exceed the number
+        stored = torch.maximum(before.abs(), (before - (lower + upper) / 2).abs())
+        is_off = ((got - before).abs() > ulp(stored) + turning)[:, :, 1:]
+        for row in range(2):
+            for start in range(-1, 511, 64):
+                block = (row, slice(None), slice(max(start, 0), start + 64))
+                missing, room = int((outlying & is_off)[block].sum()), 128
+                assert missing <= max(0, int(perhaps[block].sum()) - room)
+                dropped += missing
+        assert (is_off & ~outlying).float().mean() > 0.5
+    assert dropped > 0, "no list was ever full"
+
+
+@pytest.mark.parametrize("pads", [[0, 0], [0, 37]])
+def test_a_layer_reads_what_the_formulas_say(pads: list[int]) -> None:
+    """Number by number, on keys some of whose lists overflow; levels as bf16 numbers, as they are stored."""
+    model, _, tensors = bundled()
+    tensors = {name: t.bfloat16().float() if "codebook" in name else t for name, t in tensors.items()}
+    inv_freq = model.model.rotary_emb.inv_freq
+    oracle = kvquant_oracle_cache(model.config, tensors, inv_freq, residual_length=0, padding=pads)
+    ours = build_cache(model, options(sink_length=1)).packed_layers[2]
+    ours.bind(ours.facts, torch.tensor(pads), None)
+
+    lower, upper = (tensors[f"layers.2.key_{end}"][:, None] for end in ("lower", "upper"))
+    noise = torch.randn(3, 2, 2, 321, 64, generator=torch.Generator().manual_seed(5))
+    keys = (lower + upper) / 2 + (upper - lower) / 2 * noise[0] * (0.3 + 0.1 * noise[1].square())
+    rotary = ours.facts.rotary
+    assert rotary is not None
+    for row in range(2):
+        keys[row : row + 1] = rotary.rotate(keys[row : row + 1], torch.arange(321) - pads[row])
+    values = noise[2] * noise[1].exp()
+    reads = []
+    targets: list[Any] = [ours, oracle.layers[2]]
+    for target in targets:
+        target.update(keys[:, :, :320], values[:, :, :320])
+        read = target.update(keys[:, :, 320:], values[:, :, 320:])
+        reads.append([state + 0 for state in read])
+    for exact, got, expected in zip((keys, values), *reads, strict=True):
+        for row in range(2):
+            real = (row, slice(None), slice(pads[row], None))
+            size = (expected[real] - exact[real]).abs().mean()
+            assert size > 0.01 * exact[real].abs().mean(), "nothing is coded"
+            # Numbers half way between two levels, or equal in loss at the end of a list, may fall either way.
+            differs = (got[real] - expected[real]).abs() > 0.05 * size
+            assert differs.float().mean() < 1e-3

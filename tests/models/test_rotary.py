@@ -7,7 +7,8 @@ model computes the same, so its keys differ by the rotation alone, and undoing t
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -271,3 +272,110 @@ def test_angles_are_exact_far_out() -> None:
     cos, sin = rotary.tables(torch.tensor([1_000_003]))
     angles = 1_000_003 * torch.tensor(rotary.inv_freq, dtype=torch.float64)
     assert torch.equal(cos[0], angles.cos().float()) and torch.equal(sin[0], angles.sin().float())
+
+
+# -- keys as the models make them, turned back
+
+
+POWERS_OF_TWO = {"rope_type": "default", "rope_theta": 2.0**16}
+"""Of 16 channels the frequencies are 4^0, 4^-1, ...: the models' fp32 angles are exact at every position."""
+
+MADE: dict[str, tuple[str, dict[str, Any]]] = {
+    **{rope: ("llama", {"rope_parameters": parameters}) for rope, parameters in ROPE.items()},
+    "partial": ("phi", {}),
+    "partial-quarter": ("stablelm", {}),
+    "partial-llama3": ("phi", {"rope_parameters": {**ROPE["llama3"], "partial_rotary_factor": 0.5}}),
+    "interleaved": ("cohere", {"use_qk_norm": False}),
+    "interleaved-yarn": ("cohere", {"use_qk_norm": False, "rope_parameters": ROPE["yarn"]}),
+    "interleaved-partial": ("glm4", {}),
+    "after-a-norm": ("qwen3", {"head_dim": 16}),
+    "yarn-with-sinks": ("gpt_oss", {}),
+}
+
+
+class Made(NamedTuple):
+    """Keys of one layer: as its projection made them, and as its cache received them."""
+
+    before: Tensor
+    after: Tensor
+    positions: Tensor
+    rotary: Rotary
+    factor: float
+    """What the model multiplies cosines and sines by (yarn)."""
+
+    @property
+    def expected(self) -> Tensor:
+        """Keys before the rotation, with the factor on the channels that rotate."""
+        factors = torch.ones(self.before.shape[-1])
+        factors[: self.rotary.rotary_dim] = self.factor
+        return self.before * factors
+
+    def turned_back(self) -> Tensor:
+        return self.rotary.rotate(self.after, -self.positions)
+
+
+def made_keys(name: str, start: int, **overrides: Any) -> Made:
+    family, given = MADE[name]
+    model = tiny_model(family, **(given | overrides))
+    # the second of two layers: where a family has sliding ones, the first is
+    attention = [m for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__][1]
+    last: Any = getattr(attention, "k_norm", None) or attention.k_proj
+    outputs: list[Tensor] = []
+    handle = last.register_forward_hook(lambda module, args, output: outputs.append(output))
+    cache = DynamicCache(config=model.config)
+    positions = torch.arange(start, start + 64)
+    with torch.no_grad():
+        model(torch.randint(3, 120, (2, 64)), past_key_values=cache, position_ids=positions[None])
+    handle.remove()
+    layer: Any = cache.layers[1]
+    after, rotary = layer.keys, described(model)[1].rotary
+    assert rotary is not None
+    before = outputs[0].view(2, 64, -1, after.shape[-1]).transpose(1, 2)
+    module = next(m for m in model.modules() if "RotaryEmbedding" in type(m).__name__)
+    return Made(before, after, positions, rotary, float(getattr(module, "attention_scaling", 1.0)))
+
+
+def relative_error(exact: Tensor, got: Tensor) -> float:
+    """Largest distance of two vectors, relative to the vector."""
+    return float(((got - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_turning_back_finds_the_key_before_the_rotation(name: str) -> None:
+    made = made_keys(name, 0)
+    assert ("interleaved" in name, "partial" in name) == (
+        made.rotary.interleaved,
+        made.rotary.rotary_dim < made.after.shape[-1],
+    )
+    assert relative_error(made.expected, made.after) > 0.5
+    assert relative_error(made.expected, made.turned_back()) <= 1e-6
+
+
+def test_the_factor_of_yarn_stays_on_the_key() -> None:
+    # A cache cannot tell it from the key itself; what it reads then has it once, as the model's own key.
+    made = made_keys("yarn", 0)
+    factor = 0.1 * math.log(ROPE["yarn"]["factor"]) + 1  # arXiv 2309.00071, eq. 22
+    assert factor == pytest.approx(made.factor) and factor > 1.2
+    assert relative_error(made.before * factor, made.turned_back()) <= 1e-6
+
+
+@pytest.mark.parametrize("start", [1000, 8000, 10**6])
+@pytest.mark.parametrize("name", ["default", "partial", "interleaved", "interleaved-partial"])
+def test_turning_back_is_exact_far_out_where_the_models_angles_are(name: str, start: int) -> None:
+    partial = {"partial_rotary_factor": 0.5} if "partial" in name else {}
+    made = made_keys(name, start, rope_parameters={**POWERS_OF_TWO, **partial})
+    assert all(math.log2(frequency).is_integer() for frequency in made.rotary.inv_freq)
+    assert relative_error(made.expected, made.after) > 0.5
+    assert relative_error(made.expected, made.turned_back()) <= 1e-6
+
+
+@pytest.mark.parametrize("start", [0, 1000, 10**5])
+@pytest.mark.parametrize("name", MADE)
+def test_reading_gives_the_models_own_keys(name: str, start: int) -> None:
+    """Also where the models' angles are rounded, and beyond the context, where some change."""
+    made = made_keys(name, start)
+    back = made.turned_back()
+    assert relative_error(made.after, made.rotary.rotate(back, made.positions)) <= 1e-6
+    assert torch.allclose(back.norm(dim=-1), made.after.norm(dim=-1), rtol=1e-6)
+    if name == "dynamic" and start > 8192:
+        assert relative_error(made.before, back) > 0.1, "its frequencies follow the length of the text"

@@ -4,6 +4,7 @@ Which tokens of a layer are quantized is a function of the number `T` of tokens 
 arrived:
 
 * KIVI: the first `R * (T // R)` keys and the first `max(0, T - R)` values, `R` the residual length;
+* KVQuant (in `kvquant.py`): whole blocks of 64 tokens among the first `max(0, T - R)`;
 * every other method: the first `max(0, T - R)` keys and values.
 
 A call reads the tokens that were quantized *before* it as quantized, the rest and its own tokens exactly.
@@ -43,6 +44,8 @@ class FakeQuantizer(ABC):
     """What a method makes of the keys and values of one layer."""
 
     residual_length: int
+    sink_length: int = 0
+    """First real tokens of a row that are read exactly."""
 
     def quantized_lengths(self, length: int) -> tuple[int, int]:
         """How many of the first keys and values are quantized once `length` tokens have been seen."""
@@ -249,13 +252,21 @@ class OracleLayer(DynamicLayer):
             slots = torch.arange(keys.shape[-2], device=keys.device)
             valid = slots[None, :] >= self.padding.to(keys.device)[:, None]
         read = self.quantizer.read_keys(keys, count, valid, self.first_encoding_length)
-        return torch.cat([read.to(keys.dtype), keys[:, :, count:]], dim=-2)
+        return self._with_exact(read, keys)
 
     def _read_values(self, values: torch.Tensor, count: int) -> torch.Tensor:
         if count == 0:
             return values
-        read = self.quantizer.read_values(values, count)
-        return torch.cat([read.to(values.dtype), values[:, :, count:]], dim=-2)
+        return self._with_exact(self.quantizer.read_values(values, count), values)
+
+    def _with_exact(self, read: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """What was read, with the tokens that are kept exactly: sinks, and all that follow."""
+        count = read.shape[-2]
+        slots = torch.arange(count, device=states.device)[None, :]
+        start = 0 if self.padding is None else self.padding.to(states.device)[:, None]
+        is_sink = (slots >= start) & (slots < start + self.quantizer.sink_length)  # [B or 1, count]
+        read = torch.where(is_sink[:, None, :, None], states[:, :, :count], read.to(states.dtype))
+        return torch.cat([read, states[:, :, count:]], dim=-2)
 
     def reset(self) -> None:
         """Forgets all tokens, and what was estimated from them."""
@@ -326,15 +337,15 @@ def rotate_half_split(states: torch.Tensor, positions: torch.Tensor, inv_freq: t
 
     Args:
         states: fp32 `torch.Tensor` of shape `(B, H, T, D)`.
-        positions: Integer `torch.Tensor` of shape `(T,)`; negative ones rotate back.
+        positions: Integer `torch.Tensor` that broadcasts to `(B, H, T)`; negative ones rotate back.
         inv_freq: `torch.Tensor` of shape `(rotary_dim / 2,)`.
 
     Returns:
         fp32 `torch.Tensor` of shape `(B, H, T, D)`.
     """
     half = inv_freq.shape[0]
-    # [T, rotary_dim / 2]
-    angles = positions.double()[:, None] * inv_freq.double().to(positions.device)[None, :]
+    # [..., T, rotary_dim / 2]
+    angles = positions.double()[..., None] * inv_freq.double().to(positions.device)
     cos, sin = angles.cos().float(), angles.sin().float()
     first, second, rest = states[..., :half], states[..., half : 2 * half], states[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

@@ -1,0 +1,78 @@
+"""Heavy hitters: the tokens that have received most attention so far, and the newest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..attention.received import received_attention
+from ..attention.reference import AttentionOptions
+from ..eviction.cache import EvictingCache
+from ..eviction.layer import EvictingLayer
+from ..eviction.options import EvictingConfig
+from ..layers.view import StreamView
+from ..registry import register_backend
+
+__all__ = ["H2OCache", "H2OConfig", "H2OLayer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2OConfig(EvictingConfig):
+    """Options of [`H2OCache`]; see [`EvictingConfig`].
+
+    Args:
+        local_length (`int`, *optional*), stabilizer_length (`int`, *optional*): Newest tokens that are kept;
+            half of the budget if not given, as in the paper.
+        normalize (`bool`): Divide what a token received by the number of queries that saw it, as early
+            tokens are seen by more.
+    """
+
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.normalize, bool):
+            raise ValueError(f"H2OConfig.normalize must be true or false, got {self.normalize!r}.")
+
+    def protected_at(self, phase: str, budget: int) -> int:
+        given = self.stabilizer_length if phase == "chunk" else self.local_length
+        return max(budget // 2 if given is None else given, self.exact_length)
+
+    @classmethod
+    def tiny(cls) -> H2OConfig:
+        return cls(budget=8192, storage={"backend": "int8"})
+
+
+class H2OLayer(EvictingLayer):
+    """Worth of a token: the attention it has received from every query since it came."""
+
+    scored_after = "attention"
+    accumulates = True
+    config: H2OConfig
+
+    def observe(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
+        received = received_attention(query, tokens, options, self.counted_queries(query, tokens))
+        self.ledger.scores.add_(received)
+
+    def ranks(self) -> Tensor:
+        if not self.config.normalize:
+            return self.ledger.scores
+        queries = self.cumulative_length - self.ledger.positions
+        return self.ledger.scores / queries.to(torch.float32)
+
+
+@register_backend("h2o")
+class H2OCache(EvictingCache):
+    """Keeps the tokens with the largest accumulated attention.
+
+    Paper: H2O: Heavy-Hitter Oracle, arXiv 2306.14048.
+    Deviates: evicts after a chunk, not after a token, while a prompt is read; scores are summed over the
+        query heads of a group. Drafted tokens that are rejected have voted.
+    Cost: 8 bytes per token and head beside the storage; each step computes the logits twice more.
+    Limits: needs the queries, so not `attn_implementation="eager"`.
+    """
+
+    config_class = H2OConfig
+    layer_class = H2OLayer

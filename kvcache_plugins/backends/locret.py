@@ -1,0 +1,117 @@
+"""Trained retaining heads: small networks that say, when a token is read, how much it will matter later."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..config import BackendConfig
+from ..errors import UnsupportedOperationError
+from ..eviction.cache import EvictingCache
+from ..eviction.layer import EvictingLayer
+from ..eviction.options import EvictingConfig
+from ..models.facts import LayerFacts, split_model_or_config
+from ..registry import register_backend
+from ..retaining.loading import load_heads
+from ..retaining.projections import ProjectionTap
+
+__all__ = ["LocretCache", "LocretConfig", "LocretLayer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocretConfig(EvictingConfig):
+    """Options of [`LocretCache`]; see [`EvictingConfig`].
+
+    Args:
+        heads (`str`): Directory or hub id of retaining heads, as made by `kvcache-plugins train-locret`.
+    """
+
+    heads: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.heads, str) or not self.heads:
+            raise ValueError(
+                "LocretConfig.heads must be the directory or hub id of retaining heads, as made by "
+                f"`kvcache-plugins train-locret`, got {self.heads!r}."
+            )
+
+    @classmethod
+    def tiny(cls) -> LocretConfig:
+        return cls(budget=8192, storage={"backend": "int8"}, heads="heads")
+
+
+class LocretLayer(EvictingLayer):
+    """Worth of a token: what its retaining head makes of its query, key and value projections."""
+
+    config: LocretConfig
+
+    def __init__(self, config: BackendConfig, layer_idx: int, facts: LayerFacts) -> None:
+        super().__init__(config, layer_idx, facts)
+        self._tap: weakref.ref[ProjectionTap] | None = None
+
+    def attach(self, tap: ProjectionTap) -> None:
+        """Say where the projections of the layer can be taken from."""
+        self._tap = weakref.ref(tap)
+
+    def score(self, keys: Tensor, values: Tensor) -> Tensor:
+        if keys.is_meta or not self.evicts:
+            return super().score(keys, values)
+        tap = None if self._tap is None else self._tap()
+        if tap is None:
+            raise UnsupportedOperationError(
+                f"Layer {self.layer_idx} was not told which model it serves, whose projections the retaining "
+                "heads read: pass the cache to `generate()`, or call `cache.bind(model)` before the first "
+                "forward."
+            )
+        assert self.config.heads is not None
+        return load_heads(self.config.heads).score(self.layer_idx, tap.take(self.layer_idx)).to(keys.device)
+
+
+@register_backend("locret")
+class LocretCache(EvictingCache):
+    """Keeps the tokens that trained retaining heads score highest.
+
+    Paper: Locret, arXiv 2410.01805.
+    Deviates: the local window counts against the budget and is protected where it lies, so the end of the
+        prompt is not read apart; positions stay absolute unless `positions="compact"`; what is kept may be
+        packed, and then keeps its codes.
+    Cost: 8 bytes per token and head beside the storage; the heads take 2 to 8 % of the model's weights.
+    Limits: needs heads trained for the model (`kvcache-plugins train-locret`).
+    """
+
+    config_class = LocretConfig
+    layer_class = LocretLayer
+
+    def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
+        super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
+        assert isinstance(self.config, LocretConfig) and self.config.heads is not None
+        load_heads(self.config.heads).check_model(self.model_config)
+        model, _ = split_model_or_config(model_or_config)
+        if model is not None:
+            self._attach(model)
+
+    def bind(
+        self,
+        model: nn.Module,
+        attention_mask: Tensor | None = None,
+        max_cache_length: int | None = None,
+        *,
+        prompt_length: int | None = None,
+    ) -> LocretCache:
+        super().bind(model, attention_mask, max_cache_length, prompt_length=prompt_length)
+        self._attach(model)
+        return self
+
+    def _attach(self, model: nn.Module) -> None:
+        tap = ProjectionTap.of(model).attach(_reads_projections)
+        for layer in self.evicting_layers:
+            assert isinstance(layer, LocretLayer)
+            layer.attach(tap)
+
+
+def _reads_projections(cache: Any) -> bool:
+    return isinstance(cache, LocretCache)

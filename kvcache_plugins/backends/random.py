@@ -1,0 +1,72 @@
+"""Tokens kept by lot: what any choice has to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import check_integer
+from ..eviction.cache import EvictingCache
+from ..eviction.layer import EvictingLayer
+from ..eviction.options import EvictingConfig
+from ..registry import register_backend
+
+__all__ = ["RandomCache", "RandomConfig", "RandomLayer"]
+
+_BITS = 0x7FFFFFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomConfig(EvictingConfig):
+    """Options of [`RandomCache`]; see [`EvictingConfig`].
+
+    Args:
+        seed (`int`): Of the lot. A token's score depends on it, the layer, the head and the position, so it
+            is the same in every row and however the tokens arrive.
+    """
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer(self, "seed", self.seed)
+
+    @classmethod
+    def tiny(cls) -> RandomConfig:
+        return cls(budget=8192, storage={"backend": "int8"})
+
+
+class RandomLayer(EvictingLayer):
+    """Worth of a token: a hash of where it stands."""
+
+    config: RandomConfig
+
+    def score(self, keys: Tensor, values: Tensor) -> Tensor:
+        seen, count, heads = self.cumulative_length, keys.shape[2], keys.shape[1]
+        positions = torch.arange(seen, seen + count, device=keys.device)
+        streams = torch.arange(heads, device=keys.device) + 1000003 * self.layer_idx + 7919 * self.config.seed
+        mixed = _mixed(_mixed(streams)[:, None] + positions)
+        return (mixed.double() / _BITS).float().expand(keys.shape[:3])
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Integers in `[0, 2^31)` that look unrelated to `numbers` (multiply and xor-shift, twice)."""
+    for factor in (0x45D9F3B, 0x119DE1F3):
+        numbers = ((numbers ^ (numbers >> 15)) * factor) & _BITS
+    return numbers ^ (numbers >> 13)
+
+
+@register_backend("random")
+class RandomCache(EvictingCache):
+    """Keeps tokens by lot, another choice for every head.
+
+    Paper: none; every comparison of evicting caches has such a line.
+    Deviates: nowhere; the newest tokens are protected, as in every evicting backend.
+    Cost: 8 bytes per token and head beside the storage.
+    Limits: a baseline.
+    """
+
+    config_class = RandomConfig
+    layer_class = RandomLayer

@@ -1,0 +1,173 @@
+"""Surprise: tokens the model did not expect carry the information of a text."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..config import check_number
+from ..errors import UnsupportedOperationError
+from ..eviction.cache import EvictingCache
+from ..eviction.layer import EvictingLayer
+from ..eviction.options import EvictingConfig
+from ..layers.base import storing
+from ..models.facts import decoder_config
+from ..registry import register_backend
+
+__all__ = ["SirLLMCache", "SirLLMConfig", "SirLLMLayer"]
+
+_MARK = "_kvcache_plugins_surprisal"
+_LAST_STATE = "last_state"
+_SLICE = 512
+"""Tokens whose logits are computed at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SirLLMConfig(EvictingConfig):
+    """Options of [`SirLLMCache`]; see [`EvictingConfig`].
+
+    Args:
+        sink_length (`int`): First real tokens never evicted.
+        decay (`float`): Factor on all scores at the end of every prompt, so that later turns weigh more.
+    """
+
+    sink_length: int = 4
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "decay", self.decay, minimum=0.0, maximum=1.0)
+
+    @classmethod
+    def tiny(cls) -> SirLLMConfig:
+        return cls(budget=8192, sink_length=0, storage={"backend": "int8"})
+
+
+class SirLLMLayer(EvictingLayer):
+    """Worth of a token: `-log p(token | what came before)`, the same for all layers and heads."""
+
+    scored_after = "forward"
+    config: SirLLMConfig
+
+    def take_scores(self, surprisal: Tensor) -> None:
+        """Write the scores `(B, n)` of the newest tokens, and evict what is due."""
+        with storing():
+            newest = self.ledger.scores[:, :, -surprisal.shape[1] :]
+            newest.copy_(surprisal.to(newest.device)[:, None].expand_as(newest))
+            if self._due == "prompt" and self.config.decay < 1.0:
+                self.ledger.scores.mul_(self.config.decay)
+        self.evict_due()
+
+
+@register_backend("sirllm")
+class SirLLMCache(EvictingCache):
+    """Keeps the tokens that surprised the model most.
+
+    Paper: SirLLM, arXiv 2405.12528.
+    Deviates: a token's surprisal is taken where it was predicted (the published code reads the logits one
+        token late); the first token of a text counts as much as the most surprising of its call, and so does
+        the first after drafted tokens were rejected.
+    Cost: 8 bytes per token and head beside the storage; the language-model head on every token of a prompt,
+        and twice on generated ones. All layers evict after the forward, so the peak is a budget and a chunk
+        in every layer.
+    Limits: needs `input_ids`, and a model with a language-model head.
+    """
+
+    config_class = SirLLMConfig
+    layer_class = SirLLMLayer
+
+    def bind(
+        self,
+        model: nn.Module,
+        attention_mask: Tensor | None = None,
+        max_cache_length: int | None = None,
+        *,
+        prompt_length: int | None = None,
+    ) -> SirLLMCache:
+        if getattr(model, "get_output_embeddings", lambda: None)() is None:
+            raise ValueError(
+                f"The backend 'sirllm' needs a model with a language-model head, got {type(model).__name__}."
+            )
+        super().bind(model, attention_mask, max_cache_length, prompt_length=prompt_length)
+        _watch(model)
+        return self
+
+    def take_states(self, model: Any, states: Tensor, token_ids: Tensor) -> None:
+        """Score the tokens the model has just read, and let every layer evict.
+
+        Args:
+            model (`PreTrainedModel`): Whose head to use.
+            states (`torch.Tensor` of shape `(B, n, hidden_size)`): What its decoder made of the tokens.
+            token_ids (`torch.Tensor` of shape `(B, n)`): The tokens.
+        """
+        layers = self.evicting_layers
+        # the state that predicted the first of these tokens follows the batch with the first layer
+        before = layers[0].companions.get(_LAST_STATE)
+        found = surprisal(model, states, token_ids, before)
+        layers[0].companions[_LAST_STATE] = states[:, -1:].clone()
+        for layer in layers:
+            assert isinstance(layer, SirLLMLayer)
+            layer.take_scores(found)
+
+
+def _watch(model: nn.Module) -> None:
+    """Score what `model` reads with a cache of this backend, once its decoder has finished; idempotent."""
+    decoder = getattr(model, "get_decoder", lambda: None)() or model
+    if _MARK in decoder.__dict__:
+        return
+    owner = weakref.ref(model)
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, SirLLMCache):
+            return
+        token_ids = kwargs.get("input_ids", args[0] if args else None)
+        whole = owner()
+        if token_ids is None or whole is None:
+            raise UnsupportedOperationError(
+                "The backend 'sirllm' scores tokens by their probability and needs `input_ids`, got "
+                "`inputs_embeds`."
+            )
+        states = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        with storing():
+            cache.take_states(whole, states, token_ids)
+
+    decoder.__dict__[_MARK] = decoder.register_forward_hook(after, with_kwargs=True)
+
+
+def surprisal(model: Any, states: Tensor, token_ids: Tensor, before: Tensor | None = None) -> Tensor:
+    """Return `-log p` of every token given those before it.
+
+    Args:
+        model (`PreTrainedModel`): Whose head to use.
+        states (`torch.Tensor` of shape `(B, n, hidden_size)`): What the decoder made of the tokens.
+        token_ids (`torch.Tensor` of shape `(B, n)`): The tokens.
+        before (`torch.Tensor` of shape `(B, 1, hidden_size)`, *optional*): The state before the first.
+
+    Returns:
+        `torch.Tensor` of shape `(B, n)`: fp32; of a first token without a state before it, the largest of its
+        row, or zero if it is alone.
+    """
+    head = model.get_output_embeddings()
+    config = decoder_config(model.config)
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    predicting = states[:, :-1] if before is None else torch.cat([before.to(states), states[:, :-1]], dim=1)
+    predicted = token_ids[:, -predicting.shape[1] :] if predicting.shape[1] else token_ids[:, :0]
+    parts = [states.new_zeros((len(states), 0), dtype=torch.float32)]
+    for start in range(0, predicting.shape[1], _SLICE):
+        logits = head(predicting[:, start : start + _SLICE]).float() * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        targets = predicted[:, start : start + _SLICE].to(logits.device)
+        parts.append(F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").to(states.device))
+    found = torch.cat(parts, dim=1)
+    if before is not None:
+        return found
+    first = found.amax(1, keepdim=True) if found.shape[1] else found.new_zeros(len(found), 1)
+    return torch.cat([first, found], dim=1)

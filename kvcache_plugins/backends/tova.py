@@ -1,0 +1,52 @@
+"""What the newest token looks at, for all heads together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..attention.received import received_attention
+from ..attention.reference import AttentionOptions
+from ..eviction.cache import EvictingCache
+from ..eviction.layer import EvictingLayer
+from ..eviction.options import EvictingConfig
+from ..layers.view import StreamView
+from ..registry import register_backend
+
+__all__ = ["TOVACache", "TOVAConfig", "TOVALayer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TOVAConfig(EvictingConfig):
+    """Options of [`TOVACache`]; see [`EvictingConfig`]."""
+
+    @classmethod
+    def tiny(cls) -> TOVAConfig:
+        return cls(budget=8192, storage={"backend": "int8"})
+
+
+class TOVALayer(EvictingLayer):
+    """Worth of a token: the attention of the newest query, averaged over all heads of the layer."""
+
+    scored_after = "attention"
+
+    def observe(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
+        heads = query.shape[1]
+        query, options = self.newest_queries(query, options, 1)
+        received = received_attention(query, tokens, options)
+        self.ledger.scores.copy_(received.sum(1, keepdim=True).div_(heads).expand_as(received))
+
+
+@register_backend("tova")
+class TOVACache(EvictingCache):
+    """Keeps the tokens that the newest one attends to, the same ones for every head of a layer.
+
+    Paper: Transformers are Multi-State RNNs, arXiv 2401.06104.
+    Deviates: evicts after a chunk, not after a token, while a prompt is read.
+    Cost: 8 bytes per token and head beside the storage; logits of one query, twice, once per eviction.
+    Limits: needs the queries, so not `attn_implementation="eager"`.
+    """
+
+    config_class = TOVAConfig
+    layer_class = TOVALayer

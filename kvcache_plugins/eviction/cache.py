@@ -1,0 +1,155 @@
+"""The evicting cache: what its layers are told, and how `generate()` is made to read a prompt in chunks."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ..cache import KVCache
+from ..models.facts import LayerFacts, decoder_config
+from ..models.layer_plan import LayerPlan
+from .layer import EvictingLayer
+from .options import EvictingConfig
+from .renumbering import count_from_what_is_held
+
+__all__ = ["EvictingCache"]
+
+_SKIPPED = "skip_layers"
+
+
+class EvictingCache(KVCache):
+    """A cache that keeps `budget` tokens per layer and head. Base class of every evicting backend's cache.
+
+    Memory while a prompt of any length is read is bounded by the budget and a chunk: `generate()` is told to
+    read in chunks of `chunk_size` tokens, and after each a layer keeps its best. `get_seq_length()` goes on
+    counting every token seen, so positions, later turns and padding come out as with any other cache.
+
+    Layers left out by `skip_layers` hold everything. All layers share the model's one attention mask, so as
+    soon as two of them hold different numbers of tokens, they make their own, for which the model must not
+    run `eager`.
+    """
+
+    config_class: ClassVar[type[EvictingConfig]] = EvictingConfig
+    layer_class: ClassVar[type[EvictingLayer]] = EvictingLayer
+    config: EvictingConfig
+
+    def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
+        super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
+        self.prompt_length: int | None = None
+        layers = self.evicting_layers
+        kinds = {(layer.config.budget if layer.evicts else None) for layer in layers}
+        for layer in layers:
+            layer.is_ragged = len(kinds) > 1
+        if self.config.positions == "compact":
+            self._check_compact(layers)
+
+    @property
+    def evicting_layers(self) -> list[EvictingLayer]:
+        """The layers this package stores, those that keep everything included."""
+        return [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
+
+    @property
+    def prefill_chunk_size(self) -> int | None:
+        """`chunk_size`, unless the whole prompt is kept anyway."""
+        if self.prompt_length is None:
+            return self.config.chunk_size
+        smallest = self._smallest_budget(self.prompt_length)
+        return self.config.chunk_size if self.prompt_length > smallest else None
+
+    @property
+    def compact_layer(self) -> EvictingLayer | None:
+        """A layer that knows the numbers of the next tokens, with compact positions."""
+        return self.evicting_layers[0] if self.config.positions == "compact" else None
+
+    def num_held(self) -> int:
+        """Tokens held per row and head: the most any evicting layer holds."""
+        return max((layer.held_length for layer in self.evicting_layers), default=0)
+
+    def bind(
+        self,
+        model: nn.Module,
+        attention_mask: Tensor | None = None,
+        max_cache_length: int | None = None,
+        *,
+        prompt_length: int | None = None,
+    ) -> EvictingCache:
+        """Tell the cache what `update` is never told (see [`KVCache.bind`]).
+
+        Without `prompt_length`, every call of several tokens counts as the end of a prompt.
+
+        Raises:
+            ValueError: If the model's attention function does not show the cache what it needs to see.
+        """
+        self._check_attention(model)
+        super().bind(model, attention_mask, max_cache_length)
+        self.prompt_length = prompt_length
+        for layer in self.evicting_layers:
+            layer.set_prompt_length(prompt_length)
+        self._check_mask(attention_mask)
+        if self.config.positions == "compact":
+            count_from_what_is_held(_decoder(model))
+        return self
+
+    def _build_layer(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
+        if plan.dense_reason not in (None, _SKIPPED):
+            return plan.build_dense()
+        layer = self.layer_class(config, layer_idx, facts)
+        layer.evicts = plan.dense_reason is None
+        return layer
+
+    def _check_attention(self, model: nn.Module) -> None:
+        layers = self.evicting_layers
+        reason = None
+        if any(layer.scored_after == "attention" and layer.evicts for layer in layers):
+            reason = f"the backend {self.backend!r} must see the queries"
+        elif any(layer.is_ragged for layer in layers):
+            reason = "layers that hold different numbers of tokens make their own masks"
+        found = getattr(decoder_config(getattr(model, "config", None)), "_attn_implementation", None)
+        if reason is not None and found == "eager":
+            raise ValueError(
+                f"{reason}, which attn_implementation='eager' does not show them. Load the model with "
+                "attn_implementation='sdpa', or call model.set_attn_implementation('kvcache_plugins')."
+            )
+
+    def _check_mask(self, attention_mask: Tensor | None) -> None:
+        """Refuse masks with holes: transformers looks a mask up by slots, which move when something goes."""
+        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+            return
+        is_real = attention_mask.bool()
+        holes = (is_real.cummax(dim=1).values != is_real).any(dim=1)
+        if bool(holes.any()) and attention_mask.shape[1] > self._smallest_budget(attention_mask.shape[1]):
+            raise ValueError(
+                f"attention_mask has zeros after a one in row {int(holes.nonzero()[0])}. A cache that evicts "
+                "takes padding on the left only; allowed are rows of zeros followed by ones. `generate()` "
+                "makes such a mask by itself where `input_ids` hold the padding token: pass attention_mask."
+            )
+
+    def _smallest_budget(self, prompt_length: int) -> int:
+        """Tokens of a prompt that the layers keep, the least of all."""
+        layers = [layer for layer in self.evicting_layers if layer.evicts]
+        return min((layer.budget_for(prompt_length) for layer in layers), default=prompt_length)
+
+    def _check_compact(self, layers: list[EvictingLayer]) -> None:
+        name = type(self.config).__name__
+        if self.config.storage is not None:
+            raise ValueError(
+                f"{name}.positions='compact' rotates keys again, so they cannot stay packed: storage must be "
+                f"None, got {self.config.storage!r}; allowed with a storage is 'absolute'."
+            )
+        if any(layer.is_ragged for layer in layers) or len(layers) < len(self.layers):
+            raise ValueError(
+                f"{name}.positions='compact' numbers the tokens of all layers alike, so every layer must "
+                "evict with the same budget; allowed for this model and these options is 'absolute'."
+            )
+        if all(layer.facts.rotary is None for layer in layers):
+            raise ValueError(
+                f"{name}.positions='compact' needs rotary position embeddings of a known layout, which this "
+                "model does not have; allowed is 'absolute'."
+            )
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    """The module whose `forward` numbers the tokens."""
+    found = getattr(model, "get_decoder", lambda: None)()
+    return found if isinstance(found, nn.Module) else model

@@ -1,0 +1,57 @@
+"""Holding some of the slots and nothing else: codes move as they are, exact tokens are copied.
+
+Streams, records and padding are replaced and not changed, because a view that attention has yet to read, or
+is reading, goes on with the old ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..kernels.ops import gather_tokens
+from ..layers.field_layout import side_layout
+from ..layers.padding import Padding
+from ..layers.records import Records
+from .renumbering import turn_to_slots
+
+if TYPE_CHECKING:
+    from .layer import EvictingLayer
+
+__all__ = ["keep_slots"]
+
+
+def keep_slots(layer: EvictingLayer, index: Tensor) -> None:
+    """Make `layer` hold the slots `index` `(B, H, K)`, ascending, and nothing else."""
+    count = index.shape[2]
+    keys, values = layer.streams
+    before, padding = layer.padding, Padding(layer.padding.sink_length, _pads_among(layer, count))
+    records = layer.records
+    if keys.packed_length:
+        records = _gathered_records(layer, index[:, :, : count - keys.tail.length])
+    layer.padding, layer.records = padding, records
+    layer.key_stream_ = keys.gathered(index, records, padding)
+    layer.value_stream_ = values.gathered(index, records, padding)
+    if layer.config.positions == "compact" and layer.facts.rotary is not None:
+        turn_to_slots(layer.key_stream_.tail.view(), index, layer.facts.rotary, before, padding)
+    layer.ledger.gather(index)
+
+
+def _gathered_records(layer: EvictingLayer, index: Tensor) -> Records:
+    old, keys = layer.records, layer.key_stream_
+    batch_size, num_heads = old.data.shape[:2]
+    chosen = Records(old.layout, batch_size, num_heads, old.data.device)
+    final = keys.final_length
+    chosen.ensure(index.shape[2], keys.spec.packed_length(final) if final else None)
+    if not index.is_meta:  # `estimate` runs on shapes alone
+        fields = [side_layout(stream, stream.packed_length, 0) for stream in layer.streams]
+        gather_tokens(old.data, chosen.data, index.contiguous(), *fields)
+    return chosen
+
+
+def _pads_among(layer: EvictingLayer, count: int) -> Tensor | None:
+    """Pads of every row among `count` tokens held: all real tokens are kept before any pad."""
+    if layer.pads is None:
+        return None
+    return (layer.pads - (layer.cumulative_length - count)).clamp_min(0)

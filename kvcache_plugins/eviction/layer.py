@@ -1,0 +1,357 @@
+"""The evicting cache layer: scores what it is given, and keeps the best of it, packed or not.
+
+After a chunk has been attended to, the layer chooses `budget` slots per row and head and moves them together.
+Packed tokens move as codes, bit for bit; nothing is decoded. Views that attention still reads keep the
+streams they were made of, so a layer's peak is what it held plus one chunk plus what it keeps.
+
+A backend derives from [`EvictingLayer`] and says what a token is worth: `score` when it arrives, `observe`
+when it is attended to, or `ranks` when some must go.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..attention.reference import AttentionOptions
+from ..config import BackendConfig
+from ..errors import UnsupportedOperationError
+from ..layers.base import PackedLayer, joined, storing
+from ..layers.codec import SymmetricCodec
+from ..layers.handle import KVHandle
+from ..layers.stream import Stream, StreamSpec
+from ..layers.view import StreamView
+from ..models.facts import LayerFacts
+from ..quantizers.granularity import per_token_head
+from ..registry import get_backend
+from .keeping import keep_slots
+from .ledger import Ledger
+from .options import EvictingConfig
+from .selection import choose_slots
+
+__all__ = ["EvictingLayer"]
+
+_COMPANION = "companion_"
+
+
+class EvictingLayer(PackedLayer):
+    """One attention layer's most important keys and values.
+
+    Attributes:
+        scored_after (`str`): `"update"` if a token can be judged by itself when it arrives, `"attention"` if
+            queries must have been seen, `"forward"` if the model must have finished.
+        accumulates (`bool`): Whether every query counts, not just those after which something is evicted.
+        evicts (`bool`): False for layers the user left out (`skip_layers`), which keep every token.
+        prompt_length (`int`, *optional*): Tokens after which the prompt has been read, where it is known.
+        companions (`dict[str, torch.Tensor]`): What a backend remembers besides, batch first; it follows the
+            batch, is moved, saved and counted with the rest.
+        is_ragged (`bool`): Whether other layers hold another number of tokens, so that the model's mask fits
+            only some of them.
+    """
+
+    scored_after: ClassVar[str] = "update"
+    accumulates: ClassVar[bool] = False
+    config: EvictingConfig
+
+    def __init__(self, config: BackendConfig, layer_idx: int, facts: LayerFacts) -> None:
+        self.evicts, self.is_ragged = True, False
+        self.prompt_length: int | None = None
+        self._full_length: int | None = None
+        self.pads: Tensor | None = None
+        self.companions: dict[str, Tensor] = {}
+        self._budget: int | None = None
+        self._due: str | None = None
+        self._postponed: str | None = None
+        self._has_missed = False
+        super().__init__(config, layer_idx, facts)
+
+    def score(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Worth of new tokens, fp32 `(B, H, n)`; higher is kept. Keys and values are `(B, H, n, D)`."""
+        return keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+
+    def observe(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
+        """Look at what was attended to; only called if `scored_after` is `"attention"`.
+
+        Args:
+            query (`torch.Tensor` of shape `(B, Hq, q, D)`): Queries of the newest tokens.
+            tokens (`StreamView`): The keys they read: all that is held, the newest included.
+            options (`AttentionOptions`): Scaling and mask.
+        """
+
+    def ranks(self) -> Tensor:
+        """Worth of every token held, fp32 `(B, H, m)`, when some must go."""
+        return self.ledger.scores
+
+    def key_stream(self, head_dim: int) -> StreamSpec:
+        return self._stored("key", head_dim)
+
+    def value_stream(self, head_dim: int) -> StreamSpec:
+        return self._stored("value", head_dim)
+
+    def _stored(self, side: str, head_dim: int) -> StreamSpec:
+        storage = self.config.storage_config()
+        if storage is None:
+            # never packed: the codec is there for the layout of records that stay empty
+            return StreamSpec(SymmetricCodec(per_token_head()), keep_recent=sys.maxsize)
+        assert self.config.storage is not None
+        layer = get_backend(self.config.storage["backend"]).layer_class(storage, self.layer_idx, self.facts)
+        layer.padding, layer.num_heads, layer.key_dim = self.padding, self.num_heads, self.key_dim
+        spec = layer.key_stream(head_dim) if side == "key" else layer.value_stream(head_dim)
+        if not spec.codec.is_gatherable or spec.block_length != 1:
+            raise ValueError(
+                f"{type(self.config).__name__}.storage={dict(self.config.storage)!r} cannot evict single "
+                f"tokens: the {side}s of {spec.codec.unit_tokens} tokens share their scales. Allowed are "
+                "codes whose scale belongs to one token: 'int8' (granularity 'head', 'group', 'token'), "
+                "'int4', 'float8', or None."
+            )
+        return spec
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
+        super()._allocate(key_states, value_states)
+        batch_size, num_heads = key_states.shape[:2]
+        self.ledger = Ledger(batch_size, num_heads, self.device)
+        self._set_final_length()
+
+    def bind(self, facts: LayerFacts, padding: Tensor | None, final_length: int | None) -> None:
+        super().bind(facts, padding, final_length)
+        if self.cumulative_length == 0:
+            self.pads = self.padding.lengths
+        self._full_length = final_length
+        self._set_final_length()
+
+    def set_prompt_length(self, length: int | None) -> None:
+        """Say after how many tokens the prompt, or the next turn of it, has been read.
+
+        Raises:
+            ValueError: If `budget` is a fraction of it that leaves no room beside what is protected.
+        """
+        self.prompt_length = length
+        if length is not None and self.evicts:
+            self._budget = self.config.budget_of(length)
+        self._set_final_length()
+
+    def budget_for(self, count: int) -> int:
+        """Tokens to keep; a fraction of an unknown prompt is taken of the first `count` tokens given."""
+        if self._budget is None:
+            self._budget = self.config.budget_of(self.prompt_length or count)
+        return self._budget
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take new keys and values, each `(B, H, q, D)`, return what attention reads, and evict.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Keys and values of shape `(B, H, m + q, D)`, for the `m`
+            tokens held before: plain tensors where nothing is packed and nobody needs to see the queries,
+            else two [`KVHandle`]s.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check(key_states)
+        self.prefetch()
+        if self._due is not None:  # nobody has shown the layer what its last tokens were asked for
+            self._has_missed = True
+            self.evict_due()
+        count, seen = key_states.shape[2], self.cumulative_length
+        phase, has_drafts = self._phase(seen, count), self._has_drafts(seen + count)
+        with storing():
+            scores = self.score(key_states, value_states)
+            keys = self.key_stream_.append(key_states, defer=has_drafts)
+            values = self.value_stream_.append(value_states, defer=has_drafts)
+            self.ledger.append(scores, seen)
+        self.cumulative_length += count
+        read = self._returned(keys, values, key_states, value_states)
+        if self.evicts:
+            self.budget_for(count)
+            self._postponed = phase if has_drafts and self._postponed is None else self._postponed
+            self._due = None if has_drafts else phase
+            if self.scored_after == "update" or key_states.is_meta:
+                self.evict_due()
+        return read
+
+    def _returned(
+        self, keys: StreamView, values: StreamView, key_states: Tensor, value_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        is_exact = keys.packed_length == values.packed_length == 0
+        if is_exact and self.scored_after != "attention" and not self.is_ragged:
+            if keys.length == key_states.shape[2]:
+                return key_states, value_states
+            return joined(keys), joined(values)
+        return KVHandle(self, keys), KVHandle(self, values)
+
+    def attended(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
+        """Take notice that `query` was answered from `tokens`; evicts if that is what was waited for."""
+        if self.scored_after != "attention" or not self.evicts:
+            return
+        if self.accumulates or (self._due is not None and self._exceeds(self._due)):
+            with storing():
+                self.observe(query, tokens, options)
+        self.evict_due()
+
+    def newest_queries(
+        self, query: Tensor, options: AttentionOptions, count: int
+    ) -> tuple[Tensor, AttentionOptions]:
+        """The newest `count` of the queries `(B, Hq, q, D)`, with what masks them."""
+        changed = {}
+        for name in ("mask", "position_bias"):
+            tensor = getattr(options, name)
+            if tensor is not None and tensor.dim() >= 2 and tensor.shape[-2] > count:
+                changed[name] = tensor[..., -count:, :]
+        return query[:, :, -count:], replace(options, **changed)
+
+    def counted_queries(self, query: Tensor, tokens: StreamView) -> Tensor:
+        """Which of the queries `(B, Hq, q, D)` of the newest tokens are no pads: bool `(B, q)`."""
+        slots = torch.arange(tokens.length - query.shape[2], tokens.length, device=query.device)
+        return slots >= tokens.stream.padding.starts(query)[:, None]
+
+    def evict_due(self) -> None:
+        """Evict what `update` left until the scores are known."""
+        due, self._due = self._due, None
+        if due is not None:
+            self._evict(due)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens, all of which must still be held.
+
+        Raises:
+            UnsupportedOperationError: If some head has evicted one of them.
+        """
+        removed = -int(tokens_to_remove)
+        if self.is_initialized and 0 < removed < self.cumulative_length:
+            newest = self.ledger.positions[:, :, -removed:]
+            first = self.cumulative_length - removed
+            if removed > self.held_length or bool((newest != _positions(first, newest)).any()):
+                raise UnsupportedOperationError(
+                    f"crop({tokens_to_remove}): layer {self.layer_idx} has evicted some of the newest "
+                    f"{removed} tokens; only tokens that all heads still hold can be removed."
+                )
+        super().crop(tokens_to_remove)
+        if self.is_initialized:
+            self.ledger.truncate(min(removed, self.ledger.scores.shape[2]))
+            if removed:
+                self.companions = {}
+            self._due, self._postponed = self._postponed, None
+            self.evict_due()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(1)
+        if self.pads is not None:
+            self.pads = self.pads[indices.to(self.pads.device)]
+        if self.is_initialized:
+            indices = indices.to(self.device)
+            with storing():
+                self.ledger.index_batch(indices)
+                self.companions = {name: t.index_select(0, indices) for name, t in self.companions.items()}
+
+    def reset(self) -> None:
+        super().reset()
+        self.pads = None
+        self.prompt_length = None
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._due = self._postponed = self._budget = None
+        self._has_missed = False
+        self.companions = {}
+        self.__dict__.pop("ledger", None)
+
+    def _move(self, device: torch.device) -> None:
+        super()._move(device)
+        if self.is_initialized:
+            with storing():
+                self.ledger.to(device)
+                self.companions = {name: t.to(device) for name, t in self.companions.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        owned = super().tensors()
+        if self.is_initialized:
+            owned |= self.ledger.tensors() | self._named_companions()
+        return owned if self.pads is None else owned | {"pads": self.pads}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, facts = super().state()
+        if not tensors:
+            return tensors, facts
+        tensors |= self.ledger.saved_tensors() | self._named_companions()
+        if self.pads is not None:
+            tensors["pads"] = self.pads
+        return tensors, facts | {"prompt_length": self.prompt_length, "kept": self._budget}
+
+    def load_state(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        super().load_state(tensors, facts)
+        if tensors:
+            self.ledger.load(tensors)
+            self.pads = tensors.get("pads")
+            self.companions = {
+                name.removeprefix(_COMPANION): t for name, t in tensors.items() if name.startswith(_COMPANION)
+            }
+            self.prompt_length, self._budget = facts["prompt_length"], facts["kept"]
+
+    def _named_companions(self) -> dict[str, Tensor]:
+        return {f"{_COMPANION}{name}": tensor for name, tensor in self.companions.items()}
+
+    def _phase(self, seen: int, count: int) -> str:
+        """Whether `count` tokens after `seen` are a chunk of a prompt, its end, or generated ones."""
+        if self.prompt_length is None:
+            return "prompt" if count > 1 or seen == 0 else "decode"
+        if seen >= self.prompt_length:
+            return "decode"
+        return "chunk" if seen + count < self.prompt_length else "prompt"
+
+    def _has_drafts(self, seen: int) -> bool:
+        """Whether a `crop` will follow, before which nothing may be packed or evicted (drafted tokens)."""
+        return self.record_past and (self.prompt_length is None or seen > self.prompt_length)
+
+    def _exceeds(self, phase: str) -> bool:
+        """Whether something must go now."""
+        assert self._budget is not None
+        if phase == "decode":
+            return self.config.evict_at_decode and self.held_length > self._budget + self.config.decode_slack
+        return self.held_length > self._budget
+
+    def _evict(self, phase: str) -> None:
+        budget = self._budget
+        assert budget is not None
+        if not self._exceeds(phase):
+            return
+        if self._has_missed:
+            raise UnsupportedOperationError(
+                f"Layer {self.layer_idx} was not shown by its model what it needs to choose from: "
+                f"scores come after the {self.scored_after!r} of every call. The model's attention function "
+                "must be 'sdpa', a flash or flex one, or 'kvcache_plugins' (model.set_attn_implementation), "
+                "and the cache must have been bound to the model (`cache.bind`) before the first call."
+            )
+        with storing():
+            index = choose_slots(
+                self.ranks(),
+                budget,
+                pads=self.padding.lengths,
+                sink_length=self.config.sink_length,
+                recent=self.config.protected_at(phase, budget),
+                exact=self.key_stream_.tail.length if self.key_stream_.packed_length else 0,
+            )
+            keep_slots(self, index)
+
+    def _set_final_length(self) -> None:
+        """Tell the streams how much they will hold in the end, where that is known."""
+        final, prompt = self._full_length, self.prompt_length
+        if final is not None and self.evicts and prompt is not None and self._budget is not None:
+            final = min(final, self._budget + max(0, final - prompt))
+        self.final_length = final
+        for stream in self._live_streams():
+            stream.final_length = final
+
+    def _live_streams(self) -> Iterable[Stream]:
+        return self.streams if self.is_initialized else ()
+
+
+def _positions(first: int, newest: Tensor) -> Tensor:
+    return torch.arange(first, first + newest.shape[2], device=newest.device)

@@ -1,0 +1,81 @@
+"""What is known of every token that is held: its score, and where in the text it stood."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from ..layers.tail import Tail
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """Scores and positions of the tokens of a layer, per row and head, in the order of their slots.
+
+    Args:
+        batch_size (`int`), num_heads (`int`): Shape.
+        device (`torch.device`): Where the layer's states live.
+    """
+
+    def __init__(self, batch_size: int, num_heads: int, device: torch.device) -> None:
+        # Scores are fp32: ties of a narrower type would be broken differently on every device.
+        self._scores, self._positions = (
+            Tail(batch_size, num_heads, 1, sys.maxsize, dtype, device)
+            for dtype in (torch.float32, torch.int32)
+        )
+
+    @property
+    def scores(self) -> Tensor:
+        """fp32 `(B, H, m)`, a view that may be written to."""
+        return self._scores.view()[..., 0]
+
+    @property
+    def positions(self) -> Tensor:
+        """int32 `(B, H, m)`: index in the text, left pads included."""
+        return self._positions.view()[..., 0]
+
+    def append(self, scores: Tensor, first_position: int) -> None:
+        """Add the newest tokens, with scores `(B, H, n)`."""
+        count = scores.shape[2]
+        positions = torch.arange(
+            first_position, first_position + count, dtype=torch.int32, device=scores.device
+        )
+        held = self._scores.length + count
+        self._scores.append(scores.float()[..., None], held)
+        self._positions.append(positions[None, None, :, None].expand(*scores.shape, 1), held)
+
+    def gather(self, index: Tensor) -> None:
+        """Keep the slots `index` `(B, H, K)`."""
+        for column in (self._scores, self._positions):
+            column.replace(column.view().gather(2, index[..., None]), index.shape[2])
+
+    def truncate(self, count: int) -> None:
+        """Forget the `count` newest tokens."""
+        self._scores.truncate(count)
+        self._positions.truncate(count)
+
+    def index_batch(self, indices: Tensor) -> None:
+        """Replace the rows of the batch by rows `indices`."""
+        for column in (self._scores, self._positions):
+            column.buffer = column.buffer.index_select(0, indices)
+
+    def to(self, device: torch.device) -> None:
+        """Move to `device`."""
+        for column in (self._scores, self._positions):
+            column.buffer = column.buffer.to(device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor owned, by name."""
+        return {"scores": self._scores.buffer, "positions": self._positions.buffer}
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """The same, without what is allocated and not in use."""
+        return {"scores": self._scores.view(), "positions": self._positions.view()}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take over `saved_tensors`."""
+        for column, name in ((self._scores, "scores"), (self._positions, "positions")):
+            column.replace(tensors[name], tensors[name].shape[2])

@@ -1,0 +1,173 @@
+"""Options every evicting backend takes, and what they come to for a given prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import BackendConfig, check_choice, check_integer
+from ..registry import get_backend
+
+__all__ = ["POSITIONS", "EvictingConfig"]
+
+POSITIONS = ("absolute", "compact")
+_STABILIZER_LENGTH = 128
+_LOCAL_LENGTH = 100
+_DECODE_SLACK = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictingConfig(BackendConfig):
+    """Options of every [`EvictingCache`].
+
+    Args:
+        budget (`int | float`): Tokens kept per layer and head once a prompt has been read, those that are
+            protected among them; below 1, as a fraction of the prompt.
+        chunk_size (`int`, *optional*): Prompt tokens read at once, so that memory is bounded while a prompt
+            is read; `None` reads it whole. `generate()` is told so, unless it was given a
+            `prefill_chunk_size`.
+        sink_length (`int`): First real tokens never evicted; a packed storage keeps them exact.
+        stabilizer_length (`int`, *optional*): Newest tokens not evicted between two chunks of a prompt;
+            128, at most an eighth of the budget, if not given.
+        local_length (`int`, *optional*): Newest tokens not evicted at the end of a prompt, and while
+            generating; 100, at most an eighth of the budget, if not given.
+        positions (`str`): `"absolute"`: what is kept stays where it was in the text. `"compact"`: it moves up
+            to close the gaps, so that no position exceeds the budget, a chunk and what was generated.
+        evict_at_decode (`bool`): Whether generated tokens count against the budget too: up to 64 more are
+            held before it is enforced again.
+        storage (`dict`, *optional*): Backend that stores what is kept, and its options, such as `{"backend":
+            "int4", "key_bits": 8, "value_bits": 4}`; in the model's dtype if not given.
+        residual_length (`int`, *optional*): Newest tokens the storage keeps exact, in place of its own
+            default.
+    """
+
+    budget: int | float | None = None
+    chunk_size: int | None = 1024
+    stabilizer_length: int | None = None
+    local_length: int | None = None
+    positions: str = "absolute"
+    evict_at_decode: bool = False
+    storage: Mapping[str, Any] | None = None
+    residual_length: int | None = None  # type: ignore[assignment]  # the storage has one of its own
+
+    def __post_init__(self) -> None:
+        residual_length = self.residual_length
+        object.__setattr__(self, "residual_length", residual_length or 0)
+        super().__post_init__()
+        object.__setattr__(self, "residual_length", residual_length)
+        self._check_budget()
+        if self.chunk_size is not None:
+            check_integer(self, "chunk_size", self.chunk_size, minimum=1)
+        for name in ("stabilizer_length", "local_length"):
+            if getattr(self, name) is not None:
+                check_integer(self, name, getattr(self, name))
+        check_choice(self, "positions", self.positions, POSITIONS)
+        if not isinstance(self.evict_at_decode, bool):
+            raise ValueError(
+                f"{type(self).__name__}.evict_at_decode must be true or false, got {self.evict_at_decode!r}."
+            )
+        storage = self.storage_config()
+        if storage is not None and isinstance(storage, EvictingConfig):
+            raise ValueError(
+                f"{type(self).__name__}.storage must name a backend that keeps every token, got "
+                f"{self.storage!r}."
+            )
+        if isinstance(self.budget, int):
+            self.check_budget(self.budget)
+
+    def storage_config(self) -> BackendConfig | None:
+        """Options of the storage, those given here applied; `None` for the model's dtype.
+
+        Raises:
+            ValueError: If `storage` is not a dictionary, or wrong.
+        """
+        if self.storage is None:
+            return None
+        if not isinstance(self.storage, Mapping) or "backend" not in self.storage:
+            raise ValueError(
+                f"{type(self).__name__}.storage must be a dict such as {{'backend': 'int8'}}, or None, got "
+                f"{self.storage!r}."
+            )
+        options: dict[str, Any] = {"sink_length": self.sink_length, **self.storage, "kernel": self.kernel}
+        for name in ("skip_layers", "layer_overrides", "kernel"):
+            if name in self.storage:
+                raise ValueError(
+                    f"{type(self).__name__}.storage takes no {name!r}: give it beside `storage`, got "
+                    f"{self.storage[name]!r}."
+                )
+        if self.residual_length is not None:
+            options["residual_length"] = self.residual_length
+        found = get_backend(options.pop("backend")).config_class.from_dict(options)
+        if found.sink_length > self.sink_length:
+            raise ValueError(
+                f"{type(self).__name__}.storage keeps {found.sink_length} sinks exact, of which sink_length="
+                f"{self.sink_length} are never evicted; sink_length must be at least as large."
+            )
+        return found
+
+    @property
+    def exact_length(self) -> int:
+        """Newest tokens that a packed storage has not packed yet, and that cannot be evicted therefore."""
+        storage = self.storage_config()
+        return 0 if storage is None else storage.residual_length
+
+    def budget_of(self, prompt_length: int) -> int:
+        """Tokens kept of a prompt of `prompt_length` tokens."""
+        assert self.budget is not None
+        if isinstance(self.budget, int):
+            return self.budget
+        budget = max(1, math.ceil(self.budget * prompt_length))
+        self.check_budget(budget)
+        return budget
+
+    def protected_at(self, phase: str, budget: int) -> int:
+        """Newest tokens that are not evicted.
+
+        Args:
+            phase (`str`): `"chunk"` between two chunks of a prompt, `"prompt"` at its end, `"decode"` after.
+            budget (`int`): Tokens that will be kept.
+        """
+        given, default = (
+            (self.stabilizer_length, _STABILIZER_LENGTH)
+            if phase == "chunk"
+            else (self.local_length, _LOCAL_LENGTH)
+        )
+        length = min(default, budget // 8) if given is None else given
+        return max(length, self.exact_length)
+
+    @property
+    def decode_slack(self) -> int:
+        """Tokens beyond the budget that are held before generated ones are evicted."""
+        return _DECODE_SLACK
+
+    def check_budget(self, budget: int) -> None:
+        """Raise `ValueError` unless `budget` leaves room for at least one token that is not protected."""
+        parts = {
+            "stabilizer_length": self.protected_at("chunk", budget),
+            "local_length": self.protected_at("decode", budget),
+        }
+        name = max(parts, key=lambda key: parts[key])
+        needed = parts[name] + self.sink_length
+        if budget > needed:
+            return
+        newest = parts[name]
+        if newest == self.exact_length:
+            name = "the residual_length of the storage"
+        raise ValueError(
+            f"{type(self).__name__}.budget must exceed what is protected: {self.sink_length} sinks and "
+            f"{newest} newest tokens ({name}); got a budget of {budget} tokens."
+        )
+
+    def _check_budget(self) -> None:
+        budget = self.budget
+        is_count = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
+        is_fraction = isinstance(budget, float) and 0.0 < budget < 1.0
+        if isinstance(budget, float) and budget >= 1 and budget.is_integer():  # JSON of other languages
+            object.__setattr__(self, "budget", int(budget))
+        elif not is_count and not is_fraction:
+            raise ValueError(
+                f"{type(self).__name__}.budget must be a number of tokens >= 1, or a fraction of the prompt "
+                f"between 0 and 1, got {budget!r}."
+            )

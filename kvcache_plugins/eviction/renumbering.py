@@ -1,0 +1,81 @@
+"""Compact positions: what is kept moves up, so that no position exceeds what is held.
+
+Keys are stored rotated by their position. When a slot moves by `delta`, its key is rotated by `delta` more;
+the model is told positions that count from what is held, by a hook on its decoder.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.padding import Padding
+from ..models.rotary import Rotary
+
+if TYPE_CHECKING:
+    from .layer import EvictingLayer
+
+__all__ = ["count_from_what_is_held", "next_positions", "turn_to_slots"]
+
+_MARK = "_kvcache_plugins_renumbers"
+
+
+def turn_to_slots(keys: Tensor, index: Tensor, rotary: Rotary, before: Padding, after: Padding) -> None:
+    """Rotate keys that moved from the slots `index` to the first ones, in place.
+
+    A slot's position is its distance from the first real token of the row. Angles and products are fp32, so
+    a key that moves many times in bf16 is rounded as often.
+
+    Args:
+        keys (`torch.Tensor` of shape `(B, H, K, D)`): Keys that were moved, still rotated as before.
+        index (`torch.Tensor` of shape `(B, H, K)`): Where they came from.
+        rotary (`Rotary`): The model's rotation.
+        before (`Padding`): Pads before the move.
+        after (`Padding`): Pads after it.
+    """
+    slots = torch.arange(keys.shape[2], device=keys.device) - after.starts(keys)[:, None]
+    moved = (index - before.starts(keys)[:, None, None]) - slots[:, None]
+    moved = torch.where(slots[:, None] >= 0, moved, 0)  # pads carry no position
+    if keys.is_meta or not bool(moved.any()):
+        return
+    cos, sin = rotary.tables(torch.arange(int(moved.max()) + 1, device=keys.device))
+    keys.copy_(rotary.turn(keys.float(), cos[moved], -sin[moved]))
+
+
+def next_positions(layer: EvictingLayer, batch_size: int, count: int, device: torch.device) -> Tensor:
+    """Positions `(B, count)` of the next tokens: distances from the first real token that is held."""
+    slots = torch.arange(layer.held_length, layer.held_length + count, device=device)
+    pads = layer.padding.lengths
+    first = torch.zeros(1, dtype=torch.long) if pads is None else pads
+    return (slots - first.to(device)[:, None]).clamp_min(0).expand(batch_size, -1)
+
+
+def count_from_what_is_held(decoder: nn.Module) -> None:
+    """Make `decoder` number new tokens after those its cache holds, if that has compact positions.
+
+    Other caches are left alone. Doing it twice changes nothing.
+    """
+    if _MARK in decoder.__dict__:
+        return
+    owner = weakref.ref(decoder)
+    handle = decoder.register_forward_pre_hook(
+        lambda module, args, kwargs: _renumbered(owner(), args, kwargs), with_kwargs=True
+    )
+    decoder.__dict__[_MARK] = handle
+
+
+def _renumbered(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    layer = getattr(kwargs.get("past_key_values"), "compact_layer", None)
+    if layer is None:
+        return None
+    tokens = kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None and args:
+        tokens = args[0]
+    if tokens is None:
+        return None
+    positions = next_positions(layer, tokens.shape[0], tokens.shape[1], tokens.device)
+    return args, {**kwargs, "position_ids": positions}

@@ -1,0 +1,48 @@
+"""Which slots stay: the best by score, besides what is protected, in the order of time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["choose_slots"]
+
+
+def choose_slots(
+    scores: Tensor,
+    count: int,
+    *,
+    pads: Tensor | None = None,
+    sink_length: int = 0,
+    recent: int = 0,
+    exact: int = 0,
+) -> Tensor:
+    """Choose `count` slots per row and head.
+
+    Pads go first and protected slots last; a score that is not a number counts as the lowest. The result is
+    in ascending order, so that the pads that remain lie at the left edge, where transformers' mask of the
+    newest columns expects them.
+
+    Args:
+        scores (`torch.Tensor` of shape `(B, H, m)`): fp32, higher is kept.
+        count (`int`): Slots to keep, at most `m`, at least `sink_length + max(recent, exact)`.
+        pads (`torch.Tensor` of shape `(B,)`, *optional*): Leading slots of every row that are padding.
+        sink_length (`int`): Slots after the pads that are protected.
+        recent (`int`): Newest slots that are protected, unless they are pads.
+        exact (`int`): Newest slots that are kept whatever they are, because their storage is shared between
+            rows and heads.
+
+    Returns:
+        `torch.Tensor` of shape `(B, H, count)`: int64.
+    """
+    length = scores.shape[2]
+    largest = torch.finfo(scores.dtype).max
+    ranks = torch.nan_to_num(scores, nan=-largest, posinf=largest, neginf=-largest)
+    slots = torch.arange(length, device=scores.device)
+    first = torch.zeros(1, dtype=torch.long, device=scores.device) if pads is None else pads.to(scores.device)
+    offsets = slots - first[:, None]  # (B or 1, m), negative over the pads
+    protected = ((offsets >= 0) & (offsets < sink_length)) | ((offsets >= 0) & (slots >= length - recent))
+    ranks = ranks.masked_fill(protected[:, None], torch.inf)
+    ranks = ranks.masked_fill((offsets < 0)[:, None], -torch.inf)
+    ranks[..., length - exact :] = torch.inf
+    return ranks.topk(count, dim=2, sorted=False).indices.sort(dim=2).values

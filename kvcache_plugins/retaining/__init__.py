@@ -1,0 +1,1 @@
+"""Retaining heads: small networks that tell which keys and values of a prompt are worth keeping (Locret)."""
