@@ -16,6 +16,7 @@ from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
 from .models.facts import LayerFacts, decoder_config, describe_layers, split_model_or_config
 from .models.layer_plan import LayerPlan, key_value_heads, plan_layers
+from .models.longrope import follow_cache, switch_length
 from .registry import get_backend
 from .report import CacheReport
 
@@ -78,10 +79,15 @@ class KVCache(Cache):
             )
         super().__init__(layers=layers)
 
+    reads_long_text = False
+    """Whether a model with two sets of rotary frequencies is to use those of long texts."""
+    longest_call: int | None = None
+    """Tokens a model reads at most in one call without throwing this cache away."""
+
     @property
     def prefill_chunk_size(self) -> int | None:
-        """Prompt tokens `generate()` should read at once, where the cache bounds memory meanwhile."""
-        return None
+        """Prompt tokens `generate()` should read at once; `None` for all of them."""
+        return self.longest_call if self.reads_long_text else None
 
     @property
     def packed_layers(self) -> list[PackedLayer]:
@@ -109,6 +115,7 @@ class KVCache(Cache):
         Returns:
             `KVCache`: itself.
         """
+        self._choose_frequencies(model, prompt_length, max_cache_length)
         facts = self._describe(model)
         padding = _left_padding(attention_mask)
         for layer_idx, layer in enumerate(self.layers):
@@ -158,6 +165,30 @@ class KVCache(Cache):
         from .persistence import load_cache
 
         return load_cache(directory, model_or_config)
+
+    def _choose_frequencies(
+        self, model: nn.Module, prompt_length: int | None, max_cache_length: int | None
+    ) -> None:
+        """See to models that change their rotary frequencies in a long text (longrope)."""
+        self.longest_call = switch = switch_length(model)
+        if switch is None:
+            return
+        name = f"{type(model).__name__} changes its rotary frequencies at {switch} tokens"
+        if (prompt_length or 0) > switch:
+            if self.get_seq_length() and not self.reads_long_text:
+                raise ValueError(
+                    f"{name}, and this cache holds {self.get_seq_length()} tokens from before; a text of "
+                    f"{prompt_length} tokens needs a new cache that reads all of it."
+                )
+            self.reads_long_text = True
+            follow_cache(model)
+        elif (max_cache_length or 0) > switch and not self.reads_long_text:
+            warnings.warn(
+                f"{name}: if generation passes them, transformers discards this cache there and goes on with "
+                f"a dense one. A prompt of more than {switch} tokens, or a max_length of at most {switch}, "
+                "avoids it.",
+                stacklevel=4,
+            )
 
     def _build_layer(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
         return self.layer_class(config, layer_idx, facts) if plan.dense_reason is None else plan.build_dense()

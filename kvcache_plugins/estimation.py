@@ -24,7 +24,7 @@ def estimate(
     dtype: torch.dtype | None = None,
     max_cache_length: int | None = None,
 ) -> int:
-    """Predict `kv_bytes()` of a cache holding `tokens` tokens.
+    """Predict `kv_bytes()` of a cache that was given `tokens` tokens.
 
     The layers of the cache are run on the meta device, where tensors have a shape and no data, so the
     prediction is the allocation itself rather than a formula beside it. Left padding adds 8 bytes a row. The
@@ -33,7 +33,7 @@ def estimate(
     Args:
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model.
         cache_config (`dict`): As for `generate`; `{"backend": "dense"}` predicts transformers' own cache.
-        tokens (`int`): Tokens held per row.
+        tokens (`int`): Tokens per row; of an evicting cache, those of a prompt that has just been read.
         batch_size (`int`): Rows.
         dtype (`torch.dtype`, *optional*): Of the states; the model's, else the configuration's, else bf16.
         max_cache_length (`int`, *optional*): Tokens the cache is known to hold in the end, as `generate()`
@@ -61,6 +61,8 @@ def estimate(
         if not hasattr(layer, "get_mask_sizes"):
             continue  # linear attention, or a layer without any state
         heads, key_dim, value_dim = key_value_heads(config, layer_idx)
+        if isinstance(layer, PackedLayer):
+            layer.set_prompt_length(tokens)
         for count in (tokens - 1, 1):
             keys = torch.empty(batch_size, heads, count, key_dim, dtype=dtype, device="meta")
             values = torch.empty(batch_size, heads, count, value_dim, dtype=dtype, device="meta")

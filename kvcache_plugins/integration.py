@@ -250,12 +250,15 @@ def _bind(
         max_cache_length=max_cache_length,
         prompt_length=prompt_length,
     )
-    if getattr(generation_config, "prefill_chunk_size", None) is None and _may_read_in_chunks(
-        kv_cache, model_kwargs
-    ):
-        generation_config.prefill_chunk_size = (
-            kv_cache.prefill_chunk_size
-        )  # this object is the call's own copy
+    given = getattr(generation_config, "prefill_chunk_size", None)
+    if given is not None and kv_cache.reads_long_text and given > kv_cache.longest_call:
+        raise ValueError(
+            f"prefill_chunk_size must be at most {kv_cache.longest_call} for {type(model).__name__} and a "
+            f"prompt of {prompt_length} tokens, or the model discards the cache; got {given}."
+        )
+    if given is None and _may_read_in_chunks(kv_cache, model_kwargs):
+        # this object is the call's own copy
+        generation_config.prefill_chunk_size = kv_cache.prefill_chunk_size
 
 
 def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:

@@ -45,9 +45,11 @@ class RandomLayer(EvictingLayer):
 
     def score(self, keys: Tensor, values: Tensor) -> Tensor:
         seen, count, heads = self.cumulative_length, keys.shape[2], keys.shape[1]
-        positions = torch.arange(seen, seen + count, device=keys.device)
+        positions = torch.arange(seen, seen + count, device=keys.device)[None]
+        if self.pads is not None:  # counted from the first real token, so that a padded row is as it is alone
+            positions = positions - self.pads.to(keys.device)[:, None]
         streams = torch.arange(heads, device=keys.device) + 1000003 * self.layer_idx + 7919 * self.config.seed
-        mixed = _mixed(_mixed(streams)[:, None] + positions)
+        mixed = _mixed(_mixed(streams)[:, None] + positions[:, None])
         return (mixed.double() / _BITS).float().expand(keys.shape[:3])
 
 

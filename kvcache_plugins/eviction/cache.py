@@ -52,10 +52,13 @@ class EvictingCache(KVCache):
     @property
     def prefill_chunk_size(self) -> int | None:
         """`chunk_size`, unless the whole prompt is kept anyway."""
+        limit = super().prefill_chunk_size
         if self.prompt_length is None:
             return self.config.chunk_size
         smallest = self._smallest_budget(self.prompt_length)
-        return self.config.chunk_size if self.prompt_length > smallest else None
+        if self.prompt_length <= smallest or self.config.chunk_size is None:
+            return limit
+        return min(self.config.chunk_size, limit or self.config.chunk_size)
 
     @property
     def compact_layer(self) -> EvictingLayer | None:
@@ -82,7 +85,7 @@ class EvictingCache(KVCache):
             ValueError: If the model's attention function does not show the cache what it needs to see.
         """
         self._check_attention(model)
-        super().bind(model, attention_mask, max_cache_length)
+        super().bind(model, attention_mask, max_cache_length, prompt_length=prompt_length)
         self.prompt_length = prompt_length
         for layer in self.evicting_layers:
             layer.set_prompt_length(prompt_length)

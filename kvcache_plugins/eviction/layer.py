@@ -127,6 +127,9 @@ class EvictingLayer(PackedLayer):
     def set_prompt_length(self, length: int | None) -> None:
         """Say after how many tokens the prompt, or the next turn of it, has been read.
 
+        Args:
+            length (`int`, *optional*): Tokens, those of earlier turns included; `None` if unknown.
+
         Raises:
             ValueError: If `budget` is a fraction of it that leaves no room beside what is protected.
         """

@@ -95,6 +95,13 @@ class PackedLayer(CacheLayerMixin):
         elif self.is_initialized:
             self.key_stream_.final_length = self.value_stream_.final_length = final_length
 
+    def set_prompt_length(self, length: int | None) -> None:
+        """Say after how many tokens the prompt, or the next turn of it, has been read; evicting layers care.
+
+        Args:
+            length (`int`, *optional*): Tokens, those of earlier turns included; `None` if unknown.
+        """
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the shape, dtype and device of the first states, `(B, H, T, D)` each."""
         with storing():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Rotary", "find_rotary", "modeling_module"]
+__all__ = ["Rotary", "find_rotary", "modeling_module", "rotary_module"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def find_rotary(model: nn.Module | None, config: Any, layer_type: str | None, he
         getattr(config, "kv_lora_rank", None) is not None
     ):  # latent attention: what is cached as key is not rotated
         return None
-    holder = _rotary_module(model) if model is not None else _build_rotary_module(config)
+    holder = rotary_module(model) if model is not None else _build_rotary_module(config)
     if holder is None:
         return None
     interleaved = _layout_is_interleaved(_attention_module_name(model, config))
@@ -116,7 +116,8 @@ def _inverse_frequencies(holder: nn.Module, layer_type: str | None) -> Tensor | 
     return None
 
 
-def _rotary_module(model: nn.Module) -> nn.Module | None:
+def rotary_module(model: nn.Module) -> nn.Module | None:
+    """Return the first rotary embedding of a model that is not for images."""
     for module in model.modules():
         if "RotaryEmbedding" in type(module).__name__ and "Vision" not in type(module).__name__:
             return module

@@ -1,0 +1,97 @@
+"""Phi-3's two sets of frequencies: a long prompt keeps its cache, and reads as a dense one does."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Phi3Config, Phi3ForCausalLM
+
+from kvcache_plugins import build_cache
+
+SWITCH = 32
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A Phi-3 that changes its frequencies at 32 tokens."""
+    torch.manual_seed(0)
+    config = Phi3Config(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, original_max_position_embeddings=SWITCH,
+        pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "factor": 8.0, "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8, "original_max_position_embeddings": SWITCH,
+        },
+    )  # fmt: skip
+    return Phi3ForCausalLM(config).eval()
+
+
+def generate(model: Any, length: int, max_new_tokens: int = 12, **arguments: Any) -> Any:
+    """Greedy continuation of a random prompt."""
+    ids = torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(length))
+    return model.generate(
+        ids, do_sample=False, max_new_tokens=max_new_tokens, return_dict_in_generate=True, **arguments
+    )
+
+
+def quantized(**cache_config: Any) -> dict[str, Any]:
+    """Arguments of `generate` for a cache of ours."""
+    return {"cache_implementation": "quantized", "cache_config": cache_config}
+
+
+@pytest.mark.parametrize(
+    "cache_config",
+    [
+        {"backend": "kivi", "residual_length": 4096},
+        {"backend": "knorm", "budget": 200},
+        {"backend": "knorm", "budget": 200, "chunk_size": None},
+        {"backend": "h2o", "budget": 200, "chunk_size": 16},
+    ],
+    ids=lambda config: "-".join(str(value) for value in config.values()),
+)
+def test_a_long_prompt_reads_as_with_a_dense_cache(model: Any, cache_config: dict[str, Any]) -> None:
+    expected = generate(model, 90)
+    got = generate(model, 90, **quantized(**cache_config))
+    assert got.past_key_values.get_seq_length() == 101  # and not a dense one in its place
+    assert type(got.past_key_values).__module__.startswith("kvcache_plugins")
+    assert torch.equal(expected.sequences, got.sequences)
+    assert torch.equal(expected.sequences, generate(model, 90).sequences)  # other calls are left alone
+
+
+def test_keys_carry_the_frequencies_of_long_texts(model: Any) -> None:
+    dense = generate(model, 90, max_new_tokens=1).past_key_values.layers[0].keys
+    evicting = quantized(backend="knorm", budget=60, chunk_size=16)
+    layer = generate(model, 90, max_new_tokens=1, **evicting).past_key_values.evicting_layers[0]
+    kept = layer.ledger.positions.long()[..., None].expand(-1, -1, -1, dense.shape[-1])
+    # the first layer's keys depend on nothing before them
+    assert torch.allclose(dense.gather(2, kept), _held(layer), atol=1e-5)
+    assert int(kept.min()) < SWITCH  # some of them come from the chunks before the change
+
+
+def test_crossing_the_change_is_announced(model: Any) -> None:
+    with pytest.warns(UserWarning, match="changes its rotary frequencies at 32 tokens"):
+        generate(model, 20, max_new_tokens=20, **quantized(backend="int8"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, 20, max_new_tokens=10, **quantized(backend="int8"))
+
+
+def test_what_cannot_be_right_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="prefill_chunk_size must be at most 32 .* got 64"):
+        generate(model, 90, prefill_chunk_size=64, **quantized(backend="int8"))
+    cache = build_cache(model, {"backend": "int8"})
+    generate(model, 20, max_new_tokens=2, past_key_values=cache)
+    with pytest.raises(
+        ValueError, match="holds 21 tokens from before; a text of 90 tokens needs a new cache"
+    ):
+        generate(model, 90, past_key_values=cache)
+
+
+def _held(layer: Any) -> Tensor:
+    tail: Tensor = layer.key_stream_.tail.view()
+    return tail
