@@ -37,7 +37,7 @@ from transformers.cache_utils import Cache
 
 import kvcache_plugins as kvp
 from kvcache_plugins.cli.options import add_cache_config_option, parse_cache_configs
-from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, why_unavailable
+from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, prefill, why_unavailable
 from kvcache_plugins.evaluation.labels import cache_label, dense_first
 from kvcache_plugins.evaluation.progress import progress_bar
 from kvcache_plugins.evaluation.results import build_document, write_results
@@ -46,6 +46,7 @@ from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
+BUNDLED_HEADS = ROOT / "examples" / "models" / "tiny-llama-books-locret"
 BUNDLED_CALIBRATION = ROOT / "examples" / "models" / "tiny-llama-books-kvquant3"
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -57,6 +58,12 @@ DEFAULT_CACHE_CONFIGS: list[dict[str, Any]] = [
     {"backend": "kivi", "nbits": 2},
     # calibrated for the bundled model, so for no other
     {"backend": "kvquant", "nbits": 3, "calibration": os.path.relpath(BUNDLED_CALIBRATION)},
+    # a quarter of the prompt, in the model's dtype and packed; the heads were trained for the bundled model
+    {"backend": "locret", "heads": os.path.relpath(BUNDLED_HEADS), "budget": 512, "chunk_size": 256},
+    {
+        "backend": "locret", "heads": os.path.relpath(BUNDLED_HEADS), "budget": 512, "chunk_size": 256,
+        "storage": {"backend": "int4", "key_bits": 8, "value_bits": 4},
+    },
     {"backend": "fp8"},
     {"backend": "quanto", "nbits": 4},
     # transformers' default axis is quanto's; its documentation recommends axis 1 for hqq
@@ -141,7 +148,7 @@ def run(args: argparse.Namespace) -> None:
             f"{args.new_tokens}."
         )
     is_bundled = Path(args.model).resolve() == BUNDLED_MODEL
-    defaults = [c for c in DEFAULT_CACHE_CONFIGS if is_bundled or "calibration" not in c]
+    defaults = [c for c in DEFAULT_CACHE_CONFIGS if is_bundled or not {"calibration", "heads"} & c.keys()]
     chosen = defaults if args.cache_config is None else parse_cache_configs(args.cache_config)
     cache_configs = dense_first(chosen)
     text = read_text(args.text)
@@ -323,9 +330,7 @@ def score(
 
         prefill  0 .. P-2 | block P-1 .. | block ... | .. N-2      predicts P .. N-1
     """
-    model(
-        input_ids=token_ids[:, : prompt_tokens - 1], past_key_values=cache, use_cache=True, logits_to_keep=1
-    )
+    prefill(model, token_ids[:, : prompt_tokens - 1], cache, token_ids.shape[1], logits_to_keep=1)
     rest = token_ids[:, prompt_tokens - 1 : -1]
     blocks = [
         model(input_ids=block, past_key_values=cache, use_cache=True).logits[0].float().log_softmax(-1)

@@ -17,9 +17,19 @@ from .registry import list_backends, register_backend
 
 if TYPE_CHECKING:
     from .backends.float8 import Float8Cache
+    from .backends.h2o import H2OCache
     from .backends.int4 import Int4Cache
     from .backends.int8 import Int8Cache
+    from .backends.keydiff import KeyDiffCache
     from .backends.kivi import KIVICache
+    from .backends.knorm import KnormCache
+    from .backends.kvquant import KVQuantCache
+    from .backends.locret import LocretCache
+    from .backends.random import RandomCache
+    from .backends.sirllm import SirLLMCache
+    from .backends.snapkv import SnapKVCache
+    from .backends.streaming_llm import StreamingLLMCache
+    from .backends.tova import TOVACache
     from .cache import KVCache, build_cache
     from .config import BackendConfig
     from .errors import (
@@ -29,7 +39,10 @@ if TYPE_CHECKING:
         UnsupportedOperationError,
     )
     from .estimation import estimate
+    from .eviction.cache import EvictingCache
     from .report import CacheReport
+    from .retaining.configuration import RetainingHeadsConfig
+    from .retaining.heads import RetainingHeads
 
 __version__ = "0.1.0"
 
@@ -37,13 +50,26 @@ __all__ = [
     "ArtifactError",
     "BackendConfig",
     "CacheReport",
+    "EvictingCache",
     "Float8Cache",
+    "H2OCache",
     "IncompatibleTransformersError",
     "Int4Cache",
     "Int8Cache",
     "KIVICache",
     "KVCache",
+    "KVQuantCache",
     "KernelUnavailableError",
+    "KeyDiffCache",
+    "KnormCache",
+    "LocretCache",
+    "RandomCache",
+    "RetainingHeads",
+    "RetainingHeadsConfig",
+    "SirLLMCache",
+    "SnapKVCache",
+    "StreamingLLMCache",
+    "TOVACache",
     "UnsupportedOperationError",
     "build_cache",
     "estimate",
@@ -57,13 +83,26 @@ _LAZY = {
     "ArtifactError": "errors",
     "BackendConfig": "config",
     "CacheReport": "report",
+    "EvictingCache": "eviction.cache",
     "Float8Cache": "backends.float8",
+    "H2OCache": "backends.h2o",
     "IncompatibleTransformersError": "errors",
     "Int4Cache": "backends.int4",
     "Int8Cache": "backends.int8",
     "KIVICache": "backends.kivi",
     "KVCache": "cache",
+    "KVQuantCache": "backends.kvquant",
     "KernelUnavailableError": "errors",
+    "KeyDiffCache": "backends.keydiff",
+    "KnormCache": "backends.knorm",
+    "LocretCache": "backends.locret",
+    "RandomCache": "backends.random",
+    "RetainingHeads": "retaining.heads",
+    "RetainingHeadsConfig": "retaining.configuration",
+    "SirLLMCache": "backends.sirllm",
+    "SnapKVCache": "backends.snapkv",
+    "StreamingLLMCache": "backends.streaming_llm",
+    "TOVACache": "backends.tova",
     "UnsupportedOperationError": "errors",
     "build_cache": "cache",
     "estimate": "estimation",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from ..artifacts.scales import load_scales
 from ..cache import KVCache
 from ..config import BackendConfig, check_choice, check_integer
 from ..layers.base import PackedLayer
@@ -16,6 +19,7 @@ from ..registry import register_backend
 __all__ = ["Int8Cache", "Int8Config", "Int8Layer"]
 
 _GRANULARITIES = ("head", "group", "token", "tensor")
+_STATIC_GRANULARITIES = ("head", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,32 +31,61 @@ class Int8Config(BackendConfig):
             (`q_group_size` channels of it), `"token"` (a token's vectors in all heads), `"tensor"` (64 tokens
             in all heads).
         q_group_size (`int`): Channels per scale with `granularity="group"`.
+        calibration (`str`, *optional*): Directory or hub id of a scales artifact. Scales are then static:
+            with `granularity="head"` one per kv head, with `"tensor"` one per layer, for keys and values
+            each.
         residual_length (`int`): Newest tokens kept exact.
     """
 
     granularity: str = "head"
     q_group_size: int = 32
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self, "granularity", self.granularity, _GRANULARITIES)
         check_integer(self, "q_group_size", self.q_group_size, minimum=1)
+        if self.calibration is None:
+            return
+        if not isinstance(self.calibration, str) or not self.calibration:
+            raise ValueError(
+                "Int8Config.calibration must be the directory or hub id of a scales artifact, or None, got "
+                f"{self.calibration!r}."
+            )
+        if self.granularity not in _STATIC_GRANULARITIES:
+            raise ValueError(
+                f"Int8Config.calibration has static scales for granularity in {_STATIC_GRANULARITIES}; got "
+                f"granularity={self.granularity!r}, calibration={self.calibration!r}."
+            )
 
     @property
     def sqnr_floor_db(self) -> float:
-        return 39.5
+        # a static scale is that of the largest magnitude in a text, which few tokens come near
+        return 39.5 if self.calibration is None else 30.0
 
 
 class Int8Layer(PackedLayer):
-    """Keys and values alike, `(1, R)`; `(64, R)` for `granularity="tensor"`."""
+    """Keys and values alike, `(1, R)`; `(64, R)` for `granularity="tensor"` with dynamic scales."""
 
     config: Int8Config
 
     def key_stream(self, head_dim: int) -> StreamSpec:
-        granularity = self._granularity(head_dim)
-        return StreamSpec(SymmetricCodec(granularity), granularity.tokens, self.config.residual_length)
+        return self._stream("key", head_dim)
 
-    value_stream = key_stream
+    def value_stream(self, head_dim: int) -> StreamSpec:
+        return self._stream("value", head_dim)
+
+    def _stream(self, side: str, head_dim: int) -> StreamSpec:
+        static = self._static_scale(side)
+        granularity = self._granularity(head_dim) if static is None else per_token_head()
+        codec = SymmetricCodec(granularity, static)
+        return StreamSpec(codec, granularity.tokens, self.config.residual_length)
+
+    def _static_scale(self, side: str) -> Tensor | None:
+        if self.config.calibration is None:
+            return None
+        scales = load_scales(self.config.calibration)
+        return scales.for_layer(self.layer_idx, self.num_heads, side, self.config.granularity, "int8")
 
     def _granularity(self, head_dim: int) -> Granularity:
         group = self.config.q_group_size
@@ -75,9 +108,11 @@ class Int8Cache(KVCache):
 
     Paper: the common 8-bit cache of inference engines (per-head dynamic scales).
     Deviates: scales are rounded up to fp16, so no code saturates. `granularity="tensor"` rescales every 64
-        tokens: one scale frozen at first sight, as is usual, clips every later token that is larger.
-    Cost: `8 + 16 / head_dim` bits per value; `8 + 16 / q_group_size` with groups. The scales of `"token"` and
-        `"tensor"` are stored in the records of every head, so they save less than their definition suggests.
+        tokens: one scale frozen at first sight, as is usual, clips every later token that is larger. So do
+        the static scales of a `calibration`, which are those of a text.
+    Cost: `8 + 16 / head_dim` bits per value; `8 + 16 / q_group_size` with groups, 8 with static scales. Those
+        of `"token"` and `"tensor"`, if dynamic, are stored in the records of every head, so they save less
+        than their definition suggests.
     Limits: none known.
     """
 

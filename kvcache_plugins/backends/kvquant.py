@@ -146,8 +146,9 @@ class KVQuantCache(KVCache):
     """2- to 4-bit non-uniform codes, keys before the rotary embedding, outliers exact beside them.
 
     Paper: KVQuant, arXiv 2401.18079 (section 3).
-    Deviates: an exact recent window; outliers of keys share one list a block, of which those that would lose
-        most are kept; ranges exclude sinks; keys are turned back by an exactly orthogonal map.
+    Deviates: an exact recent window; outliers of keys are those numbers of a block whose codes lack most,
+        inside of their range or beyond; ranges exclude sinks; keys are turned back by an exactly orthogonal
+        map.
     Cost: `nbits + 16 / head_dim + 32 * outlier_fraction` bits per value beyond the exact window.
     Limits: needs a calibration artifact, or `calibration="normal_float"`; packs whole blocks of 64 tokens;
         encodes in torch.

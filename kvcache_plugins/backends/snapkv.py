@@ -48,6 +48,7 @@ class SnapKVLayer(EvictingLayer):
     """Worth of a token: the attention it and its neighbours receive from the newest queries."""
 
     scored_after = "attention"
+    counts_all_queries = False  # but those of the last call
     config: SnapKVConfig
 
     def observe(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:

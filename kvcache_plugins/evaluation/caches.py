@@ -15,7 +15,7 @@ from ..models.facts import decoder_config, split_model_or_config
 from ..registry import TRANSFORMERS_BACKENDS
 from .labels import DENSE
 
-__all__ = ["cache_bytes", "generate", "new_cache", "why_unavailable"]
+__all__ = ["cache_bytes", "generate", "new_cache", "prefill", "why_unavailable"]
 
 
 def generate(
@@ -68,6 +68,30 @@ def new_cache(
     backend = options.pop("backend")
     config = decoder_config(split_model_or_config(model_or_config)[1])
     return DynamicCache(config=config) if backend == "dense" else QuantizedCache(backend, config, **options)
+
+
+def prefill(model: Any, prompt: torch.Tensor, cache: Cache, final_length: int, **arguments: Any) -> Any:
+    """Read a prompt into an empty cache as `generate()` does: bound, and in chunks where the cache wants it.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        prompt (`torch.Tensor` of shape `(B, T)`): Token ids without padding.
+        cache (`Cache`): Empty.
+        final_length (`int`): Tokens the cache will have been given in the end.
+        arguments: Passed on to the model.
+
+    Returns:
+        `ModelOutput`: Of the last call.
+    """
+    chunk_size = None
+    if isinstance(cache, KVCache):
+        length = prompt.shape[1]
+        cache.bind(model, torch.ones_like(prompt), max_cache_length=final_length, prompt_length=length)
+        chunk_size = cache.prefill_chunk_size
+    output = None
+    for chunk in prompt.split(chunk_size or prompt.shape[1], dim=1):
+        output = model(input_ids=chunk, past_key_values=cache, use_cache=True, **arguments)
+    return output
 
 
 def why_unavailable(model_config: Any, cache_config: Mapping[str, Any]) -> str | None:

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from .caches import new_cache, why_unavailable
+from .caches import new_cache, prefill, why_unavailable
 from .labels import DENSE
 from .perplexity_blocks import exact_blocks
 
@@ -101,7 +101,7 @@ def continuation_logits(
     start, stop = ids.shape[1] - count, ids.shape[1]
     cache = new_cache(model, cache_config, max_cache_length=stop)
     if start:
-        model(input_ids=ids[:, :start], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        prefill(model, ids[:, :start], cache, stop, logits_to_keep=1)
     blocks = exact_blocks(cache, start, stop, _BLOCK_LENGTH)
     return torch.cat(
         [

@@ -8,6 +8,8 @@ layer, before a call, with `T` tokens seen:
 * layers of this package: as long as `packed_length` (see `layers.stream`) does not change. A stream that
   packs every token (int8, int4, float8 and the values of KIVI once their residual window is full) allows one
   token; before that, and where tokens are packed in groups, longer blocks;
+* evicting layers besides: until generated tokens are evicted (`evict_at_decode`), and one token where the
+  choice rests on the queries of the last call (`snapkv`);
 * `quanto` of transformers: the first call is quantized at once; after that whatever is held is quantized
   anew whenever `residual_length` exact tokens have come together, so up to the next such point;
 * `hqq` of transformers: the same rule, but one token all the same. Its search for the best zero points stops
@@ -31,8 +33,8 @@ from typing import Any, NamedTuple
 from transformers import cache_utils
 from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer
 
+from ..eviction.layer import EvictingLayer
 from ..layers.base import PackedLayer
-from ..layers.stream import Stream
 
 __all__ = ["Block", "exact_blocks", "packed_shares", "room"]
 
@@ -83,9 +85,9 @@ def room(layer: Any, limit: int) -> int | None:
     """
     # A class that brings its own `update` follows its own rule.
     if isinstance(layer, PackedLayer):
-        if type(layer).update is not PackedLayer.update:
+        if type(layer).update not in (PackedLayer.update, EvictingLayer.update):
             return None
-        return min(_stream_room(stream, limit) for stream in layer.streams) if layer.is_initialized else 1
+        return layer.room(limit)
     if isinstance(layer, QuantizedLayer):
         if type(layer).update is not QuantizedLayer.update:
             return None
@@ -136,11 +138,3 @@ def _residual_tokens(layer: QuantizedLayer) -> int:
     """Exact tokens held; transformers keeps an empty tensor of one dimension where there are none."""
     assert layer.keys is not None
     return int(layer.keys.shape[-2]) if layer.keys.dim() == 4 else 0
-
-
-def _stream_room(stream: Stream, limit: int) -> int:
-    """Tokens up to and including the one that makes the stream pack something."""
-    for count in range(1, limit):
-        if stream.due(stream.length + count) > stream.packed_length:
-            return count
-    return limit

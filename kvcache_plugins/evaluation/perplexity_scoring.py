@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..cache import KVCache
-from .caches import cache_bytes, new_cache
+from .caches import cache_bytes, new_cache, prefill
 from .perplexity_blocks import exact_blocks, packed_shares
 
 __all__ = ["BINS", "Prediction", "Reference", "Schedule", "bin_edges", "predictions", "score_window"]
@@ -86,10 +86,7 @@ def predictions(model: Any, token_ids: Tensor, cache: Cache, schedule: Schedule)
         schedule (`Schedule`): How the window is read.
     """
     length = token_ids.shape[1]
-    if isinstance(cache, KVCache):
-        cache.bind(model, torch.ones_like(token_ids), max_cache_length=length)
-    prompt = token_ids[:, : schedule.prefill]
-    output = model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    output = prefill(model, token_ids[:, : schedule.prefill], cache, length, logits_to_keep=1)
     yield Prediction(schedule.prefill, output.logits[0], [0.0], True)
     blocks = exact_blocks(
         cache, schedule.prefill, length, schedule.block_length, approximate=schedule.approximate

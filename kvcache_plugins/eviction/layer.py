@@ -46,6 +46,8 @@ class EvictingLayer(PackedLayer):
         scored_after (`str`): `"update"` if a token can be judged by itself when it arrives, `"attention"` if
             queries must have been seen, `"forward"` if the model must have finished.
         accumulates (`bool`): Whether every query counts, not just those after which something is evicted.
+        counts_all_queries (`bool`): Whether what is kept does not depend on how many tokens came in the last
+            call.
         evicts (`bool`): False for layers the user left out (`skip_layers`), which keep every token.
         prompt_length (`int`, *optional*): Tokens after which the prompt has been read, where it is known.
         companions (`dict[str, torch.Tensor]`): What a backend remembers besides, batch first; it follows the
@@ -56,6 +58,7 @@ class EvictingLayer(PackedLayer):
 
     scored_after: ClassVar[str] = "update"
     accumulates: ClassVar[bool] = False
+    counts_all_queries: ClassVar[bool] = True
     config: EvictingConfig
 
     def __init__(self, config: BackendConfig, layer_idx: int, facts: LayerFacts) -> None:
@@ -218,6 +221,14 @@ class EvictingLayer(PackedLayer):
         due, self._due = self._due, None
         if due is not None:
             self._evict(due)
+
+    def room(self, limit: int) -> int:
+        room = super().room(limit)
+        if not (self.evicts and self.config.evict_at_decode) or self._budget is None:
+            return room
+        if not self.counts_all_queries:
+            return 1
+        return max(1, min(room, self._budget + self.config.decode_slack + 1 - self.held_length))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens, all of which must still be held.

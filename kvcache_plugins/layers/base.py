@@ -172,6 +172,10 @@ class PackedLayer(CacheLayerMixin):
             return joined(keys), joined(values)
         return KVHandle(self, keys), KVHandle(self, values)
 
+    def room(self, limit: int) -> int:
+        """Tokens, from 1 to `limit`, that may come in one call and are read as if they came one by one."""
+        return min(stream.room(limit) for stream in self.streams) if self.is_initialized else 1
+
     def attended(self, query: Tensor, tokens: StreamView, options: Any) -> None:
         """Take notice that `query` `(B, Hq, q, D)` was answered from the keys `tokens`; evicting layers do.
 

@@ -38,7 +38,7 @@ class NonUniformCodec(Codec):
         nbits (`int`): Bits per code.
         codebook (`torch.Tensor` of shape `(2 ** nbits,)`): Levels by which tokens are encoded.
         levels (`torch.Tensor`, *optional*): Levels by which codes are decoded, if they differ (Q-Norm).
-        side (`int`): Outliers above, and as many below, kept of a token's numbers over all heads.
+        side (`int`): Half of the outliers of a token, over all heads; of keys, on average over a block.
     """
 
     def __init__(self, nbits: int, codebook: Tensor, levels: Tensor | None, side: int) -> None:
@@ -84,7 +84,7 @@ class ChannelNonUniformCodec(NonUniformCodec):
     Args:
         nbits (`int`), codebook (`torch.Tensor`), levels (`torch.Tensor`, *optional*), side (`int`): As above.
         lower (`torch.Tensor` of shape `(H, D)`, *optional*), upper (`torch.Tensor`): The ranges.
-        fraction (`float`): Share of outliers, where the ranges are taken from the first tokens.
+        fraction (`float`): Share of numbers outside of the ranges, where these are those of the first tokens.
         warmup_tokens (`int`): How many first tokens then.
     """
 

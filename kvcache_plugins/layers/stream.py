@@ -258,6 +258,13 @@ class Stream:
             return self.packed_length
         return max(self.packed_length, self.spec.packed_length(seen))
 
+    def room(self, limit: int) -> int:
+        """Tokens, from 1 to `limit`, up to and including the one that makes something be packed."""
+        for count in range(1, limit):
+            if self.due(self.length + count) > self.packed_length:
+                return count
+        return limit
+
     def _pack(self, source: StreamView, start: int, stop: int) -> None:
         """Encode tokens `[start, stop)` of `source` in slabs and write them into the records."""
         if start >= stop:

@@ -48,7 +48,7 @@ def choose_outliers(residuals: Tensor, qualifies: Tensor, capacity: int) -> Outl
 
     Args:
         residuals (`torch.Tensor` of shape `(B, H, 64 n, D)`): fp32 `x - x'` of every number.
-        qualifies (`torch.Tensor` of shape `(B, H, 64 n, D)`): Which numbers are outliers.
+        qualifies (`torch.Tensor` of shape `(B, H, 64 n, D)`): Which numbers may be outliers.
         capacity (`int`): Most entries of a block; of more, those with the largest residuals are kept.
     """
     batch, heads, tokens, channels = residuals.shape

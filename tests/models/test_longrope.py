@@ -82,7 +82,7 @@ def test_crossing_the_change_is_announced(model: Any) -> None:
 
 
 def test_what_cannot_be_right_is_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match="prefill_chunk_size must be at most 32 .* got 64"):
+    with pytest.raises(ValueError, match=r"prefill_chunk_size must be at most 32 .* got 64"):
         generate(model, 90, prefill_chunk_size=64, **quantized(backend="int8"))
     cache = build_cache(model, {"backend": "int8"})
     generate(model, 20, max_new_tokens=2, past_key_values=cache)

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ...cache import KVCache
-from ..caches import cache_bytes, new_cache
+from ..caches import cache_bytes, new_cache, prefill
 from ..labels import DENSE
 from ..loading import Subject
 from .prompting import Prompt
@@ -72,10 +71,5 @@ def _cache_options(
     final_length = len(prompt.ids) + task.max_new_tokens
     cache = new_cache(subject.model, cache_config, max_cache_length=final_length)
     context = torch.tensor([prompt.context_ids], device=subject.device)
-    mask = torch.ones_like(context)
-    if isinstance(cache, KVCache):
-        cache.bind(subject.model, mask, final_length)
-    subject.model(
-        input_ids=context, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1
-    )
+    prefill(subject.model, context, cache, final_length, logits_to_keep=1)
     return {"past_key_values": cache}
