@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from transformers.cache_utils import Cache
 from .attention import dispatch as _dispatch  # registers how handles are attended to
 from .config import BackendConfig, drop_legacy_keys
 from .kernels.selection import select_kernel
-from .layers.base import PackedLayer
+from .layers.base import PackedLayer, storing
 from .models.facts import LayerFacts, decoder_config, describe_layers, split_model_or_config
 from .models.layer_plan import LayerPlan, key_value_heads, plan_layers
 from .models.longrope import follow_cache, switch_length
@@ -88,6 +89,13 @@ class KVCache(Cache):
     def prefill_chunk_size(self) -> int | None:
         """Prompt tokens `generate()` should read at once; `None` for all of them."""
         return self.longest_call if self.reads_long_text else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        with storing():  # copies made in inference mode could not be written to outside of it
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     @property
     def packed_layers(self) -> list[PackedLayer]:

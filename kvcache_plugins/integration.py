@@ -77,7 +77,8 @@ def _quantized_cache_seam(module: ModuleType) -> None:
 
     def new(klass: type, backend: Any = None, config: Any = None, *args: Any, **options: Any) -> Any:
         name = str(backend).lower()
-        if klass is cls and name not in TRANSFORMERS_BACKENDS:
+        # copies are made without arguments
+        if klass is cls and backend is not None and name not in TRANSFORMERS_BACKENDS:
             if args:
                 raise ValueError(
                     f"Options of the backend {backend!r} must be given by name, got {args!r} by position."

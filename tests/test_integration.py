@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
@@ -260,3 +261,24 @@ def test_other_caches_are_left_alone(model: Any) -> None:
     assert type(cache) is DynamicCache
     out = model.generate(INPUTS, max_new_tokens=3, return_dict_in_generate=True)
     assert type(out.past_key_values) is DynamicCache
+
+
+@pytest.mark.parametrize("backend", ["kivi", "knorm"])
+def test_caches_can_be_copied(model: Any, backend: str) -> None:
+    config = {"backend": backend, **({"budget": 30} if backend == "knorm" else {})}
+    prompt = torch.randint(3, 120, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        cache = model.generate(
+            prompt, do_sample=False, max_new_tokens=2, return_dict_in_generate=True,
+            cache_implementation="quantized", cache_config=config,
+        ).past_key_values  # fmt: skip
+        copied = copy.deepcopy(cache)
+    answers = [model(prompt[:, :3], past_key_values=one).logits for one in (cache, copied)]
+    assert type(copied) is type(cache) and torch.equal(*answers)
+
+
+def test_empty_caches_of_transformers_can_be_copied(model: Any) -> None:
+    from transformers import QuantizedCache
+
+    copied = copy.deepcopy(QuantizedCache("quanto", model.config))
+    assert type(copied) is QuantizedCache and len(copied.layers) == len(model.model.layers)

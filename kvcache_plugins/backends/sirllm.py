@@ -53,6 +53,13 @@ class SirLLMLayer(EvictingLayer):
 
     scored_after = "forward"
     config: SirLLMConfig
+    state_size = 0
+    """Channels of the model's states, of which the first layer remembers the last."""
+
+    def score(self, keys: Tensor, values: Tensor) -> Tensor:
+        if keys.is_meta and self.state_size:  # nobody shows a state where there are only shapes
+            self.companions[_LAST_STATE] = keys.new_empty((keys.shape[0], 1, self.state_size))
+        return super().score(keys, values)
 
     def take_scores(self, surprisal: Tensor) -> None:
         """Write the scores `(B, n)` of the newest tokens, and evict what is due."""
@@ -80,6 +87,12 @@ class SirLLMCache(EvictingCache):
 
     config_class = SirLLMConfig
     layer_class = SirLLMLayer
+
+    def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
+        super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
+        first = self.evicting_layers[0]
+        assert isinstance(first, SirLLMLayer)
+        first.state_size = self.model_config.hidden_size
 
     def bind(
         self,
@@ -109,10 +122,21 @@ class SirLLMCache(EvictingCache):
         # the state that predicted the first of these tokens follows the batch with the first layer
         before = layers[0].companions.get(_LAST_STATE)
         found = surprisal(model, states, token_ids, before)
+        seen = layers[0].cumulative_length - token_ids.shape[1]
+        if layers[0].pads is not None:
+            _score_first(found, layers[0].pads.to(found.device) - seen)
         layers[0].companions[_LAST_STATE] = states[:, -1:].clone()
         for layer in layers:
             assert isinstance(layer, SirLLMLayer)
             layer.take_scores(found)
+
+
+def _score_first(found: Tensor, first: Tensor) -> None:
+    """Let the first real token of a padded row, at `first` `(B,)` of this call, count as in others."""
+    for row, start in enumerate(first.tolist()):
+        if 0 <= start < found.shape[1]:
+            rest = found[row, start + 1 :]
+            found[row, start] = rest.max() if len(rest) else 0.0
 
 
 def _watch(model: nn.Module) -> None:

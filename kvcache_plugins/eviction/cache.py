@@ -121,7 +121,8 @@ class EvictingCache(KVCache):
             return
         is_real = attention_mask.bool()
         holes = (is_real.cummax(dim=1).values != is_real).any(dim=1)
-        if bool(holes.any()) and attention_mask.shape[1] > self._smallest_budget(attention_mask.shape[1]):
+        length = attention_mask.shape[1]
+        if bool(holes.any()) and (self.config.evict_at_decode or length > self._smallest_budget(length)):
             raise ValueError(
                 f"attention_mask has zeros after a one in row {int(holes.nonzero()[0])}. A cache that evicts "
                 "takes padding on the left only; allowed are rows of zeros followed by ones. `generate()` "
