@@ -61,7 +61,10 @@ DEFAULT_CACHE_CONFIGS: list[dict[str, Any]] = [
     # a quarter of the prompt, in the model's dtype and packed; the heads were trained for the bundled model
     {"backend": "locret", "heads": os.path.relpath(BUNDLED_HEADS), "budget": 512, "chunk_size": 256},
     {
-        "backend": "locret", "heads": os.path.relpath(BUNDLED_HEADS), "budget": 512, "chunk_size": 256,
+        "backend": "locret",
+        "heads": os.path.relpath(BUNDLED_HEADS),
+        "budget": 512,
+        "chunk_size": 256,
         "storage": {"backend": "int4", "key_bits": 8, "value_bits": 4},
     },
     {"backend": "fp8"},

@@ -15,9 +15,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A unit may import units to its left (and itself). Backends are reached by name through the registry only.
 ORDER = (
     "errors", "registry", "config", "quantizers", "models", "kernels", "layers", "attention", "report",
-    "artifacts", "cache", "persistence", "estimation", "eviction", "retaining", "backends", "evaluation", "calibration",
-    "training", "integration",
-    "testing", "cli", "__init__",
+    "artifacts", "cache", "persistence", "estimation", "eviction", "retaining", "backends", "evaluation",
+    "calibration", "training", "integration", "testing", "cli", "__init__",
 )  # fmt: skip
 # Deferred imports that would close a circle at import time, with the reason.
 DEFERRED = {

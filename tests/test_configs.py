@@ -14,10 +14,13 @@ from kvcache_plugins.evaluation.longbench.options import LongBenchOptions
 from kvcache_plugins.evaluation.passkey_options import PasskeyOptions
 from kvcache_plugins.evaluation.perplexity_options import PerplexityOptions
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS, get_backend
+from kvcache_plugins.training.parsing import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
+TRAININGS = sorted((CONFIGS / "locret").glob("*.yaml"))
+EVALUATIONS = [path for path in FILES if path not in TRAININGS]
 OPTIONS: dict[str, Any] = {
     "longbench": LongBenchOptions,
     "passkey": PasskeyOptions,
@@ -30,10 +33,10 @@ def _name(path: Path) -> str:
 
 
 def test_every_evaluation_has_one() -> None:
-    assert {path.parent.name for path in FILES} == set(OPTIONS)
+    assert {path.parent.name for path in EVALUATIONS} == set(OPTIONS)
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
+@pytest.mark.parametrize("path", EVALUATIONS, ids=_name)
 def test_options_are_those_of_the_evaluation(path: Path) -> None:
     given = yaml.safe_load(path.read_text(encoding="utf-8"))
     options = OPTIONS[path.parent.name].from_dict(merge_options({}, str(path)))
@@ -48,11 +51,20 @@ def test_options_are_those_of_the_evaluation(path: Path) -> None:
             get_backend(backend).config_class.from_dict(rest)
 
 
+@pytest.mark.parametrize("path", TRAININGS, ids=_name)
+def test_options_are_those_of_the_training(path: Path) -> None:
+    options, training = parse_arguments(["--config", str(path), "--output", "unused", "--bf16", "false"])
+    for name, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        if name != "bf16":  # transformers asks whether this machine can
+            assert getattr(options if hasattr(options, name) else training, name) == value
+    assert not (ROOT / "unused").exists()
+
+
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_comments_give_command_numbers_and_source(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     place = f"configs/{_name(path)}"
-    script = f"eval_{path.parent.name}.py"
+    script = "train_locret.py" if path in TRAININGS else f"eval_{path.parent.name}.py"
     assert re.search(
         rf"^#   python scripts/{re.escape(script)} --config {re.escape(place)}\b", text, re.MULTILINE
     )

@@ -38,8 +38,8 @@ model.generate(
 | weight of an error | {weight} |
 | made with | {versions} |
 
-`scales.safetensors` and `scales.json` hold static scales of the same text, for the backend `float8` with
-`scale="head"` or `"tensor"`.
+`scales.safetensors` and `scales.json` hold static scales of the same text, for the same `calibration` of the
+backends `float8` with `scale="head"` or `"tensor"` and `int8` with `granularity="head"` or `"tensor"`.
 """
 _WEIGHTS = {
     "fisher_scale": "squared gradient of the loss times squared scale of the vector (the paper, appendix E)",

@@ -97,7 +97,7 @@ class Codebooks:
 
     @property
     def outlier_fraction(self) -> float:
-        """Share of outliers outside of the ranges."""
+        """Share of numbers outside of the ranges; as many are kept as outliers."""
         return float(self.facts["outlier_fraction"])
 
     @property

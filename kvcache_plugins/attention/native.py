@@ -115,7 +115,7 @@ def describe(view: StreamView) -> Side | None:
     side = Side(
         layout,
         list(view.segments),
-        static_scale=None if static is None else static.reshape(-1).float().expand(heads),
+        static_scale=None if static is None else static.reshape(-1).float().expand(heads).contiguous(),
         factors=None if factors is None or view.packed_length == 0 else factors.squeeze(2),
         cos=cos,
         sin=sin,

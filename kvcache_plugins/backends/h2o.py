@@ -36,7 +36,7 @@ class H2OConfig(EvictingConfig):
         if not isinstance(self.normalize, bool):
             raise ValueError(f"H2OConfig.normalize must be true or false, got {self.normalize!r}.")
 
-    def protected_at(self, phase: str, budget: int) -> int:
+    def protected_at(self, phase: str, budget: int, turn_length: int = 0) -> int:
         given = self.stabilizer_length if phase == "chunk" else self.local_length
         return max(budget // 2 if given is None else given, self.exact_length)
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from ..artifacts.codebooks import Codebooks, push_to_hub, save_codebooks
 from ..artifacts.model_facts import model_facts, rotary_facts
 from ..artifacts.scales import Scales
+from ..backends.kvquant import NORMAL_FLOAT
 from ..evaluation.loading import Subject, load_subject
 from ..evaluation.progress import Progress, silent
 from ..models.facts import decoder_config
@@ -22,6 +23,7 @@ from .passes import run_passes
 from .precision import choose_precision
 from .recording import CalibratedLayer, calibrated_layers
 from .samples import Samples, read_samples
+from .sensitivity import check_candidates
 from .statistics import Statistics
 
 __all__ = ["calibrate", "calibrate_subject", "steps_of"]
@@ -49,7 +51,8 @@ def calibrate(
         push_to (`str`, *optional*): Hub repository to upload the artifact to.
 
     Raises:
-        ValueError: If the model or the text cannot be calibrated with; nothing is written then.
+        ValueError: If the model or the text cannot be calibrated with, or no precision can be chosen as
+            asked; nothing is written then.
         OSError: If something cannot be read or written.
     """
     if output.exists() and not output.is_dir():
@@ -69,7 +72,8 @@ def calibrate_subject(
     """Calibrate a loaded model, as [`calibrate`] does.
 
     Raises:
-        ValueError: If the model or the text cannot be calibrated with.
+        ValueError: If the model or the text cannot be calibrated with, or no precision can be chosen as
+            asked; nothing is written then.
         OSError: If something cannot be read or written.
     """
     layers = calibrated_layers(subject.model)
@@ -81,6 +85,10 @@ def calibrate_subject(
             f"--sequence_length must be at most the model's context of {context} tokens, got "
             f"{options.sequence_length}."
         )
+    if options.target_bits is not None:
+        # the artifact is yet to be made; what its levels and ranges are does not matter to what is checked
+        base = _cache_options(options, NORMAL_FLOAT)
+        check_candidates(subject.model, base, options.candidate_bits, options.sequence_length)
     samples = read_samples(subject, options)
     folder = output / "progress"
     if options.needs_codebooks:
@@ -136,26 +144,32 @@ def _choose(
     model: Any, samples: Samples, options: CalibrationOptions, output: Path, progress: Progress
 ) -> None:
     """Choose the precision on samples from all over the text."""
-    base: dict[str, Any] = {"backend": options.backend}
     settings = {name: getattr(options, name) for name in _RELEVANT} | {"text": samples.digest}
     if options.needs_codebooks:
-        base |= {"calibration": str(output), "outlier_fraction": options.outlier_fraction}
-        base |= {"sink_length": options.sink_length}
         settings |= {"weight": options.weight, "q_norm": options.q_norm}
-    for given in options.cache_config:
-        base |= given
     chosen = torch.linspace(0, len(samples) - 1, min(options.precision_samples, len(samples))).round().long()
     assert options.target_bits is not None
     choose_precision(
         model,
         samples.token_ids[chosen],
-        base,
+        _cache_options(options, str(output)),
         options.candidate_bits,
         options.target_bits,
         output,
         settings,
         progress,
     )
+
+
+def _cache_options(options: CalibrationOptions, calibration: str) -> dict[str, Any]:
+    """Options of the cache whose precision is chosen, for all layers and without bits."""
+    base: dict[str, Any] = {"backend": options.backend}
+    if options.needs_codebooks:
+        base |= {"calibration": calibration, "outlier_fraction": options.outlier_fraction}
+        base |= {"sink_length": options.sink_length}
+    for given in options.cache_config:
+        base |= given
+    return base
 
 
 def _facts(

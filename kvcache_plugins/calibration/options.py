@@ -25,7 +25,7 @@ class CalibrationOptions(ModelOptions):
     Args:
         cache_config (`Sequence[dict]`): At most one: further options of the cache whose precision is chosen.
         nbits (`Sequence[int]`): Numbers of bits to fit levels for: 2, 3, 4.
-        outlier_fraction (`float`): Share of each vector that is kept exact, in `[0, 0.5)`.
+        outlier_fraction (`float`): Share of each vector that is kept exact, in `[0, 0.1]`.
         sink_length (`int`): First tokens of a sample that take no part.
         num_samples (`int`): Samples of text.
         sequence_length (`int`): Tokens of a sample.
@@ -90,8 +90,8 @@ class CalibrationOptions(ModelOptions):
                 if isinstance(bits, bool) or bits not in BACKENDS["kvquant"]:
                     raise ValueError(f"--nbits must be of 2, 3, 4, got {bits!r}.")
         fraction: object = self.outlier_fraction  # whatever a file held
-        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction < 0.5:
-            raise ValueError(f"--outlier_fraction must be a number in [0, 0.5), got {fraction!r}.")
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 0.1:
+            raise ValueError(f"--outlier_fraction must be a number in [0, 0.1], got {fraction!r}.")
 
     def _check_precision(self) -> None:
         if len(self.cache_config) > 1 or (self.cache_config and self.target_bits is None):
@@ -104,6 +104,7 @@ class CalibrationOptions(ModelOptions):
                 raise ValueError(
                     f"--cache_config must be for --backend {self.backend!r}, got {config['backend']!r}."
                 )
+            self._check_own_artifact(config)
         if self.target_bits is None:
             return
         target: object = self.target_bits
@@ -114,6 +115,21 @@ class CalibrationOptions(ModelOptions):
             raise ValueError(
                 f"--target_bits must be within [{min(bits)}, {max(bits)}], the bits of {self.backend!r} "
                 f"there is a choice of, got {target!r}."
+            )
+
+    def _check_own_artifact(self, config: dict[str, Any]) -> None:
+        """A precision of kvquant is one of the artifact that is made with it."""
+        if not self.needs_codebooks:
+            return
+        if "calibration" in config:
+            raise ValueError(
+                "--target_bits is for the artifact that is made with it, so --cache_config must not set "
+                f"'calibration', got {config['calibration']!r}."
+            )
+        if config.get("outlier_fraction", self.outlier_fraction) != self.outlier_fraction:
+            raise ValueError(
+                f"--cache_config must have the 'outlier_fraction' {self.outlier_fraction} of "
+                f"--outlier_fraction, or none, got {config['outlier_fraction']!r}."
             )
 
     @property

@@ -21,8 +21,16 @@ from ..cache import build_cache
 from ..layers.base import PackedLayer
 from ..layers.handle import KVHandle
 from ..models.facts import decoder_config
+from ..models.layer_plan import key_value_heads
 
-__all__ = ["BLOCK_TOKENS", "Candidate", "OneSidedLayer", "candidates_of", "measure_candidates"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "Candidate",
+    "OneSidedLayer",
+    "candidates_of",
+    "check_candidates",
+    "measure_candidates",
+]
 
 BLOCK_TOKENS = 64
 """Tokens read at once after the prompt."""
@@ -92,6 +100,35 @@ def candidates_of(model: Any, cache_config: Mapping[str, Any], bits: Sequence[in
     return candidates
 
 
+def check_candidates(
+    model: Any, cache_config: Mapping[str, Any], bits: Sequence[int], sequence_length: int
+) -> None:
+    """Check that every candidate can be measured, without reading a token.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        cache_config (`Mapping`): The backend and its options for all layers, without bits.
+        bits (`Sequence[int]`): Numbers of bits to choose from.
+        sequence_length (`int`): Tokens of a sample.
+
+    Raises:
+        ValueError: If the options decide what is to be chosen, are wrong, or leave nothing to choose, or if
+            half a sample is so short that nothing of it is packed.
+    """
+    if not candidates_of(model, cache_config, bits):
+        raise ValueError(
+            f"--target_bits has nothing to choose: --cache_config {dict(cache_config)!r} packs no layer."
+        )
+    config = decoder_config(model.config)
+    for nbits in bits:
+        for layer in build_cache(model, {**cache_config, "nbits": nbits}).packed_layers:
+            heads, *dims = key_value_heads(config, layer.layer_idx)
+            layer.lazy_initialization(*(torch.empty(1, heads, 0, dim, device="meta") for dim in dims))
+            for stream in layer.streams:
+                if stream.spec.packed_length(sequence_length // 2) == 0:
+                    raise _too_short(sequence_length, cache_config)
+
+
 class OneSidedLayer(DynamicLayer):
     """A dense cache layer that reads its keys, or its values, from a packed one.
 
@@ -143,11 +180,15 @@ def measure_candidates(
         dense: Any = cache.layers[candidate.layer_idx]
         cache.layers[candidate.layer_idx] = OneSidedLayer(packed, candidate.side, dense.keys, dense.values)
         if packed.streams[_SIDES.index(candidate.side)].packed_length == 0:
-            raise ValueError(
-                f"--sequence_length {sample.shape[1]} is too short to judge a precision: of a prompt of half "
-                f"of it, {cache_config['backend']!r} packs nothing."
-            )
+            raise _too_short(sample.shape[1], cache_config)
         yield candidate, _divergence(exact, _predictions(model, blocks, cache))
+
+
+def _too_short(sequence_length: int, cache_config: Mapping[str, Any]) -> ValueError:
+    return ValueError(
+        f"--sequence_length {sequence_length} is too short to judge a precision: of a prompt of half of it, "
+        f"{cache_config['backend']!r} packs nothing."
+    )
 
 
 def _packed_layer(model: Any, cache_config: Mapping[str, Any], candidate: Candidate) -> PackedLayer:

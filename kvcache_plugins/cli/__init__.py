@@ -15,7 +15,9 @@ from ..errors import IncompatibleTransformersError, KernelUnavailableError, Unsu
 
 __all__ = ["main"]
 
-_COMMANDS = ("list", "estimate", "bench", "calibrate", "eval", "report", "kernels")
+_COMMANDS = (
+    "list", "estimate", "bench", "calibrate", "train_locret", "import_locret", "eval", "report", "kernels",
+)  # fmt: skip
 
 # What a user can cause and repair. Anything else is a bug of ours and keeps its traceback.
 _USER_ERRORS = (

@@ -19,10 +19,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "calibrate",
         argument_default=argparse.SUPPRESS,
-        help="calibrate a model for kvquant and static float8",
+        help="calibrate a model for kvquant and static int8 and float8",
         description="Observe a model on text, fit KVQuant's ranges and levels, and write them with static "
-        "scales for float8. With --target_bits also choose the bits of every layer's keys and values. An "
-        "interrupted calibration is continued by the same command.",
+        "scales for int8 and float8. With --target_bits also choose the bits of every layer's keys and "
+        "values. An interrupted calibration is continued by the same command.",
     )
     add_model_arguments(parser, "none; at most one, with --target_bits")
     parser.add_argument(

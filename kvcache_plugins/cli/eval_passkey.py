@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.passkey_options import NEEDLE, QUESTION, PasskeyOptions
+from ..evaluation.passkey_options import FACT_NEEDLE, FACT_QUESTION, NEEDLE, QUESTION, PasskeyOptions
 from .display import show
 from .model_arguments import NOT_OPTIONS, add_model_arguments
 from .options import merge_options
@@ -23,17 +23,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         argument_default=argparse.SUPPRESS,
         help="keys hidden in a long text",
         description="Hide a key in a long text, ask for it at the end, and count the right answers: a grid "
-        "of lengths and depths, with the same prompts for every cache.",
+        "of lengths and depths, with the same prompts for every cache. With several facts in a prompt, it is "
+        "read without any question, and each fact is asked for on a copy of the cache.",
     )
     add_model_arguments(parser, "all backends that need no artifact, and transformers' own")
     parser.add_argument(
         "--lengths", nargs="+", type=int, metavar="N", help="tokens of a prompt (default: 512 1024 2048)"
     )
     parser.add_argument(
+        "--facts",
+        type=int,
+        metavar="N",
+        help="keys in a prompt; above 1, asked for once it has been read (default: 1)",
+    )
+    parser.add_argument(
         "--depths", type=int, metavar="N", help="places of the key: 0, 1/N, ... of the filler (default: 5)"
     )
     parser.add_argument(
-        "--trials", type=int, metavar="N", help="prompts for each length and depth (default: 4)"
+        "--trials",
+        type=int,
+        metavar="N",
+        help="prompts for each length and depth, or for each length with several facts (default: 4)",
     )
     parser.add_argument(
         "--filler_files",
@@ -43,8 +53,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--filler_text", metavar="TEXT", help="repeated as often as needed, instead of files")
     parser.add_argument("--introduction", metavar="TEXT", help="what a prompt begins with (default: nothing)")
-    parser.add_argument("--needle", metavar="TEMPLATE", help=f"with {{key}} (default: {NEEDLE!r})")
-    parser.add_argument("--question", metavar="TEXT", help=f"end of the prompt (default: {QUESTION!r})")
+    parser.add_argument(
+        "--needle",
+        metavar="TEMPLATE",
+        help=f"with {{key}} (default: {NEEDLE!r}); with several facts also {{name}} (default: "
+        f"{FACT_NEEDLE!r})",
+    )
+    parser.add_argument(
+        "--question",
+        metavar="TEXT",
+        help=f"end of the prompt (default: {QUESTION!r}); with several facts, about {{name}} (default: "
+        f"{FACT_QUESTION!r})",
+    )
     parser.add_argument("--max_new_tokens", type=int, metavar="N", help="of an answer (default: 8)")
     parser.add_argument("--batch_size", type=int, metavar="N", help="prompts generated together (default: 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="of keys and filler (default: 0)")

@@ -12,9 +12,15 @@ DENSE: dict[str, Any] = {"backend": "dense"}
 
 
 def cache_label(cache_config: dict[str, Any]) -> str:
-    """Return a short name of a cache for tables and plots, such as `kivi 2-bit` or `hqq 4-bit axis 1`."""
+    """Return a short name of a cache for tables and plots.
+
+    Such as `kivi 2-bit`, `hqq 4-bit axis 1`, or `knorm budget=192 over int4 key_bits=8`.
+    """
     options = dict(cache_config)
     words = [str(options.pop("backend"))]
+    if "budget" in options:  # of all that evicting caches are told, what their size depends on
+        words.append(f"budget={options.pop('budget')}")
+    storage = options.pop("storage", None)
     if "nbits" in options:
         words.append(f"{options.pop('nbits')}-bit")
     if "axis_key" in options and options["axis_key"] == options.get("axis_value"):
@@ -22,6 +28,8 @@ def cache_label(cache_config: dict[str, Any]) -> str:
         del options["axis_value"]
     # of a directory or hub id the last part says enough
     words += [f"{key}={str(value).rstrip('/').rpartition('/')[2]}" for key, value in options.items()]
+    if isinstance(storage, dict) and "backend" in storage:
+        words.append(f"over {cache_label(storage)}")
     return " ".join(words)
 
 

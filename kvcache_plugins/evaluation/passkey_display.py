@@ -6,6 +6,7 @@ rich and matplotlib are imported when something is shown.
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["footnotes", "passkey_table", "plot_passkey"]
 
 _PANELS_PER_LINE = 5
+_LABEL_WIDTH = 34  # letters over a panel
 _MOST_CELLS_WITH_NUMBERS = 100  # in one panel; with more of them, the colours alone are legible
 
 
@@ -29,7 +31,7 @@ def passkey_table(document: dict[str, Any]) -> Table:
 
     results = document["results"]
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("cache", no_wrap=True)
+    table.add_column("cache")  # the one that gives way where a terminal is narrow
     lengths = list(results[0]["by_length"])
     titles = ["found", "+-", *(f"{length}\ntokens" for length in lengths)]
     for title in (*titles, "cache\nbytes", "bits per\nvalue", "of\ndense", "seconds"):
@@ -47,8 +49,7 @@ def footnotes(document: dict[str, Any]) -> list[str]:
     place, settings = document["environment"], document["settings"]
     threads = f"{place['threads']} thread{'' if place['threads'] == 1 else 's'}"
     return [
-        f"{settings['model']}: {document['results'][0]['trials']} trials, {settings['trials']} at each of "
-        f"{settings['depths']} depths and {len(settings['lengths'])} lengths",
+        f"{settings['model']}: {_trials(document)}",
         f"found: share of trials; +-: standard error; bytes: one prompt of {max(settings['lengths'])} tokens",
         *(
             f"skipped {cache_label(entry['cache_config'])}: {entry['reason']}"
@@ -56,6 +57,18 @@ def footnotes(document: dict[str, Any]) -> list[str]:
         ),
         f"{place['device']}, {threads}, torch {place['versions']['torch']}",
     ]
+
+
+def _trials(document: dict[str, Any]) -> str:
+    """Return how many trials there were, and of what."""
+    settings = document["settings"]
+    count, each, lengths = document["results"][0]["trials"], settings["trials"], len(settings["lengths"])
+    if (facts := settings.get("facts", 1)) == 1:
+        return f"{count} trials, {each} at each of {settings['depths']} depths and {lengths} lengths"
+    return (
+        f"{count} trials, {facts} facts in each of {each} prompts at {lengths} lengths, asked for on copies "
+        "of the cache once the prompt has been read"
+    )
 
 
 def plot_passkey(document: dict[str, Any], path: Path) -> None:
@@ -99,6 +112,8 @@ def plot_passkey(document: dict[str, Any], path: Path) -> None:
         line[0].set_ylabel("depth of the key")
     figure.colorbar(image, ax=grid, label="keys found", shrink=0.8, pad=0.01, format="{x:.0%}")
     trials = f"{settings['trials']} trial{'' if settings['trials'] == 1 else 's'} a cell"
+    if (facts := settings.get("facts", 1)) > 1:
+        trials = f"{facts} facts a prompt, {trials}, asked for afterwards"
     figure.suptitle(f"Pass keys found by {Path(settings['model']).name}, {trials}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -110,7 +125,8 @@ def _draw_panel(axes: Any, row: dict[str, Any], lengths: list[int], depths: list
     found = {(cell["depth"], cell["length"]): cell["accuracy"] for cell in row["grid"]}
     shares = [[found[depth, length] for length in lengths] for depth in depths]
     image = axes.imshow(shares, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")
-    axes.set_title(f"{row['label']}\n{row['accuracy']:.0%} at {row['bits_per_value']:.1f} bits", fontsize=10)
+    label = textwrap.fill(row["label"], _LABEL_WIDTH)
+    axes.set_title(f"{label}\n{row['accuracy']:.0%} at {row['bits_per_value']:.1f} bits", fontsize=10)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     shown = range(0, len(depths), math.ceil(len(depths) / 10))
     axes.set_yticks(shown, [f"{depths[index]:.0%}" for index in shown])

@@ -20,7 +20,11 @@ def record_key(cache_config: Mapping[str, Any], trial: Trial) -> str:
 
 
 def build_rows(
-    journal: Journal, cache_configs: list[dict[str, Any]], trials: list[Trial], dense_bits: int
+    journal: Journal,
+    cache_configs: list[dict[str, Any]],
+    trials: list[Trial],
+    dense_bits: int,
+    facts: int,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows of the results, and what failed.
 
@@ -29,6 +33,7 @@ def build_rows(
         cache_configs (`list[dict]`): The caches, the dense one first.
         trials (`list[Trial]`): The prompts.
         dense_bits (`int`): Of one value in the dense cache.
+        facts (`int`): Keys in a prompt.
     """
     rows: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
@@ -46,7 +51,9 @@ def build_rows(
             for length in dict.fromkeys(trial.length for trial in trials)
         }
         dense_bytes = dense_bytes or per_token
-        rows.append(_row(cache_config, found, per_token, dense_bytes, dense_bits))
+        row = _row(cache_config, found, per_token, dense_bytes, dense_bits)
+        # with one fact, the prompt that a cache compresses holds the question
+        rows.append(row | {"facts": facts, "query_aware": facts == 1})
     return rows, failed
 
 

@@ -65,6 +65,7 @@ class EvictingLayer(PackedLayer):
         self.evicts, self.is_ragged = True, False
         self.prompt_length: int | None = None
         self._full_length: int | None = None
+        self._turn_length = 0
         self.pads: Tensor | None = None
         self.companions: dict[str, Tensor] = {}
         self._budget: int | None = None
@@ -136,6 +137,9 @@ class EvictingLayer(PackedLayer):
         Raises:
             ValueError: If `budget` is a fraction of it that leaves no room beside what is protected.
         """
+        goes_on = length is not None and length == self.prompt_length and self.cumulative_length < length
+        if not goes_on:
+            self._turn_length = (length or 0) - self.cumulative_length if self.cumulative_length else 0
         self.prompt_length = length
         if length is not None and self.evicts:
             self._budget = self.config.budget_of(length)
@@ -297,7 +301,11 @@ class EvictingLayer(PackedLayer):
         tensors |= self.ledger.saved_tensors() | self._named_companions()
         if self.pads is not None:
             tensors["pads"] = self.pads
-        return tensors, facts | {"prompt_length": self.prompt_length, "kept": self._budget}
+        return tensors, facts | {
+            "prompt_length": self.prompt_length,
+            "turn_length": self._turn_length,
+            "kept": self._budget,
+        }
 
     def load_state(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         super().load_state(tensors, facts)
@@ -307,7 +315,8 @@ class EvictingLayer(PackedLayer):
             self.companions = {
                 name.removeprefix(_COMPANION): t for name, t in tensors.items() if name.startswith(_COMPANION)
             }
-            self.prompt_length, self._budget = facts["prompt_length"], facts["kept"]
+            self.prompt_length, self._turn_length = facts["prompt_length"], facts["turn_length"]
+            self._budget = facts["kept"]
 
     def _named_companions(self) -> dict[str, Tensor]:
         return {f"{_COMPANION}{name}": tensor for name, tensor in self.companions.items()}
@@ -349,7 +358,7 @@ class EvictingLayer(PackedLayer):
                 budget,
                 pads=self.padding.lengths,
                 sink_length=self.config.sink_length,
-                recent=self.config.protected_at(phase, budget),
+                recent=self.config.protected_at(phase, budget, self._turn_length),
                 exact=self.key_stream_.tail.length if self.key_stream_.packed_length else 0,
             )
             keep_slots(self, index)

@@ -32,7 +32,8 @@ class EvictingConfig(BackendConfig):
         stabilizer_length (`int`, *optional*): Newest tokens not evicted between two chunks of a prompt;
             128, at most an eighth of the budget, if not given.
         local_length (`int`, *optional*): Newest tokens not evicted at the end of a prompt, and while
-            generating; 100, at most an eighth of the budget, if not given.
+            generating. If not given, 100, at most an eighth of the budget; and of a later turn of a
+            conversation up to 100 tokens, at most a quarter of the budget.
         positions (`str`): `"absolute"`: what is kept stays where it was in the text. `"compact"`: it moves up
             to close the gaps, so that no position exceeds the budget, a chunk and what was generated.
         evict_at_decode (`bool`): Whether generated tokens count against the budget too: up to 64 more are
@@ -122,20 +123,21 @@ class EvictingConfig(BackendConfig):
         self.check_budget(budget)
         return budget
 
-    def protected_at(self, phase: str, budget: int) -> int:
+    def protected_at(self, phase: str, budget: int, turn_length: int = 0) -> int:
         """Newest tokens that are not evicted.
 
         Args:
             phase (`str`): `"chunk"` between two chunks of a prompt, `"prompt"` at its end, `"decode"` after.
             budget (`int`): Tokens that will be kept.
+            turn_length (`int`): Tokens of a later turn of a conversation; 0 for the first.
         """
-        given, default = (
-            (self.stabilizer_length, _STABILIZER_LENGTH)
-            if phase == "chunk"
-            else (self.local_length, _LOCAL_LENGTH)
-        )
-        length = min(default, budget // 8) if given is None else given
-        return max(length, self.exact_length)
+        if phase == "chunk":
+            given, length = self.stabilizer_length, min(_STABILIZER_LENGTH, budget // 8)
+        else:
+            given, length = self.local_length, min(_LOCAL_LENGTH, budget // 8)
+            # what is asked now matters most
+            length = max(length, min(turn_length, _LOCAL_LENGTH, budget // 4))
+        return max(length if given is None else given, self.exact_length)
 
     @property
     def decode_slack(self) -> int:

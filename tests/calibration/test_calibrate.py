@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from kvcache_plugins import build_cache
+from kvcache_plugins.artifacts.card import model_card
 from kvcache_plugins.artifacts.codebooks import load_codebooks
 from kvcache_plugins.artifacts.scales import load_scales
 from kvcache_plugins.calibration import calibrate as job
@@ -104,8 +105,9 @@ def test_nothing_tells_where_it_was_made(made: Path, text: Path) -> None:
             assert place.encode() not in content, path.name
 
 
-def test_static_scales_serve_float8(made: Path, subject: Subject) -> None:
-    cache = build_cache(subject.model, {"backend": "float8", "scale": "head", "calibration": str(made)})
+@pytest.mark.parametrize(("backend", "option"), [("float8", "scale"), ("int8", "granularity")])
+def test_static_scales_serve(backend: str, option: str, made: Path, subject: Subject) -> None:
+    cache = build_cache(subject.model, {"backend": backend, option: "head", "calibration": str(made)})
     with torch.no_grad():
         subject.model(torch.arange(5, 45)[None], past_key_values=cache)
     assert cache.get_seq_length() == 40
@@ -237,7 +239,7 @@ def test_samples_longer_than_the_context(subject: Subject, text: Path, tmp_path:
         (["--output", "x"], "--model is needed"),
         (["--model", "m"], "--output is needed"),
         (["--model", "m", "--output", "x", "--nbits", "8"], "must be of 2, 3, 4, got 8"),
-        (["--model", "m", "--output", "x", "--outlier_fraction", "0.5"], "[0, 0.5)"),
+        (["--model", "m", "--output", "x", "--outlier_fraction", "0.5"], "[0, 0.1]"),
         (
             [
                 "--model",
@@ -339,7 +341,8 @@ def test_the_bundled_artifact(subject: Subject) -> None:
     rotary = find_rotary(subject.model, subject.model.config, "full_attention", 64)
     for index in range(6):
         found.for_layer(index, 2, 64, key_bits=3, value_bits=3, rotary=rotary)
-    assert "pride_and_prejudice.txt" in (ARTIFACT / "README.md").read_text()
+    assert "pride_and_prejudice.txt" in found.facts["text_source"]
+    assert (ARTIFACT / "README.md").read_text() == model_card(found.facts)
 
 
 def test_an_artifact_without_its_tensors(made: Path, tmp_path: Path) -> None:

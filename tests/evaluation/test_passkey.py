@@ -155,7 +155,7 @@ def test_an_interrupted_run_goes_on(
     document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Any, ...]] = []
-    ask = passkey._ask
+    ask = passkey.ask_with_prompt
 
     def interrupted(subject: Any, cache_config: Any, batch: list[Trial], tokens: int) -> Any:
         if len(asked) == 11:
@@ -163,13 +163,15 @@ def test_an_interrupted_run_goes_on(
         asked.append((cache_config["backend"], batch[0].length, batch[0].depth, batch[0].index))
         return ask(subject, cache_config, batch, tokens)
 
-    monkeypatch.setattr(passkey, "_ask", interrupted)
+    monkeypatch.setattr(passkey, "ask_with_prompt", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main(["eval", "passkey", *_arguments(tmp_path, "--no_plots")])
     assert not (tmp_path / "results.json").exists() and (tmp_path / "progress").exists()
 
     first = list(asked)
-    monkeypatch.setattr(passkey, "_ask", lambda *a: (asked.append((a[1]["backend"], a[2][0])), ask(*a))[1])
+    monkeypatch.setattr(
+        passkey, "ask_with_prompt", lambda *a: (asked.append((a[1]["backend"], a[2][0])), ask(*a))[1]
+    )
     assert _measured(_run(tmp_path, "--no_plots")) == _measured(document)
     assert (len(first), len(asked)) == (11, 16), "nothing is asked twice"
     assert not (tmp_path / "progress").exists()
@@ -178,7 +180,7 @@ def test_an_interrupted_run_goes_on(
 def test_other_settings_do_not_continue_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(passkey, "_ask", _interrupt)
+    monkeypatch.setattr(passkey, "ask_with_prompt", _interrupt)
     with pytest.raises(KeyboardInterrupt):
         main(["eval", "passkey", *_arguments(tmp_path, "--no_plots")])
     assert main(["eval", "passkey", *_arguments(tmp_path, "--no_plots", "--seed", "7")]) == 2
@@ -210,14 +212,14 @@ def test_two_processes_equal_one(document: dict[str, Any], tmp_path: Path) -> No
 def test_a_failure_of_transformers_is_noted_and_ours_stops_the_run(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = passkey._ask
+    ask = passkey.ask_with_prompt
 
     def failing(subject: Any, cache_config: Any, batch: list[Trial], tokens: int) -> Any:
         if cache_config["backend"] == backend and batch[0].length == 300:
             raise RuntimeError("no such\nshape")
         return ask(subject, DENSE if cache_config["backend"] == "fp8" else cache_config, batch, tokens)
 
-    monkeypatch.setattr(passkey, "_ask", failing)
+    monkeypatch.setattr(passkey, "ask_with_prompt", failing)
     monkeypatch.setattr(passkey, "why_unavailable", lambda *_: None)  # fp8 came with a later transformers
     arguments = ["eval", "passkey", *_arguments(tmp_path, "--no_plots", caches=({"backend": backend}, KIVI))]
     if backend == "int8":

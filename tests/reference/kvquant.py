@@ -3,11 +3,12 @@
 What a calibration finds is given as plain tensors; everything that is done with them is done here::
 
     keys     turned back by their positions, `u = (k - z) / r` with `r`, `z` of each channel's static range;
-             code = nearest level; outlier where |u| > 1
+             code = nearest level; any number may be an outlier
     values   `u = (v - z) / r` with `r`, `z` of each token's own range over all kv heads, its `n` largest and
              `n` smallest numbers left out; code = nearest level; these `2 n` are its outliers
     outlier  dense + fp16(x - dense), that is exact to fp16
-    cap      of 64 tokens at most `128 n` key outliers, those whose dense value is furthest off
+    cap      of 64 tokens `128 n` key outliers, those of all heads whose dense value is furthest off; none of
+             them a pad or a sink
     exact    the first tokens of a row (sinks), and all that is not among the first
              `64 * floor(max(0, T - residual_length) / 64)`
 """
@@ -69,7 +70,7 @@ class KVQuantOracle(FakeQuantizer):
         offset = _half((self.key_upper + self.key_lower) / 2)[:, None]
         dense = _read(keys, scale, offset, self.key_codebook, self.key_levels)
         plain = valid & (order > self.sink_length)
-        is_outlier = ((keys - offset).abs() > scale) & plain[:, None, :, None]
+        is_outlier = plain[:, None, :, None].expand_as(keys)
         limit = 2 * BLOCK * outliers_per_side(self.outlier_fraction, keys.shape[1] * keys.shape[3])
         is_outlier = _worst_of_each_block((keys - dense).abs(), is_outlier, limit)
         keys = torch.where(is_outlier, dense + _half(keys - dense), dense)

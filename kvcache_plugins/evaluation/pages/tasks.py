@@ -92,8 +92,16 @@ TASKS: dict[str, TaskView] = {
     ),
     "passkey": TaskView(
         "Passkey",
-        "Share of hidden numbers found again in long texts (higher is better).",
-        (("accuracy", "accuracy", "percent"), ("trials", "trials", "count"), *_MEMORY, *_END),
+        "Share of hidden numbers found again in long texts (higher is better). With several facts a prompt "
+        "is read without any question, and each fact is asked for on a copy of the cache.",
+        (
+            ("accuracy", "accuracy", "percent"),
+            ("trials", "trials", "count"),
+            ("facts", "facts a prompt", "count"),
+            ("query_aware", "question known", "any"),
+            *_MEMORY,
+            *_END,
+        ),
         quality=(("accuracy", "share found", "linear"),),
     ),
     "bench attention": TaskView(

@@ -1,0 +1,49 @@
+"""`kvcache-plugins train-locret`: retaining heads of a model, with any option of transformers' Trainer."""
+
+from __future__ import annotations
+
+import argparse
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the sub-command.
+
+    Its hundred options are those of a class of transformers, which is imported when the command runs: until
+    then they are words like any other, `--help` among them, which the prefix that nobody types is for.
+    """
+    parser = subparsers.add_parser(
+        "train-locret", help="train retaining heads for the backend locret", prefix_chars="\0", add_help=False
+    )
+    parser.add_argument("arguments", nargs="*")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, print the recall, and write heads, card, `results.json` and `training.png`."""
+    import transformers
+
+    from ..training.parsing import parse_arguments
+
+    options, training = parse_arguments(args.arguments)
+    if not options.no_plots:
+        from ..evaluation.speed_plots import check_plotting
+
+        check_plotting()  # before the training, not after it
+
+    from ..training.job import train_locret
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    document = train_locret(options, training)
+    if document is not None:
+        _show(document, str(training.output_dir))
+    return 0
+
+
+def _show(document: dict[str, object], output: str) -> None:
+    from ..training.tables import recall_table
+    from .display import show
+
+    show([recall_table(document)], [f"written to {output}"])

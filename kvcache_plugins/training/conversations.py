@@ -1,0 +1,150 @@
+"""Prompts and answers of a data set as token ids, as a model would be asked and would answer."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from .examples import Example, cut_middle
+
+__all__ = ["Conversations", "messages_of", "read_rows"]
+
+_PAIRS = (("prompt", "answer"), ("instruction", "output"), ("question", "answer"), ("prompt", "completion"))
+_SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
+_Message = dict[str, str]
+
+
+class Conversations(Dataset[Example]):
+    """Rows of a data set, tokenized when they are asked for.
+
+    A prompt is everything up to the last answer. With a chat template it ends where the answer begins, and
+    the answer ends with whatever the template closes a turn with; without one it is plain text, and the
+    answer ends with the end of text.
+
+    Args:
+        rows (`Sequence[Mapping]`): Each `{"prompt", "answer"}`, `{"instruction", "output"}`, or
+            `{"messages"}` or `{"conversations"}` that end with an answer.
+        tokenizer (`PreTrainedTokenizerBase`): The model's.
+        max_length (`int`): Tokens of prompt and answer: longer prompts lose their middle, and an answer is
+            cut after half of it.
+
+    Raises:
+        ValueError: If a row has none of these forms; the message says which, and what it has.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, max_length: int) -> None:
+        for index, row in enumerate(rows):
+            try:
+                messages_of(row)
+            except ValueError as error:
+                raise ValueError(f"Row {index} of --dataset: {error}") from error
+        self._rows, self._tokenizer, self._max_length = rows, tokenizer, max_length
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Example:
+        *turns, answer = messages_of(self._rows[index])
+        prompt_ids, answer_ids = self._encode(turns, answer["content"])
+        answer_ids = answer_ids[: max(1, self._max_length // 2)]
+        return Example(cut_middle(prompt_ids, self._max_length - len(answer_ids)), answer_ids)
+
+    def _encode(self, turns: list[_Message], answer: str) -> tuple[list[int], list[int]]:
+        tokenizer = self._tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            prompt = tokenizer("\n\n".join(turn["content"] for turn in turns) + "\n\n", verbose=False)
+            end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+            return list(prompt["input_ids"]), [*self._plain(answer), *end]
+        prompt_text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template(
+            [*turns, {"role": "assistant", "content": answer}], tokenize=False, add_generation_prompt=False
+        )
+        # a template that opens an answer with something it leaves out when it is complete has no such prefix
+        rest = whole[len(prompt_text) :] if whole.startswith(prompt_text) else answer
+        return self._plain(prompt_text), self._plain(rest)
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def messages_of(row: Mapping[str, Any]) -> list[_Message]:
+    """Return the turns of a row, the last one an answer.
+
+    Raises:
+        ValueError: If it has none of the known forms.
+    """
+    for asked, answered in _PAIRS:
+        if isinstance(row.get(asked), str) and isinstance(row.get(answered), str) and row[answered]:
+            return [{"role": "user", "content": row[asked]}, {"role": "assistant", "content": row[answered]}]
+    turns = row.get("messages") or row.get("conversations")
+    if isinstance(turns, Sequence) and not isinstance(turns, str):
+        messages = [_message(turn) for turn in turns]
+        while messages and messages[-1]["role"] != "assistant":
+            messages.pop()
+        if len(messages) > 1 and messages[-1]["content"]:
+            return messages
+    forms = ", ".join(f"{{{asked!r}, {answered!r}}}" for asked, answered in _PAIRS)
+    raise ValueError(
+        f"must be one of {forms} with an answer, or 'messages' or 'conversations' that end with one; found "
+        f"are {sorted(row)}."
+    )
+
+
+def _message(turn: Any) -> _Message:
+    if not isinstance(turn, Mapping):
+        raise ValueError(f"a message must be an object with role and content, got {turn!r}.")
+    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise ValueError(f"a message must have role and content as text, got {dict(turn)!r}.")
+    return {"role": _SPEAKERS.get(role, role), "content": content}
+
+
+def read_rows(dataset: str, *, num_examples: int | None, seed: int) -> list[Mapping[str, Any]]:
+    """Read a data set, shuffle it, and return its first rows.
+
+    Args:
+        dataset (`str`): A `.jsonl` file, or a hub id or directory with `:NAME` for its configuration.
+        num_examples (`int`, *optional*): How many rows to return; all by default.
+        seed (`int`): Of the order.
+
+    Raises:
+        ValueError: If a line is no JSON object, or the package datasets is missing.
+        OSError: If it cannot be read.
+    """
+    rows: Any
+    if dataset.endswith((".jsonl", ".json")):
+        rows = _read_lines(Path(dataset))
+    else:
+        try:
+            import datasets
+        except ImportError as error:
+            raise ValueError(
+                "--dataset of the hub needs the package datasets, which is not installed: "
+                "pip install 'kvcache-plugins[train]'; or use a .jsonl file."
+            ) from error
+        name, _, configuration = dataset.partition(":")
+        rows = datasets.load_dataset(name, configuration or None, split="train")
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    return [rows[index] for index in order[:num_examples]]
+
+
+def _read_lines(path: Path) -> list[Mapping[str, Any]]:
+    rows: list[Mapping[str, Any]] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"--dataset {str(path)!r}: line {number} is no JSON ({error}).") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"--dataset {str(path)!r}: line {number} must be an object, got {row!r}.")
+            rows.append(row)
+    return rows

@@ -1,0 +1,91 @@
+"""The examples of a training, and others to measure the recall on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from ..evaluation.language_reference import read_language_reference
+from .conversations import Conversations, read_rows
+from .examples import Example
+from .options import SYNTHETIC, LocretOptions
+from .synthetic import SyntheticTasks
+
+__all__ = ["build_datasets"]
+
+_HELD_OUT = 0.1
+"""Part of a text, its end, that evaluation examples are made of; at least what one of them needs."""
+_ENDLESS = 1 << 20
+"""Synthetic examples there are: more than any training takes."""
+
+
+def build_datasets(
+    options: LocretOptions, tokenizer: Any, *, positions: int | None, seed: int
+) -> tuple[Dataset[Example], Dataset[Example]]:
+    """Return examples to train on and examples to evaluate on, which share no text.
+
+    Args:
+        options (`LocretOptions`): Which.
+        tokenizer (`PreTrainedTokenizerBase`): The model's.
+        positions (`int`, *optional*): Positions the model has.
+        seed (`int`): Of the examples and their order.
+
+    Raises:
+        ValueError: If the data is too small or of no known form, or a prompt longer than the
+            model's positions.
+        OSError: If it cannot be read.
+    """
+    if options.dataset == SYNTHETIC:
+        needed = options.sequence_length + options.sequence_length // 4  # and the answer
+        if positions is not None and needed > positions:
+            raise ValueError(
+                f"--sequence_length must be at most {positions * 4 // 5}: the model has {positions} "
+                f"positions, got {options.sequence_length}."
+            )
+        return _synthetic(options, tokenizer, seed)
+    max_length = options.max_length or positions or 8192
+    if positions is not None and max_length > positions:
+        raise ValueError(f"--max_length must be at most the model's {positions} positions, got {max_length}.")
+    wanted = None if options.num_examples is None else options.num_examples + options.eval_examples
+    rows = read_rows(options.dataset, num_examples=wanted, seed=seed)
+    if len(rows) <= options.eval_examples:
+        raise ValueError(
+            f"--dataset {options.dataset!r} has {len(rows)} rows, of which --eval_examples takes "
+            f"{options.eval_examples}: none is left to train on."
+        )
+    split = len(rows) - options.eval_examples
+    train = Conversations(rows[:split], tokenizer, max_length=max_length)
+    return train, Conversations(rows[split:], tokenizer, max_length=max_length)
+
+
+def _synthetic(
+    options: LocretOptions, tokenizer: Any, seed: int
+) -> tuple[Dataset[Example], Dataset[Example]]:
+    texts = [_read(Path(name)) for name in options.text_files or ()] or [read_language_reference()]
+    train, held_out = [], []
+    # a text of so many characters has enough tokens, whatever the language
+    least = 8 * options.sequence_length
+    for text in texts:
+        cut = len(text) - max(int(_HELD_OUT * len(text)), min(least, len(text) // 2))
+        train.append(text[:cut])
+        held_out.append(text[cut:])
+    length = options.sequence_length
+    return (
+        SyntheticTasks("\n\n".join(train), tokenizer, sequence_length=length, size=_ENDLESS, seed=seed),
+        SyntheticTasks(
+            "\n\n".join(held_out),
+            tokenizer,
+            sequence_length=length,
+            size=options.eval_examples,
+            seed=seed + 1,
+        ),
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text_files must be UTF-8 texts, {str(path)!r} is not ({error}).") from error

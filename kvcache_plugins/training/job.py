@@ -1,0 +1,199 @@
+"""The whole job: check, load, train, measure, write."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..artifacts.files import write_json
+from ..artifacts.folders import push, replacing
+from ..evaluation.options import DTYPES
+from ..evaluation.results import RESULTS_FILE, build_document
+from ..models.facts import decoder_config
+from ..retaining.configuration import DEFAULT_BUDGET, RetainingHeadsConfig
+from ..retaining.heads import RetainingHeads
+from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
+from .arguments import LocretTrainingArguments
+from .card import heads_card
+from .data import build_datasets
+from .examples import Collator
+from .options import SYNTHETIC, LocretOptions
+from .picture import plot_training
+from .trainer import LocretTrainer
+
+__all__ = ["PICTURE_FILE", "train_locret"]
+
+PICTURE_FILE = "training.png"
+_CARD_FILE = "README.md"
+_Recalls = dict[str, dict[str, Any]]
+
+
+def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[str, Any] | None:
+    """Train retaining heads, and write them with their card, their recall and the course of the training.
+
+    Args:
+        options (`LocretOptions`): Model, data and heads.
+        args (`LocretTrainingArguments`): The training; `output_dir` is where everything goes. With
+            `resume_from_checkpoint` an interrupted one is continued.
+
+    Returns:
+        `dict | None`: The document of `results.json`; None in every process but the first.
+
+    Raises:
+        ValueError: If the model or the data cannot be trained with; nothing is written then.
+        OSError: If something cannot be read or written.
+    """
+    assert args.output_dir is not None and options.model is not None  # both are checked when they are parsed
+    output = Path(args.output_dir)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output_dir must be a directory, got the file {str(output)!r}.")
+    checkpoint = _checkpoint(args, output)
+    push_to = (args.hub_model_id or output.name) if args.push_to_hub else None
+    args.push_to_hub = False  # the Trainer would upload its checkpoints
+    source: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    config = AutoConfig.from_pretrained(options.model, **source)
+    heads_config = RetainingHeadsConfig.from_model(
+        config,
+        hidden_dim=options.hidden_dim,
+        max_train_length=options.max_train_length,
+        defaults=DEFAULT_BUDGET | options.defaults(),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(options.model, **source)
+    positions = getattr(decoder_config(config), "max_position_embeddings", None)
+    train, held_out = build_datasets(
+        options, tokenizer, positions=positions, seed=args.data_seed or args.seed
+    )
+
+    set_seed(args.seed)
+    heads = RetainingHeads(heads_config)
+    base_model = _load_base(options, source)
+    data: dict[str, Any] = {
+        "train_dataset": train,
+        "eval_dataset": held_out,
+        "data_collator": Collator(tokenizer.pad_token_id or 0),
+    }
+    # a Trainer that has evaluated would not average gradients over processes when it trains after that
+    recalls = _measure(LocretTrainer(copy.deepcopy(heads), base_model, args, **data), "untrained")
+    trainer = LocretTrainer(heads, base_model, args, **data)
+    started = time.perf_counter()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    seconds = time.perf_counter() - started
+    heads.to(getattr(torch, DTYPES[options.heads_dtype]))  # measured as they will be used
+    recalls = {"trained": _measure(trainer, "trained")["trained"]} | recalls
+    if not trainer.is_world_process_zero():
+        return None
+    document = _write(output, trainer, options, recalls, seconds)
+    if push_to is not None:
+        files = (CONFIG_FILE, WEIGHTS_FILE, _CARD_FILE, RESULTS_FILE, PICTURE_FILE)
+        push(output, files, push_to, private=bool(args.hub_private_repo))
+    return document
+
+
+def _checkpoint(args: LocretTrainingArguments, output: Path) -> str | None:
+    """Return the checkpoint to go on from.
+
+    Raises:
+        ValueError: If one is asked for that is not there.
+    """
+    given: Any = args.resume_from_checkpoint
+    if given is None or str(given).lower() in ("false", "0", "no"):
+        return None
+    if str(given).lower() in ("true", "1", "yes"):
+        found = get_last_checkpoint(str(output)) if output.is_dir() else None
+        if found is None:
+            raise ValueError(f"--resume_from_checkpoint: there is no checkpoint in {str(output)!r}.")
+        return str(found)
+    if not (Path(given) / "trainer_state.json").is_file():
+        raise ValueError(
+            f"--resume_from_checkpoint must be true or a checkpoint of the Trainer, got {given!r}."
+        )
+    return str(given)
+
+
+def _load_base(options: LocretOptions, source: dict[str, Any]) -> Any:
+    placement: dict[str, Any] = {}
+    for name in ("device_map", "attn_implementation"):
+        if getattr(options, name) is not None:
+            placement[name] = getattr(options, name)
+    dtype = DTYPES.get(options.dtype, "auto")
+    return AutoModelForCausalLM.from_pretrained(str(options.model), dtype=dtype, **source, **placement)
+
+
+def _measure(trainer: LocretTrainer, name: str) -> _Recalls:
+    """Return the recall of the heads as they are, and that of `knorm` on the same examples."""
+    metrics = trainer.evaluate()
+    heads: Any = trainer.model
+    layers = range(heads.config.num_hidden_layers)
+    recalls: _Recalls = {}
+    for key, metric in ((name, "recall"), ("knorm", "knorm_recall")):
+        recalls[key] = {
+            "recall": metrics[f"eval_{metric}"],
+            "recall_by_layer": [metrics[f"eval_{metric}_layer_{layer}"] for layer in layers],
+        }
+    recalls[name]["loss"] = metrics["eval_loss"]
+    return recalls
+
+
+def _write(
+    output: Path, trainer: LocretTrainer, options: LocretOptions, recalls: _Recalls, seconds: float
+) -> dict[str, Any]:
+    args, heads = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    settings = {
+        **{name: value for name, value in vars(options).items() if name not in ("no_plots", "text_files")},
+        "text_files": [Path(name).name for name in options.text_files or ()] or None,
+        "steps": trainer.state.global_step,
+        "batch": batch,
+        "learning_rate": args.learning_rate,
+        "warmup_steps": args.warmup_steps,
+        "seed": args.seed,
+        "layerwise_backward": args.layerwise_backward,
+        "parameters": sum(weight.numel() for weight in heads.parameters()),
+    }
+    document = build_document("train locret", _rows(recalls, seconds), settings=settings, device=args.device)
+    document["history"] = [dict(entry) for entry in trainer.state.log_history]
+    facts = {
+        **heads.config.to_dict(),
+        **settings,
+        "hidden_dim": heads.config.hidden_dim,
+        "max_train_length": heads.config.max_train_length,
+        "input_dim": heads.config.input_dim,
+        "data": _data_source(options),
+        "seconds": seconds,
+    }
+    with replacing(output) as folder:
+        copy.deepcopy(heads).cpu().save_pretrained(folder)
+        (folder / _CARD_FILE).write_text(heads_card(facts, recalls), encoding="utf-8")
+        write_json(folder / RESULTS_FILE, document)
+        if not options.no_plots:
+            title = f"Retaining heads for {heads.config.base_model_name_or_path or 'a model'}"
+            plot_training(trainer.state.log_history, recalls, title, folder / PICTURE_FILE)
+    return document
+
+
+def _rows(recalls: _Recalls, seconds: float) -> list[dict[str, Any]]:
+    """Results in the common form: the dense cache keeps all, so its recall is 1."""
+    rows: list[dict[str, Any]] = [{"cache_config": {"backend": "dense"}, "label": "dense", "recall": 1.0}]
+    labels = {
+        "trained": ("locret", "locret"),
+        "untrained": ("locret", "locret, untrained"),
+        "knorm": ("knorm", "knorm"),
+    }
+    for name, (backend, label) in labels.items():
+        rows.append({"cache_config": {"backend": backend}, "label": label, **recalls[name]})
+    rows[1]["seconds"] = seconds
+    return rows
+
+
+def _data_source(options: LocretOptions) -> str:
+    if options.dataset != SYNTHETIC:
+        return Path(options.dataset).name if os.path.exists(options.dataset) else options.dataset
+    names = ", ".join(Path(name).name for name in options.text_files or ())
+    return f"synthetic retrieval tasks in {names or 'the language reference of Python'}"

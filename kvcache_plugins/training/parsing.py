@@ -1,0 +1,98 @@
+"""The command line of a training: our options and every flag of `TrainingArguments`, from a file or typed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transformers import HfArgumentParser
+
+from ..registry import suggest
+from .arguments import LocretTrainingArguments
+from .options import LocretOptions
+
+__all__ = ["parse_arguments"]
+
+_DESCRIPTION = """Train Locret's retaining heads for a model: small networks that score every key and value of
+a prompt, for the backend locret. --output DIR (or --output_dir) gets the heads, their card, results.json with
+the recall of every layer, and training.png. --config FILE.yaml holds any of the options below by name. An
+interrupted training is continued with --resume_from_checkpoint true."""
+
+
+class _Parser(HfArgumentParser):
+    """Tells what is wrong in one line instead of printing hundreds of options."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.replace("argument ", "", 1) if message.startswith("argument ") else message)
+
+
+def parse_arguments(arguments: Sequence[str]) -> tuple[LocretOptions, LocretTrainingArguments]:
+    """Parse a command line; options typed there take precedence over those of `--config FILE.yaml`.
+
+    Args:
+        arguments (`Sequence[str]`): Without the name of the program.
+
+    Raises:
+        ValueError: If an option is unknown, lacks its value or has a wrong one.
+        OSError: If the file cannot be read.
+    """
+    parser = _Parser(
+        (LocretOptions, LocretTrainingArguments),  # type: ignore[arg-type]  # typed as a list of types
+        prog="kvcache-plugins train-locret",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+    )
+    names = {name for action in parser._actions for name in action.option_strings}
+    typed = ["--output_dir" + word[8:] if word.split("=")[0] == "--output" else word for word in arguments]
+    typed, config = _take_config(typed)
+    known = {action.dest for action in parser._actions}
+    given = {} if config is None else _read_config(Path(config), known)
+    for name in given:
+        for action in parser._actions:
+            if action.dest == name:
+                action.required = False
+    parser.set_defaults(**given)
+    options, training, rest = parser.parse_args_into_dataclasses(
+        typed, return_remaining_strings=True, look_for_args_file=False
+    )
+    for word in rest:
+        name = word.split("=")[0]
+        raise ValueError(f"Unknown option {name!r}.{suggest(name, names)} --help lists all options.")
+    is_typed = any(word.split("=")[0] in ("--output_dir", "--output-dir") for word in typed)
+    if not is_typed and "output_dir" not in given:
+        raise ValueError("--output_dir (or --output) is needed: the directory the heads go to.")
+    return options, training
+
+
+def _take_config(words: list[str]) -> tuple[list[str], str | None]:
+    """Take `--config FILE` out of a command line."""
+    kept, config = [], None
+    rest = iter(words)
+    for word in rest:
+        if word == "--config":
+            config = next(rest, None)
+            if config is None:
+                raise ValueError("--config must name a YAML file.")
+        elif word.startswith("--config="):
+            config = word.partition("=")[2]
+        else:
+            kept.append(word)
+    return kept, config
+
+
+def _read_config(path: Path, known: set[str]) -> dict[str, Any]:
+    import yaml
+
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config must be a YAML file, got {str(path)!r} ({error}).") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"--config must hold options by name, got {given!r} in {str(path)!r}.")
+    if "output" in given:
+        given["output_dir"] = given.pop("output")
+    for name in given:
+        if name not in known:
+            raise ValueError(f"Unknown option {name!r} in {str(path)!r}.{suggest(str(name), known)}")
+    return given

@@ -1,0 +1,149 @@
+"""The Trainer of retaining heads: they are its model, the model they serve stays outside and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import EvalPrediction, Trainer
+
+from ..retaining.heads import RetainingHeads
+from ..retaining.losses import top_recall
+from ..retaining.projections import ProjectionTap
+from .arguments import LocretTrainingArguments
+from .clipping import ClipValues
+from .targets import Targets, observe_targets
+
+__all__ = ["LocretTrainer", "recall_metrics"]
+
+
+class LocretTrainer(Trainer):
+    """Trains [`RetainingHeads`] on labels made on the fly (Locret, arXiv 2410.01805).
+
+    Every step the base model reads prompt and answer once, without gradients and without logits; causality
+    makes the features of the prompt independent of the answer. Checkpoints hold the heads alone.
+
+    Args:
+        model (`RetainingHeads`): What is trained.
+        base_model (`PreTrainedModel`): What it is trained for: put into evaluation mode, its weights frozen,
+            and moved to the Trainer's device unless it was spread over several.
+        args (`LocretTrainingArguments`): With `layerwise_backward`, the features of one layer are held
+            at a time.
+        kwargs: As for `Trainer`; `data_collator` gives the batches of [`Collator`].
+
+    Raises:
+        ValueError: If the heads do not fit the base model, or layer-wise backward is asked for with FSDP or
+            DeepSpeed, which gather weights in the model's own forward.
+    """
+
+    args: LocretTrainingArguments
+
+    def __init__(
+        self, model: RetainingHeads, base_model: Any, args: LocretTrainingArguments, **kwargs: Any
+    ) -> None:
+        model.check_model(base_model)
+        tapped = ProjectionTap.of(base_model).layers
+        if len(tapped) != model.config.num_hidden_layers:
+            raise ValueError(
+                f"Retaining heads need the projections of all {model.config.num_hidden_layers} layers, found "
+                f"are {sorted(tapped)} in {type(base_model).__name__}."
+            )
+        if args.layerwise_backward and (args.fsdp or args.deepspeed):
+            raise ValueError("--layerwise_backward is for one process or DDP, got FSDP or DeepSpeed as well.")
+        kwargs.setdefault("compute_metrics", recall_metrics)
+        super().__init__(model=model, args=args, **kwargs)
+        if args.clip_value > 0:
+            self.add_callback(ClipValues(args.clip_value))
+        self.base_model = base_model.eval().requires_grad_(False)
+        if getattr(base_model, "hf_device_map", None) is None:
+            self.base_model.to(args.device)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Observe the base model on a batch, and return the heads' loss on what it showed."""
+        layers: dict[int, Targets] = {}
+        self.observe(inputs, layers.__setitem__)
+        found = [layers[index] for index in sorted(layers)]
+        output = model(
+            features=[layer.features for layer in found],
+            labels=[layer.labels for layer in found],
+            mask=found[0].mask,
+        )
+        return (output.loss, (output, found)) if return_outputs else output.loss
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Take the gradients of a batch; layer by layer if asked for, with the same result."""
+        if not self.args.layerwise_backward:
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        heads: RetainingHeads = self.accelerator.unwrap_model(model)
+        losses: list[Tensor] = []
+
+        def learn(layer_idx: int, layer: Targets) -> None:
+            with torch.enable_grad():
+                with self.accelerator.autocast():
+                    _, regression, smoothness = heads.layer_forward(
+                        layer_idx, layer.features, layer.labels, layer.mask
+                    )
+                loss = (regression + smoothness) / self.current_gradient_accumulation_steps
+                self.accelerator.backward(loss)
+            losses.append(loss.detach().to(self.args.device))
+
+        self.observe(self._prepare_inputs(inputs), learn)
+        if self.accelerator.sync_gradients and self.accelerator.num_processes > 1:
+            # the wrapper did not see these backward passes, so it has not averaged their gradients
+            for parameter in heads.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.copy_(self.accelerator.reduce(parameter.grad, reduction="mean"))
+        return torch.stack(losses).sum()
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the loss of a batch, the recall of every layer `(B, L)`, and that of `knorm`."""
+        with torch.no_grad():
+            loss, (output, layers) = self.compute_loss(
+                model, self._prepare_inputs(inputs), return_outputs=True
+            )
+            if prediction_loss_only:
+                return loss, None, None
+            device = self.args.device
+            recalls = [
+                top_recall(score, layer.labels.to(score.device), layer.mask.to(score.device)).to(device)
+                for score, layer in zip(output.scores, layers, strict=True)
+            ]
+            norms = [top_recall(-x.key_norms, x.labels, x.mask).to(device) for x in layers]
+        return loss.detach(), torch.stack(recalls, dim=1), torch.stack(norms, dim=1)
+
+    def observe(self, inputs: dict[str, Any], receive: Callable[[int, Targets], None]) -> None:
+        """Let the base model read a batch of [`Collator`], as [`observe_targets`] does."""
+        heads: Any = self.accelerator.unwrap_model(self.model)
+        observe_targets(self.base_model, inputs, receive, max_train_length=heads.config.max_train_length)
+
+
+def recall_metrics(prediction: EvalPrediction) -> dict[str, Any]:
+    """Return the mean recall@10 % of heads and of `knorm`: of all layers, and of each.
+
+    Args:
+        prediction (`EvalPrediction`): Recalls of the heads as predictions and of `knorm` as labels, each of
+            shape `(examples, layers)`.
+    """
+    heads, norms = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
+    metrics: dict[str, Any] = {"recall": heads.mean().item(), "knorm_recall": norms.mean().item()}
+    for name, values in (("recall", heads), ("knorm_recall", norms)):
+        for layer, value in enumerate(values.mean(0).tolist()):
+            metrics[f"{name}_layer_{layer}"] = value
+    return metrics

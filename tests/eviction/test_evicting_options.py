@@ -1,0 +1,230 @@
+"""Wrong options of evicting caches: refused before any token, naming option, value and what is allowed."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import kvcache_plugins
+from tests.eviction.feeding import EVICTING, NEEDS_QUERIES, bound_cache, feed, ids, model_of
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "budget-missing": ({"budget": None}, r"budget must be a number of tokens >= 1, or .* got None"),
+    "budget-zero": ({"budget": 0}, r"budget must be .* got 0\."),
+    "budget-negative": ({"budget": -5}, r"budget must be .* got -5\."),
+    "budget-one-and-a-half": ({"budget": 1.5}, r"budget must be .* got 1\.5\."),
+    "budget-true": ({"budget": True}, r"budget must be .* got True\."),
+    "budget-text": ({"budget": "x"}, r"budget must be .* got 'x'\."),
+    "budget-nan": ({"budget": float("nan")}, r"budget must be .* got nan\."),
+    "budget-no-fraction": ({"budget": 0.0}, r"budget must be .* got 0\.0\."),
+    "budget-below-sinks": ({"budget": 4, "sink_length": 4}, r"budget must exceed .*: 4 sinks .* 4 "),
+    "budget-below-local": ({"local_length": 30}, r"must exceed .* 30 newest tokens \(local_length\).* 24 "),
+    "budget-below-stabilizers": (
+        {"stabilizer_length": 22, "sink_length": 2},
+        r"budget must exceed .* 2 sinks and 22 newest tokens \(stabilizer_length\).* 24 ",
+    ),
+    "budget-below-window": (
+        {"storage": {"backend": "int4", "residual_length": 64}, "sink_length": 0},
+        r"budget must exceed .* 64 newest tokens \(the residual_length of the storage\).* 24 ",
+    ),
+    "budget-below-own-window": (
+        {"storage": {"backend": "int8"}, "residual_length": 24, "sink_length": 0},
+        r"budget must exceed .* 24 newest tokens \(the residual_length of the storage\)",
+    ),
+    "chunk-zero": ({"chunk_size": 0}, r"chunk_size must be an integer >= 1, got 0"),
+    "chunk-text": ({"chunk_size": "16"}, r"chunk_size must be an integer >= 1, got '16'"),
+    "chunk-true": ({"chunk_size": True}, r"chunk_size must be an integer >= 1, got True"),
+    "local-negative": ({"local_length": -1}, r"local_length must be an integer >= 0, got -1"),
+    "stabilizer-fraction": ({"stabilizer_length": 0.5}, r"stabilizer_length must be .* >= 0, got 0\.5"),
+    "sinks-negative": ({"sink_length": -1}, r"sink_length must be an integer >= 0, got -1"),
+    "positions": ({"positions": "relative"}, r"must be one of \('absolute', 'compact'\), got 'relative'"),
+    "evict-at-decode": ({"evict_at_decode": "yes"}, r"evict_at_decode must be true or false, got 'yes'"),
+    "unknown-option": ({"bugdet": 24}, r"'bugdet' is not an option of .*budget.* got bugdet=24"),
+    "storage-unknown": ({"storage": {"backend": "int5"}}, r"int5.*int4|int4.*int5"),
+    "storage-text": ({"storage": "int8"}, r"storage must be a dict .* or None, got 'int8'"),
+    "storage-nameless": ({"storage": {"nbits": 4}}, r"storage must be a dict .* got \{'nbits': 4\}"),
+    "storage-evicting": (
+        {"storage": {"backend": "h2o", "budget": 10}},
+        r"storage must name a backend that keeps every token, got \{'backend': 'h2o'",
+    ),
+    "storage-nested-skips": (
+        {"storage": {"backend": "int8", "skip_layers": [0]}},
+        r"storage takes no 'skip_layers': give it beside `storage`, got \[0\]",
+    ),
+    "storage-nested-overrides": (
+        {"storage": {"backend": "int8", "layer_overrides": {}}},
+        r"storage takes no 'layer_overrides'",
+    ),
+    "storage-nested-kernel": ({"storage": {"backend": "int8", "kernel": "torch"}}, "takes no 'kernel'"),
+    "storage-more-sinks": (
+        {"storage": {"backend": "int8", "sink_length": 8}, "sink_length": 2},
+        r"storage keeps 8 sinks .* sink_length=2",
+    ),
+    "storage-bad-option": ({"storage": {"backend": "int8", "granularity": "row"}}, "granularity .* 'row'"),
+    "skipped-layer": ({"skip_layers": [7]}, r"skip_layers must name layers from -2 to 1, got 7"),
+    "override-budget": ({"layer_overrides": {"0": {"budget": 0}}}, r"budget must be .* got 0\."),
+    "override-chunks": ({"layer_overrides": {"0": {"bugdet": 2}}}, "'bugdet' cannot be set for a single"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def _no_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = type(model_of()).forward
+
+    @functools.wraps(original)  # generate() looks at what a model's forward takes
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a token was processed")
+
+    monkeypatch.setattr(type(model_of()), "forward", refuse)
+
+
+@pytest.mark.usefixtures("_no_forward")
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("backend", ["knorm", "h2o"])
+def test_wrong_options(backend: str, name: str) -> None:
+    options, message = BAD[name]
+    config = {"backend": backend, "budget": 24, **options}
+    with pytest.raises(ValueError, match=message):
+        kvcache_plugins.build_cache(model_of(), config)
+    with pytest.raises(ValueError, match=message):
+        model_of().generate(
+            ids(40), max_new_tokens=2, cache_implementation="quantized", cache_config=config, do_sample=False
+        )
+
+
+@pytest.mark.usefixtures("_no_forward")
+@pytest.mark.parametrize(
+    ("backend", "options", "message"),
+    [
+        ("snapkv", {"window_length": 0}, r"window_length must be an integer >= 1, got 0"),
+        ("snapkv", {"kernel_size": 4}, r"kernel_size must be odd, got 4"),
+        ("snapkv", {"kernel_size": 0}, r"kernel_size must be an integer >= 1, got 0"),
+        ("h2o", {"normalize": 1}, r"normalize must be true or false, got 1"),
+        ("random", {"seed": "a"}, r"seed must be an integer >= 0, got 'a'"),
+        ("streaming_llm", {"seed": 1}, r"'seed' is not an option of StreamingLLMConfig"),
+    ],
+)
+def test_wrong_options_of_one_backend(backend: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kvcache_plugins.build_cache(model_of(), {"backend": backend, "budget": 24, **options})
+
+
+@pytest.mark.usefixtures("_no_forward")
+@pytest.mark.parametrize("backend", NEEDS_QUERIES)
+def test_queries_are_not_seen_under_eager(backend: str) -> None:
+    model = model_of("llama", "eager")
+    with pytest.raises(ValueError, match=rf"{backend}.*queries.*'eager'.*sdpa.*set_attn_implementation"):
+        bound_cache(model, {"backend": backend, "budget": 24}, 40)
+    with pytest.raises(ValueError, match="'eager'"):
+        model.generate(
+            ids(40), max_new_tokens=2, cache_implementation="quantized",
+            cache_config={"backend": backend, "budget": 24},
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("_no_forward")
+@pytest.mark.parametrize("options", [{"skip_layers": [1]}, {"layer_overrides": {"-1": {"budget": 30}}}])
+def test_layers_that_differ_are_refused_under_eager(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"different numbers of tokens.*'eager'.*sdpa"):
+        bound_cache(model_of("llama", "eager"), {"backend": "knorm", "budget": 24, **options}, 40)
+
+
+@pytest.mark.usefixtures("_no_forward")
+def test_a_fraction_that_leaves_no_room() -> None:
+    # 20 % of 40 tokens are 8, all of which are protected; only the prompt can tell.
+    config = {"backend": "knorm", "budget": 0.2, "sink_length": 4, "local_length": 4}
+    cache = kvcache_plugins.build_cache(model_of(), config)
+    with pytest.raises(ValueError, match=r"budget must exceed .* 4 sinks and 4 newest .* 8 tokens"):
+        cache.bind(model_of(), prompt_length=40)
+    with pytest.raises(ValueError, match=r"budget must exceed .* 8 tokens"):
+        model_of().generate(
+            ids(40), max_new_tokens=2, cache_implementation="quantized", cache_config=config, do_sample=False
+        )
+
+
+def test_a_fraction_of_an_unknown_prompt_is_taken_of_the_first_call() -> None:
+    model = model_of()
+    cache = kvcache_plugins.build_cache(model, {"backend": "knorm", "budget": 0.5})
+    feed(model, cache, ids(40), [40])
+    assert cache.evicting_layers[0].held_length == 20  # type: ignore[attr-defined]
+    feed(model, cache, ids(20, seed=1), [20])
+    assert cache.evicting_layers[0].held_length == 20  # type: ignore[attr-defined]
+
+
+def test_a_whole_number_written_as_a_float() -> None:
+    assert kvcache_plugins.build_cache(model_of(), {"backend": "knorm", "budget": 24.0}).config.budget == 24  # type: ignore[attr-defined]
+
+
+def test_masks_with_holes() -> None:
+    # transformers looks a mask up by slots, which move when something is evicted.
+    model, mask = model_of(), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :5] = 0
+    mask[1, 13] = 0
+    cache = kvcache_plugins.build_cache(model, {"backend": "knorm", "budget": 24})
+    with pytest.raises(ValueError, match=r"attention_mask .* row 1.*left"):
+        cache.bind(model, mask, prompt_length=40)
+    right = torch.ones(2, 40, dtype=torch.long)
+    right[0, -3:] = 0
+    with pytest.raises(ValueError, match=r"attention_mask .* row 0.*left"):
+        cache.bind(model, right, prompt_length=40)
+    with pytest.raises(ValueError, match="attention_mask"):
+        model.generate(
+            ids(40, 2), attention_mask=mask, max_new_tokens=2, do_sample=False,
+            cache_implementation="quantized", cache_config={"backend": "knorm", "budget": 24},
+        )  # fmt: skip
+
+
+def test_masks_with_holes_where_generated_tokens_evict() -> None:
+    # The prompt is within the budget, but what follows moves its slots.
+    mask = torch.ones(1, 20, dtype=torch.long)
+    mask[0, 7] = 0
+    cache = kvcache_plugins.build_cache(
+        model_of(), {"backend": "knorm", "budget": 24, "evict_at_decode": True}
+    )
+    with pytest.raises(ValueError, match=r"attention_mask .* row 0.*left"):
+        cache.bind(model_of(), mask, prompt_length=20)
+
+
+def test_masks_with_holes_are_fine_where_nothing_is_evicted() -> None:
+    model, mask = model_of(), torch.ones(2, 40, dtype=torch.long)
+    mask[1, 13:16] = 0
+    got, expected = (
+        model.generate(
+            ids(40, 2), attention_mask=mask, max_new_tokens=8, do_sample=False, **arguments
+        )
+        for arguments in (
+            {"cache_implementation": "quantized", "cache_config": {"backend": "knorm", "budget": 40}},
+            {},
+        )
+    )  # fmt: skip
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("backend", NEEDS_QUERIES)
+def test_queries_that_were_not_shown(backend: str) -> None:
+    # The layer alone, without attention: it cannot know what was attended to, and must not guess.
+    layer = bound_cache(model_of(), {"backend": backend, "budget": 24}, 60).evicting_layers[0]
+    states = torch.randn(1, 2, 30, 16)
+    layer.update(states, states)
+    with pytest.raises(NotImplementedError, match="attention function must be 'sdpa'"):
+        layer.update(states, states)
+
+
+@pytest.mark.parametrize("backend", EVICTING)
+def test_configurations_survive_json(backend: str) -> None:
+    config = {
+        "backend": backend,
+        "budget": 24,
+        "storage": {"backend": "int8"},
+        "layer_overrides": {"0": {"budget": 30}},
+    }
+    cache = kvcache_plugins.build_cache(model_of(), json.loads(json.dumps(config)))
+    again = kvcache_plugins.build_cache(
+        model_of(), {"backend": backend, **json.loads(json.dumps(cache.config.to_dict()))}
+    )
+    assert again.config == cache.config
+    assert [layer.config.budget for layer in again.evicting_layers] == [30, 24]  # type: ignore[attr-defined]

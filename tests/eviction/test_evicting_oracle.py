@@ -1,0 +1,180 @@
+"""Evicting caches against brute force: a model that forgets nothing, with masks over what was dropped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.eviction.feeding import bound_cache, feed, ids, mask_of, model_of, real_positions
+from tests.reference.eviction import Call, Policy, run_with_evictions
+
+# Backend options beside `budget`, and the policy in the words of the reference. The protected lengths are the
+# documented defaults for a budget of 24: an eighth of it, and half of it for H2O.
+METHODS: dict[str, tuple[dict[str, Any], Policy]] = {
+    "knorm": ({"backend": "knorm"}, Policy("knorm", 24, sinks=4, stabilizers=3, local=3)),
+    "streaming_llm": (
+        {"backend": "streaming_llm"},
+        Policy("streaming_llm", 24, sinks=4, stabilizers=3, local=3),
+    ),
+    "keydiff": ({"backend": "keydiff"}, Policy("keydiff", 24, stabilizers=3, local=3)),
+    "keydiff-local": (
+        {"backend": "keydiff", "stabilizer_length": 9, "local_length": 5, "sink_length": 2},
+        Policy("keydiff", 24, sinks=2, stabilizers=9, local=5),
+    ),
+    "h2o": ({"backend": "h2o"}, Policy("h2o", 24, stabilizers=12, local=12)),
+    "h2o-normalized": (
+        {"backend": "h2o", "normalize": True, "stabilizer_length": 0, "local_length": 1},
+        Policy("h2o", 24, stabilizers=0, local=1, normalize=True),
+    ),
+    "snapkv": ({"backend": "snapkv"}, Policy("snapkv", 24, stabilizers=3, local=3)),
+    "snapkv-narrow": (
+        {"backend": "snapkv", "window_length": 4, "kernel_size": 3, "sink_length": 1},
+        Policy("snapkv", 24, sinks=1, stabilizers=3, local=3, window=4, kernel=3),
+    ),
+    "tova": ({"backend": "tova"}, Policy("tova", 24, stabilizers=3, local=3)),
+}
+PROMPT: list[Call] = [(17, "chunk"), (1, "chunk"), (20, "chunk"), (30, "chunk"), (9, "prompt")]
+DECODE: list[Call] = [(1, "decode")] * 12
+ROUNDING = {"atol": 1e-4, "rtol": 0.0}
+
+
+def _compare(
+    config: dict[str, Any],
+    policies: Policy | list[Policy],
+    calls: list[Call],
+    pads: list[int] | None = None,
+    prompt_length: int | None = 77,
+    attention: str = "sdpa",
+    family: str = "llama",
+    seed: int = 0,
+) -> None:
+    model = model_of(family, attention, num_hidden_layers=3)
+    counts = [count for count, _ in calls]
+    batch = 2 if pads is None else len(pads)
+    tokens = ids(sum(counts), batch, seed, pads)
+    mask = None if pads is None else mask_of(sum(counts), pads)
+    cache = bound_cache(model, config, prompt_length, mask)
+    got = feed(model, cache, tokens, counts, mask)
+    logits, survivors = run_with_evictions(model, tokens, calls, policies, pads)
+    held = [real_positions(layer) for layer in cache.evicting_layers]
+    assert held == survivors
+    is_real = torch.ones_like(tokens).bool() if mask is None else mask.bool()
+    torch.testing.assert_close(got[is_real], logits[is_real], **ROUNDING)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("pads", [None, [0, 19, 44]], ids=["plain", "padded"])
+def test_prompt_in_chunks(method: str, pads: list[int] | None) -> None:
+    options, policy = METHODS[method]
+    _compare({**options, "budget": 24}, policy, PROMPT + DECODE, pads)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("pads", [None, [0, 19, 44]], ids=["plain", "padded"])
+def test_eviction_while_generating(method: str, pads: list[int] | None) -> None:
+    # 64 tokens above the budget are tolerated, so generated tokens make room at the 65th and the 130th.
+    options, policy = METHODS[method]
+    config = {**options, "budget": 24, "evict_at_decode": True}
+    policy = replace(policy, evicts_at_decode=True)
+    _compare(config, policy, [*PROMPT, *DECODE * 12], pads)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_unknown_prompt(method: str) -> None:
+    # Nobody told the cache where the prompt ends: every call of several tokens is the end of one.
+    options, policy = METHODS[method]
+    calls: list[Call] = [(33, "prompt"), (5, "prompt"), *DECODE[:3], (21, "prompt"), *DECODE[:3]]
+    _compare({**options, "budget": 24}, policy, calls, prompt_length=None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_token_after_the_other(method: str) -> None:
+    options, policy = METHODS[method]
+    config = {**options, "budget": 24, "evict_at_decode": True}
+    calls: list[Call] = [(1, "prompt"), *[(1, "decode")] * 159]
+    _compare(config, replace(policy, evicts_at_decode=True), calls, prompt_length=1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_of_the_budget_and_one_more(method: str) -> None:
+    options, policy = METHODS[method]
+    for length in (23, 24, 25):
+        calls: list[Call] = [(length - 8, "chunk"), (8, "prompt"), *DECODE]
+        _compare({**options, "budget": 24}, policy, calls, prompt_length=length)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "mistral", "phi3", "qwen3"])
+@pytest.mark.parametrize("method", ["keydiff", "h2o", "snapkv-narrow", "tova"])
+def test_families(method: str, family: str) -> None:
+    options, policy = METHODS[method]
+    _compare({**options, "budget": 24}, policy, PROMPT + DECODE, [0, 31], family=family)
+
+
+@pytest.mark.parametrize(
+    ("method", "attention"),
+    [("keydiff", "eager"), ("knorm", "eager"), ("h2o", "kvcache_plugins"), ("snapkv", "kvcache_plugins"),
+     ("tova", "kvcache_plugins"), ("knorm", "kvcache_plugins")],
+)  # fmt: skip
+def test_attention_functions(method: str, attention: str) -> None:
+    options, policy = METHODS[method]
+    _compare({**options, "budget": 24}, policy, PROMPT + DECODE, attention=attention)
+    if method != "snapkv":
+        _compare({**options, "budget": 24}, policy, PROMPT + DECODE, [0, 31], attention=attention)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("pads", [None, [0, 19, 44]], ids=["plain", "padded"])
+@pytest.mark.parametrize("attention", ["sdpa", "kvcache_plugins"])
+def test_layers_with_budgets_of_their_own(method: str, pads: list[int] | None, attention: str) -> None:
+    options, policy = METHODS[method]
+    config = {**options, "budget": 24, "layer_overrides": {"0": {"budget": 40}}, "skip_layers": [1]}
+    h2o = method.startswith("h2o")
+    given = {"stabilizers": 20, "local": 20} if h2o else {"stabilizers": 5, "local": 5}
+    if "stabilizer_length" in options:
+        given = {}
+    policies = [replace(policy, budget=40, **given), replace(policy, budget=None), policy]
+    _compare(config, policies, PROMPT + DECODE, pads, attention=attention)
+
+
+def test_a_second_turn_evicts_what_the_first_generated() -> None:
+    model = model_of(num_hidden_layers=3)
+    for method in ("h2o", "keydiff", "knorm", "snapkv", "tova"):
+        options, policy = METHODS[method]
+        calls: list[Call] = [(30, "chunk"), (11, "prompt"), *DECODE, (20, "chunk"), (9, "prompt"), *DECODE]
+        counts = [count for count, _ in calls]
+        tokens = ids(sum(counts), 2)
+        config = {**options, "budget": 24, "local_length": policy.local}
+        cache = bound_cache(model, config, 41)
+        first = feed(model, cache, tokens[:, :53], counts[:14])
+        cache.bind(model, prompt_length=82)
+        second = feed(model, cache, tokens[:, 53:], counts[14:])
+        logits, survivors = run_with_evictions(model, tokens, calls, policy)
+        assert [real_positions(layer) for layer in cache.evicting_layers] == survivors
+        torch.testing.assert_close(torch.cat([first, second], 1), logits, **ROUNDING)
+
+
+def _oldest_first(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return -torch.arange(layer.cumulative_length, layer.cumulative_length + keys.shape[2]).expand(
+        keys.shape[:3]
+    )
+
+
+@pytest.mark.parametrize(("question", "newest"), [(2, 3), (5, 5), (30, 6)])
+def test_a_later_question_stays(question: int, newest: int) -> None:
+    # An eighth of the budget at the end of the first prompt; then what is asked, up to a quarter of it.
+    model, tokens = model_of(), ids(60 + question, 2)
+    cache = bound_cache(model, {"backend": "knorm", "budget": 24, "sink_length": 0}, 60)
+    for layer in cache.evicting_layers:
+        layer.score = partial(_oldest_first, layer)  # type: ignore[method-assign]
+    feed(model, cache, tokens[:, :60], [30, 30])
+    assert real_positions(cache.evicting_layers[0])[0][0] == [*range(21), 57, 58, 59]
+    cache.bind(model, prompt_length=60 + question)
+    feed(model, cache, tokens[:, 60:], [question])
+    held = real_positions(cache.evicting_layers[0])[0][0]
+    end = 60 + question
+    before = [p for p in [*range(21), 57, 58, 59, *range(60, end)] if p < end - newest]
+    assert held == [*before[: 24 - newest], *range(end - newest, end)]

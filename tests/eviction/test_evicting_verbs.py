@@ -1,0 +1,232 @@
+"""What is done to a filled cache: scores, positions and padding follow the keys and values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvcache_plugins
+from kvcache_plugins.eviction.cache import EvictingCache
+from tests.eviction.feeding import EVICTING, bound_cache, chunks_of, feed, ids, mask_of, model_of
+
+PADS = [0, 9, 30]
+CONFIGS: dict[str, dict[str, Any]] = {
+    **{name: {"backend": name} for name in EVICTING},
+    "h2o-k8v4": {
+        "backend": "h2o", "sink_length": 2,
+        "storage": {"backend": "int4", "key_bits": 8, "value_bits": 4, "residual_length": 6},
+    },
+    "knorm-int8": {"backend": "knorm", "storage": {"backend": "int8"}},
+    "streaming_llm-compact": {"backend": "streaming_llm", "positions": "compact"},
+    "keydiff-ragged": {"backend": "keydiff", "layer_overrides": {"0": {"budget": 40}}, "skip_layers": [1]},
+}  # fmt: skip
+PROMPT, STEPS = 50, 70  # the generated tokens make room once
+
+
+def _started(name: str, length: int = PROMPT, tokens: Tensor | None = None) -> EvictingCache:
+    """A cache that has read `length` of a prompt of 50 tokens in chunks of 16."""
+    model = model_of(num_hidden_layers=3)
+    config = {"budget": 24, "evict_at_decode": True, **CONFIGS[name]}
+    cache = bound_cache(model, config, PROMPT, mask_of(PROMPT, PADS))
+    tokens = _tokens() if tokens is None else tokens
+    feed(model, cache, tokens[:, :length], chunks_of(length, 16), mask_of(length, PADS))
+    return cache
+
+
+def _tokens(seed: int = 0) -> Tensor:
+    return ids(PROMPT + STEPS, len(PADS), seed, PADS)
+
+
+def _continued(cache: EvictingCache, tokens: Tensor, rows: list[int] | None = None) -> Tensor:
+    """Logits of the rest of `tokens`, `rows` of the batch only."""
+    model, seen = model_of(num_hidden_layers=3), cache.get_seq_length()
+    pads = PADS if rows is None else [PADS[row] for row in rows]
+    rest = tokens[:, seen:] if rows is None else tokens[rows, seen:]
+    mask = mask_of(PROMPT + STEPS, pads)
+    counts = [*chunks_of(PROMPT - seen, 16), *[1] * STEPS] if seen < PROMPT else [1] * rest.shape[1]
+    return feed(model, cache, rest, counts, mask)
+
+
+def _snapshot(cache: EvictingCache) -> list[dict[str, Tensor]]:
+    return [{name: t.clone() for name, t in layer.state()[0].items()} for layer in cache.evicting_layers]
+
+
+def _same(left: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) -> None:
+    for one, other in zip(left, right, strict=True):
+        assert one.keys() == other.keys()
+        assert {"scores", "positions", "pads"} <= one.keys()
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), name
+
+
+def _same_tensors(left: EvictingCache, right: EvictingCache) -> None:
+    for one, other in zip(_snapshot(left), _snapshot(right), strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def _reorder(cache: EvictingCache) -> None:
+    cache.reorder_cache(torch.tensor([2, 2, 0]))
+
+
+def _select(cache: EvictingCache) -> None:
+    cache.batch_select_indices(torch.tensor([2, 0]))
+
+
+def _select_by_mask(cache: EvictingCache) -> None:
+    cache.batch_select_indices(torch.tensor([False, True, True]))
+
+
+def _repeat(cache: EvictingCache) -> None:
+    cache.batch_repeat_interleave(2)
+
+
+@pytest.mark.parametrize(
+    ("verb", "rows"),
+    [(_reorder, [2, 2, 0]), (_select, [2, 0]), (_select_by_mask, [1, 2]), (_repeat, [0, 0, 1, 1, 2, 2])],
+    ids=["reorder", "select", "select-by-mask", "repeat"],
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_go_together(name: str, verb: Callable[[EvictingCache], None], rows: list[int]) -> None:
+    cache, untouched = _started(name), _started(name)
+    before = _snapshot(cache)
+    verb(cache)
+    _same(_snapshot(cache), [{key: tensor[rows] for key, tensor in state.items()} for state in before])
+    if "storage" in CONFIGS[name] and len(rows) != len(PADS):
+        return  # products of other shapes round differently, which may flip a code
+    expected = _continued(untouched, _tokens())[rows]
+    torch.testing.assert_close(_continued(cache, _tokens(), rows), expected, atol=1e-4, rtol=0.0)
+    for layer, other in zip(cache.evicting_layers, untouched.evicting_layers, strict=True):
+        assert torch.equal(layer.ledger.positions, other.ledger.positions[rows])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_moving_away_and_back(name: str) -> None:
+    cache = _started(name)
+    before = _snapshot(cache)
+    for layer_idx in range(3):
+        cache.layers[layer_idx].offload()
+        cache.layers[layer_idx].prefetch()
+    _same(_snapshot(cache), before)
+    assert torch.equal(_continued(cache, _tokens()), _continued(_started(name), _tokens()))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_reset(name: str) -> None:
+    model, cache = model_of(num_hidden_layers=3), _started(name)
+    cache.reset()
+    assert cache.get_seq_length() == cache.num_held() == 0
+    assert all(layer.pads is None for layer in cache.evicting_layers)
+    assert cache.kv_bytes() == 0
+    # without the padding of the first text
+    tokens = ids(PROMPT + 4, 2, seed=3)
+    fresh = bound_cache(model, {"budget": 24, **CONFIGS[name], "evict_at_decode": True}, PROMPT)
+    cache.bind(model, prompt_length=PROMPT)
+    counts = [*chunks_of(PROMPT, 16), *[1] * 4]
+    assert torch.equal(feed(model, cache, tokens, counts), feed(model, fresh, tokens, counts))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_crop_takes_back_what_is_still_held(name: str) -> None:
+    cache, tokens = _started(name), _tokens()
+    model, mask = model_of(num_hidden_layers=3), mask_of(PROMPT + STEPS, PADS)
+    before = _snapshot(cache)
+    feed(model, cache, _tokens(7)[:, :3], [1, 1, 1], mask)
+    cache.crop(-3)
+    assert cache.get_seq_length() == PROMPT
+    for layer, state in zip(cache.evicting_layers, before, strict=True):
+        assert torch.equal(layer.state()[0]["positions"], state["positions"])
+    # As documented, H2O accumulates the votes of what was rejected, SirLLM no longer knows what predicted the
+    # next token, and a packed window has moved on.
+    if not name.startswith(("h2o", "sirllm")) and "storage" not in CONFIGS[name]:
+        _same(_snapshot(cache), before)
+        # The same tokens as if the others had never been.
+        assert torch.equal(_continued(cache, tokens), _continued(_started(name), tokens))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_crop_refuses_what_is_gone(name: str) -> None:
+    cache = _started(name)
+    before = _snapshot(cache)
+    with pytest.raises(
+        NotImplementedError, match=r"crop\(-30\): layer \d has evicted some of the newest 30 tokens"
+    ):
+        cache.crop(-30)
+    assert cache.get_seq_length() == PROMPT
+    _same(_snapshot(cache), before)
+    cache.crop(-PROMPT)  # everything may go
+    assert cache.get_seq_length() == cache.num_held() == 0
+
+
+@pytest.mark.parametrize("length", [PROMPT, 32], ids=["after-the-prompt", "in-the-prompt"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_save_load_continue(name: str, length: int, tmp_path: Path) -> None:
+    cache, model = _started(name, length), model_of(num_hidden_layers=3)
+    cache.save_pretrained(tmp_path)
+    loaded = kvcache_plugins.KVCache.from_pretrained(tmp_path, model)
+    assert isinstance(loaded, EvictingCache)
+    assert loaded.backend == cache.backend
+    assert loaded.config == cache.config
+    _same(_snapshot(loaded), _snapshot(cache))
+    assert [layer.prompt_length for layer in loaded.evicting_layers] == [PROMPT] * 3
+    assert loaded.get_seq_length() == length
+    assert loaded.num_held() == cache.num_held()
+    loaded.bind(model, mask_of(PROMPT, PADS), prompt_length=PROMPT)  # what a restarted generate() does
+    assert torch.equal(_continued(loaded, _tokens()), _continued(cache, _tokens()))
+    _same(_snapshot(loaded), _snapshot(cache))
+
+
+def test_a_later_turn_is_saved(tmp_path: Path) -> None:
+    # What a later turn protects goes on being protected while its answer is generated.
+    model, tokens = model_of(), ids(140, 2)
+    cache = bound_cache(model, {"backend": "knorm", "budget": 24, "evict_at_decode": True}, 40)
+    feed(model, cache, tokens[:, :40], [40])
+    cache.bind(model, prompt_length=60)
+    feed(model, cache, tokens[:, 40:60], [20])
+    cache.save_pretrained(tmp_path)
+    loaded = kvcache_plugins.KVCache.from_pretrained(tmp_path, model)
+    feed(model, cache, tokens[:, 60:], [1] * 80)
+    feed(model, loaded, tokens[:, 60:], [1] * 80)
+    assert isinstance(loaded, EvictingCache)
+    _same_tensors(loaded, cache)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "compact" not in name])
+def test_a_loaded_cache_needs_no_bind(name: str, tmp_path: Path) -> None:
+    cache, model = _started(name, 32), model_of(num_hidden_layers=3)
+    cache.save_pretrained(tmp_path)
+    loaded = kvcache_plugins.KVCache.from_pretrained(tmp_path, model)
+    assert torch.equal(_continued(loaded, _tokens()), _continued(cache, _tokens()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_several_questions_to_one_text(name: str) -> None:
+    # Each on a copy: as if the text had been read for it alone.
+    model, document = model_of(num_hidden_layers=3), ids(60, 2)
+    config = {"budget": 24, "chunk_size": 16, **CONFIGS[name]}
+
+    def read() -> EvictingCache:
+        cache = bound_cache(model, config, 60)
+        feed(model, cache, document, chunks_of(60, 16))
+        return cache
+
+    def ask(cache: EvictingCache, question: int) -> Tensor:
+        tokens = torch.cat([document, ids(11, 2, seed=50 + question)], dim=1)
+        return model.generate(  # type: ignore[operator]
+            tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, max_new_tokens=6,
+            do_sample=False, return_dict_in_generate=True, output_logits=True,
+        ).logits  # fmt: skip
+
+    prefilled = read()
+    before = [t.clone() for layer in prefilled.evicting_layers for t in layer.tensors().values()]
+    answers = [ask(copy.deepcopy(prefilled), question) for question in range(3)]
+    for question, answer in enumerate(answers):
+        assert all(torch.equal(a, b) for a, b in zip(answer, ask(read(), question), strict=True))
+    after = [t for layer in prefilled.evicting_layers for t in layer.tensors().values()]
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))

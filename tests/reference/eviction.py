@@ -1,0 +1,387 @@
+"""Eviction by brute force: everything is computed and kept, and masks hide what a policy would have dropped.
+
+The whole text goes through the unmodified model in one call without a cache. For every layer, row and
+key/value head the policy is played through, call by call, over lists of positions, and every query sees
+exactly the tokens that were still held when it came: `run_with_evictions`. Positions are those of the text.
+
+A policy keeps `budget` tokens per head. When a call has been answered and more are held (after a generated
+token: more than `budget + slack`, and only if the policy evicts then), the pads go first, oldest first; of
+the real tokens stay the first `sinks` of the row, the newest `recent`, and the best of the others.
+
+`run_compactly` is a second model of its own, for Llama: it stores keys before their rotation and rotates them
+anew in every call, at the places 0, 1, 2, ... where they then stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+__all__ = ["Call", "Policy", "Survivors", "run_compactly", "run_with_evictions"]
+
+Call = tuple[int, str]
+"""Tokens of a call, and what they are: a `"chunk"` of a prompt, its end (`"prompt"`), or `"decode"`."""
+Survivors = list[list[list[list[int]]]]
+"""Positions of the real tokens held in the end: `[layer][row][head]`, ascending."""
+
+_NAME = "eviction_by_brute_force"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a layer keeps.
+
+    Args:
+        method: `"knorm"`, `"streaming_llm"`, `"keydiff"`, `"h2o"`, `"snapkv"`, `"tova"`, or `"given"` for a
+            table of numbers.
+        budget: Tokens kept; None for everything.
+        sinks: First real tokens that stay.
+        stabilizers: Newest tokens that stay between two chunks of a prompt.
+        local: Newest tokens that stay at the end of a prompt and later.
+        evicts_at_decode: Whether anything goes after the prompt.
+        slack: Tokens above the budget that are tolerated meanwhile.
+        window: Queries that SnapKV asks.
+        kernel: Tokens over which it averages.
+        normalize: Whether H2O divides by the number of queries.
+    """
+
+    method: str
+    budget: int | None
+    sinks: int = 0
+    stabilizers: int = 0
+    local: int = 0
+    evicts_at_decode: bool = False
+    slack: int = 64
+    window: int = 64
+    kernel: int = 5
+    normalize: bool = False
+
+    def is_due(self, phase: str, held: int) -> bool:
+        """Whether something goes, with `held` tokens."""
+        if self.budget is None or (phase == "decode" and not self.evicts_at_decode):
+            return False
+        return held > self.budget + (self.slack if phase == "decode" else 0)
+
+    def recent(self, phase: str) -> int:
+        """Newest tokens that stay."""
+        return self.stabilizers if phase == "chunk" else self.local
+
+
+@dataclass
+class _Row:
+    """One row of the batch in one layer: queries `(G, T, D)` per head, keys `(H, T, D)`, in float64."""
+
+    policy: Policy
+    queries: list[Tensor]
+    keys: Tensor
+    pads: int
+    scaling: float
+    given: Tensor | None
+
+    def play(self, calls: Sequence[Call]) -> tuple[Tensor, list[list[int]]]:
+        """Which key each query sees, bool `(H, T, T)`, and which real tokens each head holds in the end."""
+        heads, length = self.keys.shape[:2]
+        self.visible = torch.zeros(heads, length, length, dtype=torch.bool)
+        self.received = torch.zeros(heads, length, dtype=torch.float64)
+        held: list[list[int]] = [[] for _ in range(heads)]
+        seen = 0
+        for count, phase in calls:
+            new = range(seen, seen + count)
+            seen += count
+            for head in range(heads):
+                for query in new:
+                    now_held = [p for p in (*held[head], *range(new.start, query + 1)) if p >= self.pads]
+                    self.visible[head, query, now_held] = query >= self.pads
+                held[head] += new
+            worth = self._worth(held, new)
+            if self.policy.is_due(phase, len(held[0])):
+                held = [self._kept(held[head], worth[head], phase) for head in range(heads)]
+        return self.visible, [[p for p in positions if p >= self.pads] for positions in held]
+
+    def _kept(self, held: list[int], worth: dict[int, float], phase: str) -> list[int]:
+        budget = self.policy.budget
+        assert budget is not None
+        real = [p for p in held if p >= self.pads]
+        pads = [p for p in held if p < self.pads]
+        if len(real) <= budget:
+            return pads[len(pads) - (budget - len(real)) :] + real
+        first_newest = len(held) - self.policy.recent(phase)
+        stays = {p for p in real if p < self.pads + self.policy.sinks}
+        stays |= {p for p in held[first_newest:] if p >= self.pads}
+        others = sorted((p for p in real if p not in stays), key=lambda p: worth[p], reverse=True)
+        return sorted(stays | set(others[: budget - len(stays)]))
+
+    def _worth(self, held: list[list[int]], new: range) -> list[dict[int, float]]:
+        """Worth of the real tokens held, per head, after the call of the tokens `new`."""
+        real = [[p for p in positions if p >= self.pads] for positions in held]
+        heads = range(len(real))
+        method = self.policy.method
+        if method == "knorm":
+            return [{p: -float(self.keys[h, p].norm()) for p in real[h]} for h in heads]
+        if method == "given":
+            assert self.given is not None
+            return [{p: float(self.given[p]) for p in real[h]} for h in heads]
+        if method == "streaming_llm":
+            return [{p: float(p) for p in real[h]} for h in heads]
+        if method == "keydiff":
+            return [self._unlikeness(h, real[h]) for h in heads]
+        if method == "h2o":
+            for h in heads:
+                self.received[h] += self._attention(h, new).sum((0, 1))
+            counts = {p: (new.stop - p if self.policy.normalize else 1) for h in heads for p in real[h]}
+            return [{p: float(self.received[h, p]) / counts[p] for p in real[h]} for h in heads]
+        if method == "snapkv":
+            newest = range(max(new.start, new.stop - self.policy.window), new.stop)
+            return [self._pooled(self._attention(h, newest).sum((0, 1)), real[h]) for h in heads]
+        if method == "tova":
+            newest = range(new.stop - 1, new.stop)
+            total = torch.stack([self._attention(h, newest).sum((0, 1)) for h in heads]).sum(0)
+            return [{p: float(total[p]) for p in real[h]} for h in heads]
+        raise ValueError(f"unknown method {method!r}")
+
+    def _attention(self, head: int, queries: range) -> Tensor:
+        """Attention weights `(G, len(queries), T)` of the real queries, with what is visible to them."""
+        chosen = [query for query in queries if query >= self.pads]
+        logits = self.queries[head][:, chosen] @ self.keys[head].T * self.scaling
+        return logits.masked_fill(~self.visible[head, chosen], -torch.inf).softmax(-1)
+
+    def _unlikeness(self, head: int, real: list[int]) -> dict[int, float]:
+        if not real:
+            return {}
+        directions = self.keys[head, real] / self.keys[head, real].norm(dim=-1, keepdim=True)
+        mean = directions.mean(0)
+        return {p: -float(d @ mean / mean.norm()) for p, d in zip(real, directions, strict=True)}
+
+    def _pooled(self, received: Tensor, real: list[int]) -> dict[int, float]:
+        reach = self.policy.kernel // 2
+        worth = {}
+        for place, position in enumerate(real):
+            neighbours = real[max(0, place - reach) : place + reach + 1]
+            worth[position] = float(received[neighbours].mean())
+        return worth
+
+
+@dataclass
+class _Run:
+    policies: Sequence[Policy]
+    calls: Sequence[Call]
+    pads: Sequence[int]
+    worth: Tensor | None
+    survivors: Survivors
+
+
+_active: list[_Run] = []
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """An attention function in transformers' sense; masks are made here, `attention_mask` is not used."""
+    run = _active[-1]
+    batch, heads = key.shape[:2]
+    groups = query.shape[1] // heads
+    by_head = query.unflatten(1, (heads, groups))
+    visible, survivors = [], []
+    for row in range(batch):
+        policy = run.policies[module.layer_idx]
+        given = None if run.worth is None else run.worth[row]
+        player = _Row(policy, list(by_head[row].double()), key[row].double(), run.pads[row], scaling, given)
+        seen, held = player.play(run.calls)
+        visible.append(seen)
+        survivors.append(held)
+    run.survivors.append(survivors)
+    mask = torch.stack(visible).repeat_interleave(groups, dim=1)
+    keys, values = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    logits = (query @ keys.transpose(2, 3) * scaling).masked_fill(~mask, -torch.inf)
+    weights = logits.softmax(-1).nan_to_num(0.0)  # a pad's query sees nothing
+    return (weights @ values).transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def _attending_by(model: Any, run: _Run) -> Iterator[None]:
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_NAME)
+    _active.append(run)
+    try:
+        yield
+    finally:
+        _active.pop()
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def run_with_evictions(
+    model: Any,
+    input_ids: Tensor,
+    calls: Sequence[Call],
+    policies: Policy | Sequence[Policy],
+    pads: Sequence[int] | None = None,
+    worth: Tensor | None = None,
+) -> tuple[Tensor, Survivors]:
+    """Run a model as if its layers evicted.
+
+    Args:
+        model: A causal language model whose layers all use full attention.
+        input_ids: `(B, T)`, left-padded.
+        calls: How the text is split into calls; they add up to `T` tokens.
+        policies: Of every layer, or of all.
+        pads: Pads of every row.
+        worth: `(B, T)`, of every token, for the method `"given"`.
+
+    Returns:
+        Logits `(B, T, vocabulary)`, those of pads without meaning, and the positions held in the end.
+    """
+    batch, length = input_ids.shape
+    assert sum(count for count, _ in calls) == length
+    if isinstance(policies, Policy):
+        policies = [policies] * model.config.num_hidden_layers
+    pads = [0] * batch if pads is None else pads
+    run = _Run(policies, calls, pads, worth, [])
+    positions = (torch.arange(length) - torch.tensor(pads)[:, None]).clamp_min(0)
+    with _attending_by(model, run):
+        logits = model(input_ids, position_ids=positions, use_cache=False).logits
+    return logits, run.survivors
+
+
+@torch.no_grad()
+def run_compactly(
+    model: Any,
+    input_ids: Tensor,
+    calls: Sequence[Call],
+    policy: Policy,
+    pads: Sequence[int] | None = None,
+) -> tuple[Tensor, Survivors]:
+    """Run a Llama as `run_with_evictions` does, with compact positions.
+
+    What a head holds stands, at every call, at the places 0, 1, 2, ... in the order of the text, and the new
+    tokens follow. Scores that depend on attention are accumulated in the same way as they were given.
+    """
+    batch, length = input_ids.shape
+    pads = [0] * batch if pads is None else pads
+    rows = [_compact_row(model, input_ids[row, pads[row] :], _own_calls(calls, pads[row]), policy)
+            for row in range(batch)]  # fmt: skip
+    vocabulary = model.config.vocab_size
+    logits = torch.stack(
+        [torch.cat([torch.zeros(p, vocabulary), row[0]]) for row, p in zip(rows, pads, strict=True)]
+    )
+    layers = range(model.config.num_hidden_layers)
+    survivors = [
+        [[[p + pads[row] for p in head] for head in rows[row][1][layer]] for row in range(batch)]
+        for layer in layers
+    ]
+    assert logits.shape[1] == length
+    return logits, survivors
+
+
+def _own_calls(calls: Sequence[Call], pads: int) -> list[Call]:
+    """What is left of `calls` for a row whose first `pads` tokens are pads."""
+    own, seen = [], 0
+    for count, phase in calls:
+        seen += count
+        own.append((min(count, max(0, seen - pads)), phase))
+    return [call for call in own if call[0]]
+
+
+def _compact_row(
+    model: Any, input_ids: Tensor, calls: Sequence[Call], policy: Policy
+) -> tuple[Tensor, list[list[list[int]]]]:
+    decoder, config = model.model, model.config
+    heads, groups = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
+    stores = [_CompactStore(heads) for _ in decoder.layers]
+    logits, seen = [], 0
+    for count, phase in calls:
+        hidden = decoder.embed_tokens(input_ids[None, seen : seen + count])
+        for block, store in zip(decoder.layers, stores, strict=True):
+            attention, residual = block.self_attn, hidden
+            inputs = block.input_layernorm(hidden)
+            query, key, value = (
+                projection(inputs)[0].unflatten(-1, (-1, config.head_dim)).transpose(0, 1)
+                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            store.add(key, value, range(seen, seen + count))
+            cos, sin = decoder.rotary_emb(key, torch.arange(store.length)[None])
+            output = store.answer(query, count, groups, attention.scaling, _rotation(cos[0], sin[0]), policy)
+            hidden = residual + attention.o_proj(output.transpose(0, 1).flatten(1)[None])
+            hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
+            store.evict(policy, phase)
+        logits.append(model.lm_head(decoder.norm(hidden))[0])
+        seen += count
+    return torch.cat(logits), [store.positions for store in stores]
+
+
+def _rotation(cos: Tensor, sin: Tensor) -> Callable[[Tensor, slice], Tensor]:
+    def rotate(states: Tensor, places: slice) -> Tensor:
+        first, second = states.chunk(2, dim=-1)
+        return states * cos[places] + torch.cat([-second, first], dim=-1) * sin[places]
+
+    return rotate
+
+
+class _CompactStore:
+    """Keys before rotation, values and positions of one layer of one row."""
+
+    def __init__(self, heads: int) -> None:
+        self.keys: list[Tensor] = [torch.zeros(0)] * heads
+        self.values: list[Tensor] = [torch.zeros(0)] * heads
+        self.positions: list[list[int]] = [[] for _ in range(heads)]
+        self.received = [torch.zeros(0, dtype=torch.float64)] * heads
+
+    @property
+    def length(self) -> int:
+        return len(self.positions[0])
+
+    def add(self, keys: Tensor, values: Tensor, positions: range) -> None:
+        for h, held in enumerate(self.positions):
+            self.keys[h] = torch.cat([self.keys[h], keys[h]]) if held else keys[h]
+            self.values[h] = torch.cat([self.values[h], values[h]]) if held else values[h]
+            self.received[h] = torch.cat([self.received[h], torch.zeros(len(positions), dtype=torch.float64)])
+            held += positions
+
+    def answer(
+        self,
+        query: Tensor,
+        count: int,
+        groups: int,
+        scaling: float,
+        rotate: Callable[..., Tensor],
+        policy: Policy,
+    ) -> Tensor:
+        """Attend from `query` `(Hq, count, D)`, and add up what every token receives."""
+        places = slice(self.length - count, self.length)
+        causal = torch.arange(self.length) <= torch.arange(self.length)[places, None]
+        outputs = []
+        for h in range(len(self.positions)):
+            keys = rotate(self.keys[h], slice(0, self.length))
+            queries = rotate(query[h * groups : (h + 1) * groups], places)
+            weights = (queries @ keys.T * scaling).masked_fill(~causal, -torch.inf).softmax(-1)
+            self.received[h] = self.received[h] + weights.double().sum((0, 1))
+            outputs.append(weights @ self.values[h])
+        return torch.cat(outputs)
+
+    def evict(self, policy: Policy, phase: str) -> None:
+        if not policy.is_due(phase, self.length):
+            return
+        assert policy.budget is not None
+        for h, held in enumerate(self.positions):
+            worth = {
+                "knorm": -self.keys[h].norm(dim=-1),
+                "streaming_llm": torch.tensor(held),
+                "h2o": self.received[h],
+            }[policy.method]
+            places = range(len(held))
+            stays = {i for i in places if held[i] < policy.sinks} | set(
+                places[len(held) - policy.recent(phase) :]
+            )
+            others = sorted(set(places) - stays, key=lambda i: float(worth[i]), reverse=True)
+            kept = sorted(stays | set(others[: policy.budget - len(stays)]))
+            self.keys[h], self.values[h] = self.keys[h][kept], self.values[h][kept]
+            self.received[h] = self.received[h][kept]
+            self.positions[h] = [held[i] for i in kept]

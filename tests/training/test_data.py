@@ -1,0 +1,203 @@
+"""Examples from files and from prose: where prompts end, what answers hold, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvcache_plugins.training.conversations import Conversations, messages_of, read_rows
+from kvcache_plugins.training.data import build_datasets
+from kvcache_plugins.training.examples import Collator, Example, cut_middle
+from kvcache_plugins.training.options import LocretOptions
+from kvcache_plugins.training.synthetic import TASKS, SyntheticTasks
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.fixture(scope="module")
+def prose() -> str:
+    return "\n\n".join(topics[name] for name in sorted(topics)[:30])
+
+
+# -- batches
+
+
+def test_a_batch_is_padded_on_the_right() -> None:
+    batch = Collator(9)([Example([1, 2, 3], [4]), Example([5], [6, 7])])
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    assert batch["prompt_length"].tolist() == [3, 1] and batch["length"].tolist() == [4, 3]
+
+
+def test_the_middle_is_cut() -> None:
+    assert cut_middle(range(10), 10) == list(range(10))
+    assert cut_middle(range(10), 5) == [0, 1, 2, 8, 9] and cut_middle(range(10), 1) == [0]
+
+
+# -- conversations
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Who?", "answer": "I."},
+        {"instruction": "Who?", "output": "I.", "input": ""},
+        {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "Who?"},
+                {"from": "gpt", "value": "I."},
+                {"from": "human", "value": "?"},
+            ]
+        },
+    ],
+    ids=["prompt", "instruction", "messages", "sharegpt"],
+)
+def test_rows_of_every_form(row: dict[str, Any]) -> None:
+    assert messages_of(row) == [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+
+
+def test_a_prompt_ends_where_the_answer_begins(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": "Who is there?", "answer": "It is I."}]
+    plain = Conversations(rows, tokenizer, max_length=100)[0]
+    assert tokenizer.decode(plain.prompt_ids) == "Who is there?\n\n"
+    assert tokenizer.decode(plain.answer_ids) == "It is I.<|endoftext|>"
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT)
+    chat = Conversations(rows, tokenizer, max_length=100)[0]
+    assert tokenizer.decode(chat.prompt_ids) == "<user>Who is there?<end><assistant>"
+    assert tokenizer.decode(chat.answer_ids) == "It is I.<end>"  # the end of the turn asks for things, too
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    several = Conversations([row], tokenizer, max_length=100)[0]
+    assert tokenizer.decode(several.prompt_ids) == "<user>a<end><assistant>b<end><user>c<end><assistant>"
+
+
+def test_long_prompts_lose_their_middle_and_long_answers_their_end(tokenizer: Any) -> None:
+    rows = [
+        {"prompt": "first " + "word " * 300 + "last", "answer": "yes"},
+        {"prompt": "a", "answer": "b " * 300},
+    ]
+    data = Conversations(rows, tokenizer, max_length=40)
+    text = tokenizer.decode(data[0].prompt_ids)
+    assert text.startswith("first") and text.endswith("last\n\n")
+    assert len(data[0].prompt_ids) + len(data[0].answer_ids) == 40
+    assert len(data[1].answer_ids) == 20
+
+
+def test_files_are_read_shuffled_and_checked(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": str(i), "answer": "x"}) for i in range(20)) + "\n\n")
+    rows = read_rows(str(path), num_examples=5, seed=0)
+    assert len(rows) == 5 and rows == read_rows(str(path), num_examples=5, seed=0)
+    assert rows != read_rows(str(path), num_examples=5, seed=1)
+    path.write_text('{"prompt": "a", "answer": "b"}\n[1]\n')
+    with pytest.raises(ValueError, match=r"line 2 must be an object, got \[1\]"):
+        read_rows(str(path), num_examples=None, seed=0)
+    path.write_text("{\n")
+    with pytest.raises(ValueError, match="line 1 is no JSON"):
+        read_rows(str(path), num_examples=None, seed=0)
+    for row, message in (
+        ({"text": "a"}, r"Row 1 of --dataset: must be one of .*found are \['text'\]"),
+        ({"prompt": "a", "answer": ""}, "with an answer"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "that end with one"),
+        ({"messages": [{"role": "user"}]}, "role and content as text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Conversations([{"prompt": "a", "answer": "b"}, row], tokenizer, max_length=10)
+
+
+def test_the_hub_is_asked_for_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[Any] = []
+    rows = [{"instruction": str(index), "output": "x"} for index in range(4)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or rows)
+    assert len(read_rows("Yukang/LongAlpaca-12k", num_examples=3, seed=0)) == 3
+    assert len(read_rows("org/name:part", num_examples=None, seed=0)) == 4
+    split = {"split": "train"}
+    assert asked == [(("Yukang/LongAlpaca-12k", None), split), (("org/name", "part"), split)]
+
+
+# -- synthetic tasks
+
+
+def test_examples_depend_on_seed_and_index_alone(prose: str, tokenizer: Any) -> None:
+    data, same, other = (
+        SyntheticTasks(prose, tokenizer, sequence_length=256, size=50, seed=seed) for seed in (0, 0, 1)
+    )
+    list(same)
+    assert data[7] == same[7] != other[7]
+    assert len({tuple(example.prompt_ids) for example in data}) == 50
+    assert all(64 <= len(example.prompt_ids) <= 400 and example.answer_ids for example in data)
+    with pytest.raises(IndexError):
+        data[50]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_what_is_asked_for_stands_in_the_prompt(task: str, prose: str, tokenizer: Any) -> None:
+    import random
+
+    data = SyntheticTasks(prose, tokenizer, sequence_length=400, size=1)
+    for seed in range(20):
+        example = TASKS[task][0](data, random.Random(seed), 300)
+        prompt, answer = tokenizer.decode(example.prompt_ids), tokenizer.decode(example.answer_ids)
+        if task in ("passkey", "facts"):
+            assert "?" in answer or " is" in answer
+            for fact in answer.rstrip(".").split(".")[:3]:
+                assert fact.split()[-1] in prompt
+            assert 300 <= len(example.prompt_ids) < 450
+        elif task == "records":
+            assert all(line in prompt for line in answer.strip().split("\n"))
+        elif task == "repetition":
+            size, ids = len(example.answer_ids), list(example.prompt_ids)
+            assert size >= 16 and any(ids[i : i + size] == example.answer_ids for i in range(len(ids)))
+        else:
+            assert prompt[-40:] + answer[:40] in tokenizer.decode(data._filler.ids)
+
+
+def test_texts_that_are_too_short_or_prompts_that_are_too_long(
+    prose: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"--sequence_length 800 need more than 900"):
+        SyntheticTasks("A short text.", tokenizer, sequence_length=800, size=1)
+    options = LocretOptions(model="m", sequence_length=400)
+    with pytest.raises(ValueError, match="must be at most 320: the model has 400 positions, got 400"):
+        build_datasets(options, tokenizer, positions=400, seed=0)
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n' * 3)
+    with pytest.raises(ValueError, match="has 3 rows, of which --eval_examples takes 3"):
+        build_datasets(
+            LocretOptions(model="m", dataset=str(path), eval_examples=3), tokenizer, positions=99, seed=0
+        )
+    with pytest.raises(ValueError, match="--max_length must be at most the model's 99 positions, got 100"):
+        build_datasets(
+            LocretOptions(model="m", dataset=str(path), max_length=100), tokenizer, positions=99, seed=0
+        )
+    train, held_out = build_datasets(
+        LocretOptions(model="m", dataset=str(path), eval_examples=1), tokenizer, positions=99, seed=0
+    )
+    assert (len(train), len(held_out)) == (2, 1)  # type: ignore[arg-type]  # torch's base class has no length
+
+
+def test_evaluation_text_is_not_trained_on(prose: str, tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(prose)
+    options = LocretOptions(model="m", text_files=[str(tmp_path / "a.txt")], sequence_length=128)
+    train, held_out = build_datasets(options, tokenizer, positions=None, seed=0)
+    texts = [tokenizer.decode(data._filler.ids) for data in (train, held_out)]  # type: ignore[attr-defined]
+    assert "".join(texts) == prose.strip() and len(texts[1]) >= 0.09 * len(prose)
+    assert len(held_out) == options.eval_examples  # type: ignore[arg-type]

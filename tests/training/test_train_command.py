@@ -1,0 +1,194 @@
+"""The command from end to end, in one process and in two, and everything it refuses before it works."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from transformers.utils import logging as transformers_logging
+
+from kvcache_plugins.cli import main
+from kvcache_plugins.retaining.loading import load_heads
+from kvcache_plugins.training import job
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
+FILES = ["README.md", "config.json", "model.safetensors", "results.json", "training.png"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_only_here() -> Iterator[None]:
+    """The command silences transformers, which must not reach other tests: they look for deprecations."""
+    verbosity = transformers_logging.get_verbosity()
+    yield
+    transformers_logging.set_verbosity(verbosity)
+    transformers_logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "reference.txt"
+    path.write_text("\n\n".join(topics[name] for name in sorted(topics)[:20]), encoding="utf-8")
+    return path
+
+
+def arguments(text: Path, output: Path, *more: str) -> list[str]:
+    return [
+        "--model", str(MODEL), "--dtype", "fp32", "--dataset", "synthetic", "--text_files", str(text),
+        "--sequence_length", "128", "--eval_examples", "3", "--hidden_dim", "16", "--heads_dtype", "fp32",
+        "--warmup_steps", "0", "--save_strategy", "no", "--disable_tqdm", "true", "--use_cpu", "true",
+        "--output", str(output), *more,
+    ]  # fmt: skip
+
+
+def launch(text: Path, output: Path, *more: str, processes: int) -> dict[str, torch.Tensor]:
+    """Run the script in so many processes and return the heads it wrote."""
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(processes),
+    ]
+    done = subprocess.run(
+        [*start, str(ROOT / "scripts" / "train_locret.py"), *arguments(text, output, *more), "--no_plots"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("written to") == 1, "one process, and only one, shows the results"
+    return load_file(output / "model.safetensors")
+
+
+def test_the_command(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    pushed: list[Any] = []
+    monkeypatch.setattr(job, "push", lambda *args, **kwargs: pushed.append((args, kwargs)))
+    output = tmp_path / "heads"
+    more = ("--max_steps", "12", "--logging_steps", "4", "--budget", "96", "--push_to_hub", "true")
+    assert main(["train-locret", *arguments(text, output, *more)]) == 0
+    assert f"written to {output}" in capsys.readouterr().out
+    assert sorted(path.name for path in output.iterdir()) == FILES
+    assert pushed[0][0][0] == output and pushed[0][0][2] == "heads" and pushed[0][1] == {"private": False}
+    heads = load_heads(str(output))
+    heads.check_model(AutoConfig.from_pretrained(MODEL))
+    assert heads.config.base_model_name_or_path == "tiny-llama-books"
+    assert heads.config.defaults["budget"] == 96 and heads.config.defaults["chunk_size"] == 1024
+    document = json.loads((output / "results.json").read_text())
+    rows = {row["label"]: row for row in document["results"]}
+    assert list(rows) == ["dense", "locret", "locret, untrained", "knorm"]
+    assert rows["locret"]["loss"] < rows["locret, untrained"]["loss"]
+    assert len(rows["knorm"]["recall_by_layer"]) == 6 and document["settings"]["steps"] == 12
+    assert [entry["step"] for entry in document["history"] if "loss" in entry] == [4, 8, 12]
+    assert str(text.parent) not in json.dumps(document["settings"])
+    card = (output / "README.md").read_text()
+    assert "reference.txt" in card and f"| all | {rows['locret']['recall']:.3f} |" in card
+    assert (output / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("layerwise", ["false", "true"])
+def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise: str) -> None:
+    steps = ("--max_steps", "3", "--learning_rate", "1e-3", "--layerwise_backward", layerwise)
+    batch = "--per_device_train_batch_size"
+    assert main(["train-locret", *arguments(text, tmp_path / "alone", *steps, batch, "2"), "--no_plots"]) == 0
+    alone = load_file(tmp_path / "alone" / "model.safetensors")
+    both = launch(text, tmp_path / "both", *steps, batch, "1", processes=2)
+    torch.testing.assert_close(both, alone, rtol=1e-4, atol=2e-6)
+    recalls = [
+        [row["recall"] for row in json.loads((tmp_path / name / "results.json").read_text())["results"]]
+        for name in ("alone", "both")
+    ]
+    assert recalls[0] == pytest.approx(recalls[1], abs=0.02)
+
+
+def test_an_interrupted_training_goes_on(text: Path, tmp_path: Path) -> None:
+    more = ("--no_plots", "--max_steps", "4", "--per_device_train_batch_size", "1")
+    saving = ("--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "5")
+    assert main(["train-locret", *arguments(text, tmp_path / "whole", *more, *saving)]) == 0
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    (tmp_path / "part").mkdir()
+    (tmp_path / "whole" / "checkpoint-2").rename(tmp_path / "part" / "checkpoint-2")
+    resume = ("--resume_from_checkpoint", "true")
+    assert main(["train-locret", *arguments(text, tmp_path / "part", *more, *saving, *resume)]) == 0
+    torch.testing.assert_close(load_file(tmp_path / "part" / "model.safetensors"), whole, rtol=0, atol=0)
+
+
+def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvcache_plugins.training.parsing import parse_arguments
+
+    path = tmp_path / "options.yaml"
+    path.write_text("model: m\nlearning_rate: 5e-4\nmax_steps: 7\noutput: there\n")
+    options, training = parse_arguments(["--config", str(path), "--max_steps", "9"])
+    assert (options.model, training.learning_rate, training.max_steps) == ("m", 5e-4, 9)
+    assert training.output_dir == "there"
+    path.write_text("model: m\nlearning_rat: 1\n")
+    assert main(["train-locret", f"--config={path}"]) == 2
+    assert "Unknown option 'learning_rat'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "--model must name the model"),
+        (["--model", "m"], "--output_dir (or --output) is needed"),
+        (["--model", "m", "--output", "x", "--learning_rat", "3"], "Did you mean '--learning_rate'?"),
+        (["--model", "m", "--output", "x", "--learning_rate", "abc"], "--learning_rate"),
+        (
+            ["--model", "m", "--output", "x", "--hidden_dim", "0"],
+            "--hidden_dim must be an integer >= 1, got 0",
+        ),
+        (["--model", "m", "--output", "x", "--dataset", "foo"], "got 'foo'"),
+        (["--model", "m", "--output", "x", "--dataset", "no.jsonl"], "not there: 'no.jsonl'"),
+        (["--model", "m", "--output", "x", "--text_files", "no.txt"], "not there: 'no.txt'"),
+        (["--model", "m", "--output", "x", "--heads_dtype", "int8"], "--heads_dtype must be one of"),
+        (["--model", "m", "--output", "x", "--dtype", "int8"], "--dtype must be one of"),
+        (
+            ["--model", "m", "--output", "x", "--resume_from_checkpoint", "true"],
+            "there is no checkpoint in 'x'",
+        ),
+        (["--config"], "--config must name a YAML file"),
+    ],
+)
+def test_wrong_arguments(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train-locret", *given]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_options_of_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["train-locret", "--help"])
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0 and "--text_files" in shown and "--gradient_accumulation_steps" in shown
+
+
+def test_heads_of_the_authors_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {}
+    for layer in range(6):
+        tensors[f"model.layers.{layer}.self_attn.fc1.weight"] = torch.randn(8, 768)
+        tensors[f"model.layers.{layer}.self_attn.fc2.weight"] = torch.randn(2, 8)
+    save_file(tensors, tmp_path / "official.safetensors")
+    command = ["import-locret", str(tmp_path / "official.safetensors"), "--model", str(MODEL), "--output"]
+    assert main([*command, str(tmp_path / "out")]) == 0
+    assert "6 heads of width 8" in capsys.readouterr().out
+    assert load_heads(str(tmp_path / "out")).config.hidden_dim == 8
+    assert main([*command, str(tmp_path / "official.safetensors")]) == 2
+    assert "--output must be a directory" in capsys.readouterr().err
