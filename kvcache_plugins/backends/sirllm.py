@@ -16,7 +16,7 @@ from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
 from ..layers.base import storing
-from ..models.facts import decoder_config
+from ..models.facts import decoder_config, split_model_or_config
 from ..registry import register_backend
 
 __all__ = ["SirLLMCache", "SirLLMConfig", "SirLLMLayer"]
@@ -93,6 +93,9 @@ class SirLLMCache(EvictingCache):
         first = self.evicting_layers[0]
         assert isinstance(first, SirLLMLayer)
         first.state_size = self.model_config.hidden_size
+        model, _ = split_model_or_config(model_or_config)
+        if model is not None:
+            _watch(model)
 
     def bind(
         self,
@@ -102,10 +105,6 @@ class SirLLMCache(EvictingCache):
         *,
         prompt_length: int | None = None,
     ) -> SirLLMCache:
-        if getattr(model, "get_output_embeddings", lambda: None)() is None:
-            raise ValueError(
-                f"The backend 'sirllm' needs a model with a language-model head, got {type(model).__name__}."
-            )
         super().bind(model, attention_mask, max_cache_length, prompt_length=prompt_length)
         _watch(model)
         return self
@@ -141,6 +140,10 @@ def _score_first(found: Tensor, first: Tensor) -> None:
 
 def _watch(model: nn.Module) -> None:
     """Score what `model` reads with a cache of this backend, once its decoder has finished; idempotent."""
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        raise ValueError(
+            f"The backend 'sirllm' needs a model with a language-model head, got {type(model).__name__}."
+        )
     decoder = getattr(model, "get_decoder", lambda: None)() or model
     if _MARK in decoder.__dict__:
         return

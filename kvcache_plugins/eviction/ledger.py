@@ -23,7 +23,7 @@ class Ledger:
     def __init__(self, batch_size: int, num_heads: int, device: torch.device) -> None:
         # Scores are fp32: ties of a narrower type would be broken differently on every device.
         self._scores, self._positions = (
-            Tail(batch_size, num_heads, 1, sys.maxsize, dtype, device)
+            Tail(batch_size, num_heads, 1, sys.maxsize, dtype, device, slack=0)
             for dtype in (torch.float32, torch.int32)
         )
 

@@ -20,6 +20,8 @@ class Tail:
         batch_size (`int`), num_heads (`int`), head_dim (`int`): Shape.
         limit (`int`): Most tokens held between calls.
         dtype (`torch.dtype`), device (`torch.device`): As the model's states.
+        slack (`int`, *optional*): Room beyond `limit`; none is needed by a window that empties at every call,
+            and has nothing to move.
     """
 
     def __init__(
@@ -30,8 +32,10 @@ class Tail:
         limit: int,
         dtype: torch.dtype,
         device: torch.device,
+        slack: int | None = None,
     ) -> None:
         self.limit = limit
+        self.slack = (_SLACK if limit > 1 else 0) if slack is None else slack
         self.buffer = torch.empty(batch_size, num_heads, 0, head_dim, dtype=dtype, device=device)
         self.start = 0
         self.length = 0
@@ -43,7 +47,7 @@ class Tail:
 
     def room(self, seen: int) -> int:
         """Capacity after `seen` tokens: a function of their number alone, however they arrived."""
-        return min(size_class(seen), self.limit) + _SLACK
+        return min(size_class(seen), self.limit) + self.slack
 
     def view(self) -> Tensor:
         """The tokens held, as a view."""
@@ -76,7 +80,8 @@ class Tail:
     def gathered(self, index: Tensor) -> Tail:
         """Return a tail of the tokens `index` `(B, H, K)`; this one stays as it is."""
         batch_size, num_heads, _, head_dim = self.buffer.shape
-        chosen = Tail(batch_size, num_heads, head_dim, self.limit, self.buffer.dtype, self.buffer.device)
+        kind = (self.limit, self.buffer.dtype, self.buffer.device, self.slack)
+        chosen = Tail(batch_size, num_heads, head_dim, *kind)
         count = index.shape[2]
         chosen.replace(self.view().gather(2, index[..., None].expand(-1, -1, -1, head_dim)), count)
         return chosen

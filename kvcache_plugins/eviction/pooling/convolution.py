@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ POOLED_POSITION = -1
 """Position of a unit that stands for many tokens."""
 
 
-class Pooled(NamedTuple):
+@dataclass(frozen=True)
+class Pooled:
     """What is held afterwards.
 
     Args:
@@ -77,7 +78,9 @@ def pool_evicted(
     rest = left_out(heavy, length)
     # the best of the rest, pads among them only where all real tokens fit
     among = scores.gather(2, rest).masked_fill(rest < first[:, None, None], -torch.inf)
-    best = among.topk(pooled_length, dim=2, sorted=False).indices.sort(dim=2).values
+    # stable, because pooled units have all the same score
+    ranked = among.argsort(dim=2, descending=True, stable=True)
+    best = ranked[:, :, :pooled_length].sort(dim=2).values
     units = torch.cat([keys, values], dim=3)
     pooled = torch.stack(
         [

@@ -46,7 +46,8 @@ def read_pooling(pool: Any, owner: str, *, storage: Any, positions: str) -> Pool
     Args:
         pool (`str | dict`, *optional*): `"merge"`, or `{"kind": "conv", "weights": FILE, "fraction": 0.125}`.
         owner (`str`): Class of the options, for messages.
-        storage (`dict`, *optional*), positions (`str`): The options of these names.
+        storage (`dict`, *optional*): The option of this name.
+        positions (`str`): The option of this name.
 
     Raises:
         ValueError: If it is none of these, or does not go with the others.
@@ -62,8 +63,8 @@ def read_pooling(pool: Any, owner: str, *, storage: Any, positions: str) -> Pool
         )
     if positions != "absolute":
         raise ValueError(
-            f"{owner}.pool makes units of tokens from many places, which cannot move together: positions must "
-            f"be 'absolute', got {positions!r}."
+            f"{owner}.pool makes units of tokens from many places, which cannot move together: positions "
+            f"must be 'absolute', got {positions!r}."
         )
     return Pooling() if pool == "merge" else Pooling(pool["weights"], float(pool.get("fraction", _FRACTION)))
 
@@ -95,9 +96,8 @@ def keep_and_pool(layer: EvictingLayer, pooling: Pooling, count: int, recent: in
     pads, sink_length = layer.padding.lengths, layer.config.sink_length
     keys, values = (stream.tail.view() for stream in layer.streams)
     ranks = layer.ranks()
-    chosen = {"pads": pads, "sink_length": sink_length, "recent": recent}
     if keys.is_meta or pooling.weights is None:
-        index = choose_slots(ranks, count, **chosen)
+        index = choose_slots(ranks, count, pads=pads, sink_length=sink_length, recent=recent)
         merged = None if keys.is_meta else merge_evicted(keys, values, index, pads)
         keep_slots(layer, index)
         if merged is not None:
@@ -106,8 +106,8 @@ def keep_and_pool(layer: EvictingLayer, pooling: Pooling, count: int, recent: in
     pooled_length = pooling.pooled_length(count)
     if pooled_length < 1 or count - pooled_length <= sink_length + recent:
         raise ValueError(
-            f"pool: of a budget of {count}, {pooled_length} units are pooled (fraction {pooling.fraction}) and "
-            f"{sink_length + recent} are protected; at least one must be pooled, and one neither."
+            f"pool: of a budget of {count}, {pooled_length} units are pooled (fraction {pooling.fraction}) "
+            f"and {sink_length + recent} are protected; at least one must be pooled, and one neither."
         )
     layers = load_pooling_weights(pooling.weights)
     if layer.layer_idx >= len(layers):
@@ -115,7 +115,9 @@ def keep_and_pool(layer: EvictingLayer, pooling: Pooling, count: int, recent: in
     weights = layers[layer.layer_idx]
     weights.check(keys.shape[3], values.shape[3], pooled_length)
     ranks = pooled_last(ranks, layer.ledger.positions)
-    found = pool_evicted(keys, values, ranks, count, weights, **chosen)
+    found = pool_evicted(
+        keys, values, ranks, count, weights, pads=pads, sink_length=sink_length, recent=recent
+    )
     keep_slots(layer, found.index)
     layer.key_stream_.tail.view().copy_(found.keys)
     layer.value_stream_.tail.view().copy_(found.values)

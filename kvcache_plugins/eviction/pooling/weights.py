@@ -68,8 +68,8 @@ class LayerWeights:
         expected, found = (pooled_length, key_dim + value_dim), tuple(self.weight.shape[:2])
         if found != expected:
             raise ValueError(
-                f"conv.weight must have the shape {(*expected, 'kernel')} for keys of {key_dim} and values of "
-                f"{value_dim} channels and {pooled_length} pooled tokens (fraction times budget), got "
+                f"conv.weight must have the shape {(*expected, 'kernel')} for keys of {key_dim} and values "
+                f"of {value_dim} channels and {pooled_length} pooled tokens (fraction times budget), got "
                 f"{tuple(self.weight.shape)}."
             )
 
@@ -82,8 +82,8 @@ def load_pooling_weights(path: str | Path) -> tuple[LayerWeights, ...]:
         ValueError: If a tensor is missing, too many, or has a wrong shape.
     """
     path = Path(path)
-    changed = path.stat().st_mtime_ns if path.exists() else 0
-    return _read(path, changed)
+    found = path.stat() if path.exists() else None
+    return _read(path, None if found is None else (found.st_mtime_ns, found.st_size))
 
 
 def import_pooling_weights(
@@ -130,7 +130,7 @@ def save_pooling_weights(path: str | Path, layers: Sequence[LayerWeights]) -> No
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, changed: int) -> tuple[LayerWeights, ...]:
+def _read(path: Path, version: tuple[int, int] | None) -> tuple[LayerWeights, ...]:
     tensors = read_tensors(path)
     try:
         layers = import_pooling_weights(tensors)
