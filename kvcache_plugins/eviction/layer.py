@@ -32,6 +32,7 @@ from ..registry import get_backend
 from .keeping import keep_slots
 from .ledger import Ledger
 from .options import EvictingConfig
+from .pooling.stage import keep_and_pool
 from .selection import choose_slots
 
 __all__ = ["EvictingLayer"]
@@ -352,13 +353,18 @@ class EvictingLayer(PackedLayer):
                 "must be 'sdpa', a flash or flex one, or 'kvcache_plugins' (model.set_attn_implementation), "
                 "and the cache must have been bound to the model (`cache.bind`) before the first call."
             )
+        recent = self.config.protected_at(phase, budget, self._turn_length)
+        pooling = self.config.pooling()
         with storing():
+            if pooling is not None:
+                keep_and_pool(self, pooling, budget, recent)
+                return
             index = choose_slots(
                 self.ranks(),
                 budget,
                 pads=self.padding.lengths,
                 sink_length=self.config.sink_length,
-                recent=self.config.protected_at(phase, budget, self._turn_length),
+                recent=recent,
                 exact=self.key_stream_.tail.length if self.key_stream_.packed_length else 0,
             )
             keep_slots(self, index)

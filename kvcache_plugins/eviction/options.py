@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import BackendConfig, check_choice, check_integer
 from ..registry import get_backend
+from .pooling.stage import Pooling, read_pooling
 
 __all__ = ["POSITIONS", "EvictingConfig"]
 
@@ -40,6 +41,9 @@ class EvictingConfig(BackendConfig):
             held before it is enforced again.
         storage (`dict`, *optional*): Backend that stores what is kept, and its options, such as `{"backend":
             "int4", "key_bits": 8, "value_bits": 4}`; in the model's dtype if not given.
+        pool (`str | dict`, *optional*): What becomes of what is evicted: nothing; `"merge"`, its values are
+            added to those of the most similar keys that stay; or `{"kind": "conv", "weights": FILE,
+            "fraction": 0.125}`, LoCoCo's convolution with trained weights.
         residual_length (`int`, *optional*): Newest tokens the storage keeps exact, in place of its own
             default.
     """
@@ -51,6 +55,7 @@ class EvictingConfig(BackendConfig):
     positions: str = "absolute"
     evict_at_decode: bool = False
     storage: Mapping[str, Any] | None = None
+    pool: str | Mapping[str, Any] | None = None
     residual_length: int | None = None  # type: ignore[assignment]  # the storage has one of its own
 
     def __post_init__(self) -> None:
@@ -69,6 +74,7 @@ class EvictingConfig(BackendConfig):
             raise ValueError(
                 f"{type(self).__name__}.evict_at_decode must be true or false, got {self.evict_at_decode!r}."
             )
+        self.pooling()
         storage = self.storage_config()
         if storage is not None and isinstance(storage, EvictingConfig):
             raise ValueError(
@@ -107,6 +113,14 @@ class EvictingConfig(BackendConfig):
                 f"{self.sink_length} are never evicted; sink_length must be at least as large."
             )
         return found
+
+    def pooling(self) -> Pooling | None:
+        """What becomes of evicted tokens; `None` if nothing does.
+
+        Raises:
+            ValueError: If `pool` is wrong, or does not go with `storage` or `positions`.
+        """
+        return read_pooling(self.pool, type(self).__name__, storage=self.storage, positions=self.positions)
 
     @property
     def exact_length(self) -> int:

@@ -1,0 +1,304 @@
+"""Pooling inside a cache: every chunk, against loops over what the layer was given; weights and options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvcache_plugins import build_cache
+from kvcache_plugins.errors import ArtifactError
+from kvcache_plugins.eviction.cache import EvictingCache
+from kvcache_plugins.eviction.options import EvictingConfig
+from kvcache_plugins.eviction.pooling.convolution import pool_evicted
+from kvcache_plugins.eviction.pooling.merging import merge_evicted
+from kvcache_plugins.eviction.pooling.stage import Pooling, read_pooling
+from kvcache_plugins.eviction.pooling.weights import (
+    LayerWeights,
+    import_pooling_weights,
+    load_pooling_weights,
+    save_pooling_weights,
+)
+from kvcache_plugins.eviction.selection import choose_slots
+from tests.eviction.feeding import bound_cache, chunks_of, feed, ids, mask_of, model_of
+
+BUDGET, PROMPT, CHUNK, POOLED = 24, 60, 16, 6
+PADS = [0, 10, 40]
+
+
+@pytest.fixture
+def weights_file(tmp_path: Path) -> str:
+    """Weights for two layers with heads of the tiny model's width."""
+    width = int(_head_dim())
+    generator = torch.Generator().manual_seed(3)
+    layers = [
+        LayerWeights(
+            torch.randn(POOLED, 2 * width, 21, generator=generator) / 5,
+            torch.randn(POOLED, generator=generator),
+            torch.tensor(0.5),
+        )
+        for _ in range(2)
+    ]
+    path = tmp_path / "pooling.safetensors"
+    save_pooling_weights(path, layers)
+    return str(path)
+
+
+def _head_dim() -> int:
+    config = model_of().config
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+@pytest.fixture
+def pooled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pooling], None]:
+    """Make every evicting layer pool."""
+
+    def install(pooling: Pooling) -> None:
+        monkeypatch.setattr(EvictingConfig, "pooling", lambda config: pooling)
+
+    return install
+
+
+def _read(backend: str = "knorm", pads: list[int] | None = None, **options: Any) -> EvictingCache:
+    model, rows = model_of(), len(pads or [0])
+    config = {"backend": backend, "budget": BUDGET, "chunk_size": CHUNK, **options}
+    mask = None if pads is None else mask_of(PROMPT, pads)
+    cache = bound_cache(model, config, PROMPT, mask)
+    feed(model, cache, ids(PROMPT, rows, pads=pads), chunks_of(PROMPT, CHUNK), mask)
+    return cache
+
+
+def _given(pads: list[int] | None) -> tuple[Tensor, Tensor]:
+    """Keys and values that the first layer is given, which no cache has touched yet."""
+    cache = build_cache(model_of(), {"backend": "knorm", "budget": 1000})
+    mask = None if pads is None else mask_of(PROMPT, pads)
+    assert isinstance(cache, EvictingCache)
+    cache.bind(model_of(), mask, prompt_length=PROMPT)
+    feed(model_of(), cache, ids(PROMPT, len(pads or [0]), pads=pads), [PROMPT], mask)
+    keys, values = (stream.tail.view().clone() for stream in cache.evicting_layers[0].streams)
+    return keys, values
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("kind", ["merge", "conv"])
+def test_the_first_layer_equals_a_loop_over_chunks(
+    kind: str, sinks: int, weights_file: str, pooled: Callable[[Pooling], None]
+) -> None:
+    pooled(Pooling(weights_file, POOLED / BUDGET) if kind == "conv" else Pooling())
+    layer = _read(sink_length=sinks).evicting_layers[0]
+    all_keys, all_values = _given(None)
+    weights = load_pooling_weights(weights_file)[0]
+    keys, values = all_keys[:, :, :0], all_values[:, :, :0]
+    scores, where = torch.empty(*keys.shape[:3]), torch.empty(*keys.shape[:3], dtype=torch.int32)
+    lowest = -torch.finfo(torch.float32).max
+    for start in range(0, PROMPT, CHUNK):
+        new = slice(start, min(start + CHUNK, PROMPT))
+        keys = torch.cat([keys, all_keys[:, :, new]], 2)
+        values = torch.cat([values, all_values[:, :, new]], 2)
+        scores = torch.cat([scores, -all_keys[:, :, new].norm(dim=-1)], 2)
+        places = torch.arange(new.start, new.stop, dtype=torch.int32)
+        where = torch.cat([where, places.expand(*keys.shape[:2], -1)], 2)
+        if keys.shape[2] <= BUDGET:
+            continue
+        kept = {"sink_length": sinks, "recent": BUDGET // 8}
+        if kind == "merge":
+            index = choose_slots(scores, BUDGET, **kept)
+            values = merge_evicted(keys, values, index)
+            keys = keys.gather(2, index[..., None].expand(-1, -1, -1, keys.shape[3]))
+            scores, where = scores.gather(2, index), where.gather(2, index)
+        else:
+            found = pool_evicted(keys, values, scores, BUDGET, weights, **kept)
+            keys, values = found.keys, found.values
+            scores = scores.gather(2, found.index)
+            where = where.gather(2, found.index)
+            scores[..., sinks : sinks + POOLED], where[..., sinks : sinks + POOLED] = lowest, -1
+    assert torch.equal(layer.ledger.positions, where)
+    assert torch.allclose(layer.key_stream_.tail.view(), keys, atol=1e-5)
+    assert torch.allclose(layer.value_stream_.tail.view(), values, atol=1e-5)
+    assert torch.allclose(layer.ledger.scores, scores, atol=1e-5)
+    assert int((where == -1).sum()) == (where.shape[1] * POOLED if kind == "conv" else 0)
+    if sinks:
+        assert where[..., :sinks].tolist() == torch.arange(sinks).expand(1, where.shape[1], -1).tolist()
+
+
+@pytest.mark.parametrize("kind", ["merge", "conv"])
+@pytest.mark.parametrize("backend", ["knorm", "keydiff", "h2o", "snapkv", "tova", "streaming_llm"])
+def test_padded_rows_equal_the_rows_alone(
+    kind: str, backend: str, weights_file: str, pooled: Callable[[Pooling], None]
+) -> None:
+    pooled(Pooling(weights_file, POOLED / BUDGET) if kind == "conv" else Pooling())
+    model = model_of()
+    tokens, mask = ids(PROMPT + 3, 3, pads=PADS), mask_of(PROMPT + 3, PADS)
+    config = {"backend": backend, "budget": BUDGET, "chunk_size": CHUNK}
+    together = bound_cache(model, config, PROMPT, mask[:, :PROMPT])
+    counts = [*chunks_of(PROMPT, CHUNK), 1, 1, 1]
+    logits = feed(model, together, tokens, counts, mask)
+    for row, first in enumerate(PADS):
+        alone = bound_cache(model, config, PROMPT - first)
+        own, passed = [], 0
+        for count in counts:  # chunks end at the same tokens
+            passed += count
+            if passed > first:
+                own.append(min(count, passed - first))
+        expected = feed(model, alone, tokens[row : row + 1, first:], own)
+        # convolutions of other lengths add in another order, which a second layer passes on
+        assert torch.allclose(logits[row, first:], expected[0], atol=1e-4)
+
+
+def test_later_turns_and_generation(weights_file: str, pooled: Callable[[Pooling], None]) -> None:
+    pooled(Pooling(weights_file, POOLED / BUDGET))
+    model, tokens = model_of(), ids(PROMPT, 2)
+    config = {"backend": "knorm", "budget": BUDGET, "chunk_size": CHUNK, "evict_at_decode": True}
+    output: Any = model.generate(  # type: ignore[operator]
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=90, do_sample=False, num_beams=2,
+        cache_implementation="quantized", cache_config=config, return_dict_in_generate=True,
+    )  # fmt: skip
+    cache = output.past_key_values
+    assert cache.get_seq_length() == PROMPT + 89 and cache.num_held() <= BUDGET + 64
+    for layer in cache.evicting_layers:
+        assert int((layer.ledger.positions == -1).sum(2).min()) == POOLED
+        assert bool(layer.value_stream_.tail.view().isfinite().all())
+
+
+def test_pooling_differs_from_dropping(weights_file: str, pooled: Callable[[Pooling], None]) -> None:
+    def values() -> Tensor:
+        return _read().evicting_layers[1].value_stream_.tail.view()
+
+    dropped = values().clone()
+    for pooling in (Pooling(), Pooling(weights_file, POOLED / BUDGET)):
+        pooled(pooling)
+        assert not torch.allclose(values(), dropped)
+
+
+def test_a_prompt_that_fits_is_left_alone(pooled: Callable[[Pooling], None]) -> None:
+    pooled(Pooling())
+    layer = _read(budget=PROMPT).evicting_layers[0]
+    assert torch.equal(layer.value_stream_.tail.view(), _given(None)[1])
+
+
+# ---- weights ----
+
+
+def test_saved_and_loaded(weights_file: str) -> None:
+    names = {f"layers.{i}.{part}" for i in (0, 1) for part in ("conv.weight", "conv.bias", "gamma")}
+    tensors = load_file(weights_file)
+    assert set(tensors) == names
+    first = load_pooling_weights(weights_file)
+    assert first is load_pooling_weights(weights_file) and first[1].pooled_length == POOLED
+    assert torch.equal(first[1].weight, tensors["layers.1.conv.weight"])
+
+
+def test_imported_under_other_names(weights_file: str) -> None:
+    other = {
+        name.replace("layers.", "model.block").replace("conv.", "pool."): tensor
+        for name, tensor in load_file(weights_file).items()
+    } | {"model.embedding": torch.zeros(3)}
+    names = {
+        "weight": "model.block{i}.pool.weight",
+        "bias": "model.block{i}.pool.bias",
+        "gamma": "model.block{i}.gamma",
+    }
+    found = import_pooling_weights(other, names)
+    for layer, same in zip(found, load_pooling_weights(weights_file), strict=True):
+        assert torch.equal(layer.weight, same.weight) and torch.equal(layer.gamma, same.gamma)
+    with pytest.raises(ValueError, match="names must hold"):
+        import_pooling_weights(other, {"weight": "w"})
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("layers.0.conv.weight", torch.zeros(4, 8, 20), "odd kernel"),
+        ("layers.0.conv.weight", torch.zeros(4, 8), r"must have the shape \(M, 2 D, odd kernel\)"),
+        ("layers.0.conv.bias", torch.zeros(5), r"conv.bias must have the shape \(6,\)"),
+        ("layers.1.gamma", torch.zeros(2), "Layer 1: gamma must be a single number"),
+        ("layers.1.gamma", None, "weights of layer 1 lack"),
+        ("layers.3.gamma", torch.zeros(()), "holds more than the weights of layers 0 to 1"),
+    ],
+)
+def test_wrong_weights(weights_file: str, name: str, tensor: Tensor | None, message: str) -> None:
+    tensors = load_file(weights_file)
+    if tensor is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensor
+    changed = f"{weights_file}.changed"
+    save_file(tensors, changed)
+    with pytest.raises(ValueError, match=message):
+        load_pooling_weights(changed)
+
+
+def test_missing_weights(tmp_path: Path, pooled: Callable[[Pooling], None]) -> None:
+    pooled(Pooling(str(tmp_path / "none.safetensors"), 0.25))
+    with pytest.raises(ArtifactError, match=r"none\.safetensors"):
+        _read()
+
+
+@pytest.mark.parametrize(
+    ("fraction", "options", "message"),
+    [
+        (0.5, {}, r"conv.weight must have the shape \(12, 32, 'kernel'\)"),
+        (0.01, {}, "0 units are pooled"),
+        (0.75, {"local_length": 6, "stabilizer_length": 6}, "18 units are pooled .* and 10 are protected"),
+    ],
+)
+def test_weights_that_do_not_fit(
+    fraction: float,
+    options: dict[str, Any],
+    message: str,
+    weights_file: str,
+    pooled: Callable[[Pooling], None],
+) -> None:
+    pooled(Pooling(weights_file, fraction))
+    with pytest.raises(ValueError, match=message.replace("32", str(2 * _head_dim()))):
+        _read(**options)
+
+
+def test_weights_of_too_few_layers(weights_file: str, pooled: Callable[[Pooling], None]) -> None:
+    save_pooling_weights(weights_file, load_pooling_weights(weights_file)[:1])
+    pooled(Pooling(weights_file, POOLED / BUDGET))
+    with pytest.raises(ValueError, match="has weights of 1 layers, none of 1"):
+        _read()
+
+
+# ---- the option ----
+
+
+def test_options() -> None:
+    def read(pool: Any, storage: Any = None, positions: str = "absolute") -> Pooling | None:
+        return read_pooling(pool, "XConfig", storage=storage, positions=positions)
+
+    assert read(None) is None and read(None, {"backend": "int8"}, "compact") is None
+    assert read("merge") == Pooling() and Pooling().pooled_length(100) == 0
+    conv = {"kind": "conv", "weights": "w.safetensors"}
+    assert read(conv) == Pooling("w.safetensors", 0.125)
+    assert read(conv | {"fraction": 0.25}) == Pooling("w.safetensors", 0.25)
+    assert Pooling("w", 0.125).pooled_length(16384) == 2048
+    for wrong in ("mean", 3, {"kind": "mean"}, {"kind": "conv"}, conv | {"weights": 3}, conv | {"gamma": 1}):
+        with pytest.raises(ValueError, match=r"XConfig\.pool must be 'merge'"):
+            read(wrong)
+    for fraction in (0, 1, -0.5, "a", True):
+        with pytest.raises(ValueError, match="a fraction between 0 and 1"):
+            read(conv | {"fraction": fraction})
+    for pool in ("merge", conv):
+        with pytest.raises(ValueError, match="storage must be None"):
+            read(pool, {"backend": "int8"})
+        with pytest.raises(ValueError, match="must be 'absolute', got 'compact'"):
+            read(pool, None, "compact")
+
+
+def test_the_option_reaches_the_layers(weights_file: str) -> None:
+    given = {None: None, "merge": Pooling(), "conv": Pooling(weights_file, 0.25)}
+    read = {}
+    for name in given:
+        pool = {"kind": "conv", "weights": weights_file, "fraction": 0.25} if name == "conv" else name
+        read[name] = _read(pool=pool)
+        assert read[name].config.pooling() == given[name]
+    values = {name: cache.evicting_layers[0].value_stream_.tail.view() for name, cache in read.items()}
+    assert {len(cache.evicting_layers[0].ledger.scores[0, 0]) for cache in read.values()} == {BUDGET}
+    assert not torch.equal(values[None], values["merge"]) and not torch.equal(values[None], values["conv"])
