@@ -6,8 +6,8 @@
     python scripts/render_readme.py --record results.json   first keep a run as the measured one
 
 The backend table comes from the registry, the measured ones from `examples/results/quickstart.json`, and from
-`perplexity.json` and `passkey.json` beside it once they are recorded, so none can say anything that the code
-or a recorded run does not.
+`perplexity.json`, `passkey.json` and `facts.json` (a passkey run of several facts) beside it once they are
+recorded, so none can say anything that the code or a recorded run does not.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ EVALUATIONS = {
         ("accuracy", "accuracy", ".3f"),
         ("kv_bytes", "bytes", ","),
         ("bits_per_value", "bits per value", ".2f"),
+    ),
+    "facts": (
+        ("accuracy", "accuracy", ".3f"),
+        ("kv_bytes", "bytes", ","),
+        ("memory_fraction", "of dense", ".3f"),
     ),
 }
 """Columns of each evaluation: key, heading and format; one that no result has is left out."""
@@ -101,7 +106,9 @@ def record(path: Path, *, allow_dirty: bool) -> None:
     if document["environment"]["dirty"] is not False and not allow_dirty:
         raise ValueError(f"{path} was measured on code that is not committed; commit, run again, then record")
     RECORDED.parent.mkdir(parents=True, exist_ok=True)
-    RECORDED.with_name(f"{task}.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    has_facts = any(row.get("facts", 1) > 1 for row in document["results"])
+    name = "facts" if has_facts else task
+    RECORDED.with_name(f"{name}.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def render(readme: str) -> str:
@@ -112,7 +119,8 @@ def render(readme: str) -> str:
     rows = [row for row in backend_rows() if row.module.startswith("kvcache_plugins.backends.")]
     readme = replace_part(readme, "backends", markdown_table(rows))
     readme = replace_part(readme, "measured", measured_part())
-    return replace_part(readme, "evaluations", evaluations_part())
+    readme = replace_part(readme, "evaluations", evaluations_part("perplexity", "passkey"))
+    return replace_part(readme, "facts", evaluations_part("facts"))
 
 
 def replace_part(readme: str, name: str, content: str) -> str:
@@ -157,12 +165,12 @@ def origin(place: dict[str, Any], *sentences: str) -> str:
     return "; ".join(parts) + "."
 
 
-def evaluations_part() -> str:
-    """Return the tables of the recorded evaluations; nothing where none is recorded."""
-    paths = {task: RECORDED.with_name(f"{task}.json") for task in EVALUATIONS}
+def evaluations_part(*names: str) -> str:
+    """Return the tables of recorded evaluations; nothing where none is recorded."""
+    paths = {name: RECORDED.with_name(f"{name}.json") for name in names}
     tables = [
-        evaluation_table(json.loads(path.read_text(encoding="utf-8")), EVALUATIONS[task])
-        for task, path in paths.items()
+        evaluation_table(json.loads(path.read_text(encoding="utf-8")), EVALUATIONS[name])
+        for name, path in paths.items()
         if path.exists()
     ]
     return "\n\n".join(tables)

@@ -109,7 +109,9 @@ def test_only_committed_code_is_recorded(tmp_path: Path, monkeypatch: pytest.Mon
     render = _load_script("render_readme")
     monkeypatch.setattr(render, "RECORDED", tmp_path / "kept" / "quickstart.json")
     results = tmp_path / "results.json"
-    results.write_text('{"schema_version": 1, "task": "quickstart", "environment": {"dirty": true}}')
+    results.write_text(
+        '{"schema_version": 1, "task": "quickstart", "results": [], "environment": {"dirty": true}}'
+    )
     with pytest.raises(ValueError, match="not committed"):
         render.record(results, allow_dirty=False)
     render.record(results, allow_dirty=True)
@@ -122,7 +124,7 @@ def test_only_committed_code_is_recorded(tmp_path: Path, monkeypatch: pytest.Mon
 def test_recorded_evaluations_become_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     render = _load_script("render_readme")
     monkeypatch.setattr(render, "RECORDED", tmp_path / "kept" / "quickstart.json")
-    assert render.evaluations_part() == ""
+    assert render.evaluations_part("perplexity", "passkey") == ""
     environment = {
         "command": "python scripts/x.py", "commit": "0123456789abc", "dirty": False, "device": "a processor",
         "threads": 2, "versions": {"torch": "1", "transformers": "2"},
@@ -136,12 +138,14 @@ def test_recorded_evaluations_become_tables(tmp_path: Path, monkeypatch: pytest.
             {"cache_config": {"backend": "dense"}, "accuracy": 0.5, "by_length": {"512": 0.75, "1024": 0.25}}
         ],
     }
-    for task, results in rows.items():
+    facts = [{"cache_config": {"backend": "dense"}, "accuracy": 0.25, "facts": 8}]
+    for task, results in (*rows.items(), ("passkey", facts)):
         path = tmp_path / "results.json"
         document = {"schema_version": 1, "task": task, "results": results, "environment": environment}
         path.write_text(json.dumps(document))
         render.record(path, allow_dirty=False)
-    text = render.evaluations_part()
+    assert "| dense | 0.250 |" in render.evaluations_part("facts")
+    text = render.evaluations_part("perplexity", "passkey")
     assert "| dense | 3.142 | - | 1,234,567 |" in text
     assert "| quanto 4-bit (transformers) | 4.500 | 0.25000 | - |" in text
     assert "| cache | accuracy | 512 tokens | 1024 tokens |" in text

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..eviction.cache import EvictingCache
 from ..kernels.selection import native_kernels
 from ..registry import get_backend, list_backends
 
@@ -18,6 +19,7 @@ SECTIONS = ("Paper", "Deviates", "Cost", "Limits")
 """Sections every backend's docstring has, besides its first paragraph."""
 
 # Options of every backend; they are listed once, and in a row only where its default differs.
+_OF_STORAGE = ("its storage's",)
 _COMMON_DEFAULTS: dict[str, Any] = {
     "kernel": "auto",
     "sink_length": 0,
@@ -109,7 +111,7 @@ def _row(name: str) -> BackendRow:
         summary=summary,
         sections={key: sections[key] for key in SECTIONS if key in sections},
         options=_own_options(cls.config_class),
-        native_kernels=native_kernels(name),
+        native_kernels=_OF_STORAGE if issubclass(cls, EvictingCache) else native_kernels(name),
         module=cls.__module__,
     )
 
