@@ -41,6 +41,8 @@ class EvictingCache(KVCache):
         kinds = {(layer.config.budget if layer.evicts else None) for layer in layers}
         for layer in layers:
             layer.is_ragged = len(kinds) > 1
+            if self.config.storage is None:
+                layer.kernel = "dense"  # read by the model's own attention, unless that cannot mask it
         if self.config.positions == "compact":
             self._check_compact(layers)
 
