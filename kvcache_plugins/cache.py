@@ -189,7 +189,6 @@ class KVCache(Cache):
                     f"{prompt_length} tokens needs a new cache that reads all of it."
                 )
             self.reads_long_text = True
-            follow_cache(model)
         elif (max_cache_length or 0) > switch and not self.reads_long_text:
             warnings.warn(
                 f"{name}: if generation passes them, transformers discards this cache there and goes on with "
@@ -197,6 +196,7 @@ class KVCache(Cache):
                 "avoids it.",
                 stacklevel=4,
             )
+        follow_cache(model, self)  # now, because the layers are about to be described
 
     def _build_layer(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
         return self.layer_class(config, layer_idx, facts) if plan.dense_reason is None else plan.build_dense()

@@ -62,6 +62,18 @@ def test_transformers_names_reach_transformers(model: Any, name: str) -> None:
     assert type(cache) is host.QuantizedCache
 
 
+@pytest.mark.skipif(
+    not hasattr(host, "Fp8QuantizedLayer"), reason="this release of transformers has no fp8 cache"
+)
+@pytest.mark.parametrize("name", ["fp8", "FP8"])
+def test_fp8_reaches_transformers(model: Any, name: str) -> None:
+    cache = generate(model, {"backend": name}).past_key_values
+    assert type(cache) is host.QuantizedCache
+    assert {type(layer) for layer in cache.layers} == {host.Fp8QuantizedLayer}
+    with pytest.raises(ValueError, match=r"fp8.*does not support \['nbits'\]"):  # in transformers' own words
+        generate(model, {"backend": name, "nbits": 4})
+
+
 @pytest.mark.allow_deprecation("torch.jit.script", reason="hqq compiles with it when it is imported")
 def test_published_hqq_example_runs_as_written(model: Any) -> None:
     pytest.importorskip("hqq")

@@ -13,7 +13,7 @@ from ..errors import UnsupportedOperationError
 from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
-from ..models.facts import LayerFacts, split_model_or_config
+from ..models.facts import LayerFacts, decoder_config, split_model_or_config
 from ..registry import register_backend
 from ..retaining.loading import load_heads
 from ..retaining.projections import ProjectionTap
@@ -88,8 +88,7 @@ class LocretCache(EvictingCache):
 
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
         super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
-        assert isinstance(self.config, LocretConfig) and self.config.heads is not None
-        load_heads(self.config.heads).check_model(self.model_config)
+        self._check_heads(self.model_config)
         model, _ = split_model_or_config(model_or_config)
         if model is not None:
             self._attach(model)
@@ -102,9 +101,18 @@ class LocretCache(EvictingCache):
         *,
         prompt_length: int | None = None,
     ) -> LocretCache:
+        config = decoder_config(split_model_or_config(model)[1])
+        if config is not self.model_config:
+            self._check_heads(config)
         super().bind(model, attention_mask, max_cache_length, prompt_length=prompt_length)
         self._attach(model)
         return self
+
+    def _check_heads(self, config: Any) -> None:
+        """Raise `ValueError` unless the heads of every layer were made for such a model."""
+        names = {layer.config.heads for layer in self.evicting_layers if isinstance(layer, LocretLayer)}
+        for name in sorted(str(name) for name in names):
+            load_heads(name).check_model(config)
 
     def _attach(self, model: nn.Module) -> None:
         tap = ProjectionTap.of(model).attach(_reads_projections)

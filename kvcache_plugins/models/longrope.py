@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .rotary import rotary_module
@@ -30,40 +30,45 @@ def switch_length(model: nn.Module) -> int | None:
     return int(rotary.config.rope_parameters["original_max_position_embeddings"])
 
 
-def follow_cache(model: nn.Module) -> None:
-    """Let the cache of every call decide on the frequencies, by its attribute `reads_long_text`; idempotent.
+def follow_cache(model: nn.Module, cache: Any) -> None:
+    """Let the cache of every call decide on the frequencies, by its attribute `reads_long_text`.
 
     Args:
         model (`torch.nn.Module`): A model for which `switch_length` is a number.
+        cache (`Cache`): Decides until the next call.
     """
     decoder = getattr(model, "get_decoder", lambda: None)() or model
-    rotary = _long_rotary(model)
-    if rotary is None or _MARK in decoder.__dict__:
-        return
-    short = rotary.original_inv_freq
-    long, _ = ROPE_INIT_FUNCTIONS["longrope"](
-        rotary.config,
-        short.device,
-        seq_len=rotary.config.rope_parameters["original_max_position_embeddings"] + 1,
-    )
-    owner = weakref.ref(rotary)
-
-    def choose(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        wanted = long if getattr(kwargs.get("past_key_values"), "reads_long_text", False) else short
-        _set_frequencies(owner(), wanted)
-
-    decoder.__dict__[_MARK] = decoder.register_forward_pre_hook(choose, with_kwargs=True)
+    if _MARK not in decoder.__dict__ and getattr(cache, "reads_long_text", False):
+        decoder.__dict__[_MARK] = _Frequencies(decoder)
+    if _MARK in decoder.__dict__:
+        decoder.__dict__[_MARK].choose(cache)
 
 
-def _set_frequencies(rotary: Any, frequencies: Tensor) -> None:
-    """Set what serves short texts; what serves long ones is derived by transformers."""
-    if rotary is not None and not torch.equal(rotary.original_inv_freq, frequencies.to(_device(rotary))):
-        rotary.original_inv_freq = frequencies.to(_device(rotary))
+class _Frequencies:
+    """Both sets of a decoder, and the hook that chooses between them."""
 
+    def __init__(self, decoder: nn.Module) -> None:
+        rotary = _long_rotary(decoder)
+        self.rotary = weakref.ref(rotary)
+        self.short = rotary.original_inv_freq
+        self.long, _ = ROPE_INIT_FUNCTIONS["longrope"](
+            rotary.config,
+            self.short.device,
+            seq_len=rotary.config.rope_parameters["original_max_position_embeddings"] + 1,
+        )
+        decoder.register_forward_pre_hook(self._before, with_kwargs=True)
 
-def _device(rotary: Any) -> torch.device:
-    found: torch.device = rotary.original_inv_freq.device
-    return found
+    def choose(self, cache: Any) -> None:
+        """Set what serves short texts; what serves long ones is derived by transformers."""
+        rotary: Any = self.rotary()
+        wanted = self.long if getattr(cache, "reads_long_text", False) else self.short
+        if rotary is not None:
+            wanted = wanted.to(rotary.original_inv_freq.device)
+            if not torch.equal(rotary.original_inv_freq, wanted):
+                rotary.original_inv_freq = wanted
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.choose(kwargs.get("past_key_values"))
 
 
 def _long_rotary(model: nn.Module) -> Any:

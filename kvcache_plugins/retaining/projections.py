@@ -37,6 +37,8 @@ Wants = Callable[[Any], bool]
 _ATTRIBUTE = "_kvcache_plugins_projection_tap"
 _CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value")
 
+_lock = threading.RLock()
+"""Held while hooks are registered: a second thread waits until the first has registered all of them."""
 _slots = threading.local()
 """Per thread: `open`, a dictionary from the id of an attention module to the outputs of its projections."""
 
@@ -85,11 +87,12 @@ class ProjectionTap:
         Raises:
             ValueError: If no attention layer with known projections is found.
         """
-        tap: ProjectionTap | None = model.__dict__.get(_ATTRIBUTE)
-        if tap is None:
-            tap = cls(model)
-            model.__dict__[_ATTRIBUTE] = tap  # past nn.Module.__setattr__: no sub-module
-        return tap
+        with _lock:
+            tap: ProjectionTap | None = model.__dict__.get(_ATTRIBUTE)
+            if tap is None:
+                tap = cls(model)
+                model.__dict__[_ATTRIBUTE] = tap  # past nn.Module.__setattr__: no sub-module
+            return tap
 
     @property
     def is_attached(self) -> bool:
@@ -103,25 +106,28 @@ class ProjectionTap:
             wants (`Callable`): Called at the beginning of every attention layer's forward with its
                 `past_key_values`, which may be `None`.
         """
-        if wants not in self._wants:
-            self._wants.append(wants)
-        if not self._handles:
-            for layer_idx, attention in self.layers.items():
-                self._handles += [
-                    attention.register_forward_pre_hook(partial(self._open, layer_idx), with_kwargs=True),
-                    attention.register_forward_hook(_close, always_call=True),
-                ]
-                self._hook_projections(layer_idx)
+        with _lock:
+            if wants not in self._wants:
+                self._wants.append(wants)
+            if not self._handles:
+                for layer_idx, attention in self.layers.items():
+                    self._hook_projections(layer_idx)
+                    self._handles += [
+                        attention.register_forward_pre_hook(partial(self._open, layer_idx), with_kwargs=True),
+                        attention.register_forward_hook(_close, always_call=True),
+                    ]
         return self
 
     def detach(self, wants: Wants | None = None) -> None:
         """Stop catching for `wants`, or for all; without any left the hooks are removed."""
-        self._wants = [known for known in self._wants if wants is not None and known != wants]
-        if self._wants:
-            return
-        for handle in (*self._handles, *(h for group in self._projection_handles.values() for h in group)):
-            handle.remove()
-        self._handles, self._hooked, self._projection_handles = [], {}, {}
+        with _lock:
+            self._wants = [known for known in self._wants if wants is not None and known != wants]
+            if self._wants:
+                return
+            groups = self._projection_handles.values()
+            for handle in (*self._handles, *(handle for group in groups for handle in group)):
+                handle.remove()
+            self._handles, self._hooked, self._projection_handles = [], {}, {}
 
     def take(self, layer_idx: int) -> Tensor:
         """Return and forget the features of the forward that this thread is in.
@@ -165,14 +171,16 @@ class ProjectionTap:
         slots[id(attention)] = [None] * len(modules)
 
     def _hook_projections(self, layer_idx: int) -> None:
-        for handle in self._projection_handles.get(layer_idx, ()):
-            handle.remove()
-        attention = self.layers[layer_idx]
-        self._hooked[layer_idx] = self._layouts[layer_idx].modules(attention)
-        self._projection_handles[layer_idx] = [
-            module.register_forward_hook(partial(_catch, attention, index))
-            for index, module in enumerate(self._hooked[layer_idx])
-        ]
+        with _lock:
+            for handle in self._projection_handles.get(layer_idx, ()):
+                handle.remove()
+            attention = self.layers[layer_idx]
+            modules = self._layouts[layer_idx].modules(attention)
+            self._projection_handles[layer_idx] = [
+                module.register_forward_hook(partial(_catch, attention, index))
+                for index, module in enumerate(modules)
+            ]
+            self._hooked[layer_idx] = modules
 
 
 def _open_slots() -> dict[int, list[Tensor | None]]:
