@@ -97,6 +97,14 @@ class KVCache(Cache):
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
+    @classmethod
+    def check_artifacts(cls, config: Any, model_config: Any) -> None:
+        """Check that the files that `config` names were made for a model; backends that read any do so.
+
+        Raises:
+            ArtifactError: Naming both models.
+        """
+
     @property
     def packed_layers(self) -> list[PackedLayer]:
         """The layers this package stores."""

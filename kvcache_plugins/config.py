@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from .registry import suggest
 
@@ -81,6 +81,10 @@ class BackendConfig:
         skip_layers (`list[int]`): Layer indices, negative ones counted from the end, left in the model's
             dtype.
         layer_overrides (`dict[str, dict]`): `{"0": {"nbits": 8}}`: other options for single layers.
+
+    Attributes:
+        block_tokens (`int`): Tokens that evicting caches over this storage keep or move as one count: where
+            lists beside the codes are those of whole blocks.
     """
 
     kernel: str = "auto"
@@ -88,6 +92,7 @@ class BackendConfig:
     sink_length: int = 0
     skip_layers: tuple[int, ...] = ()
     layer_overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    block_tokens: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_choice(self, "kernel", self.kernel, KERNELS)

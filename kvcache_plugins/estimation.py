@@ -28,7 +28,9 @@ def estimate(
 
     The layers of the cache are run on the meta device, where tensors have a shape and no data, so the
     prediction is the allocation itself rather than a formula beside it. Left padding adds 8 bytes a row. The
-    fixed-size recurrent states of linear-attention layers, which no cache option changes, are not counted.
+    fixed-size recurrent states of linear-attention layers, which no cache option changes, are not counted;
+    nor is by how much lists of outliers grow when an evicting cache over KVQuant moves tokens, which depends
+    on the tokens.
 
     Args:
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model.

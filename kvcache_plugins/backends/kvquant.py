@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..artifacts.codebooks import LayerCodebooks, load_codebooks
 from ..cache import KVCache
@@ -54,6 +54,7 @@ class KVQuantConfig(BackendConfig):
     sink_length: int = 1
     outlier_fraction: float = 0.01
     calibration: str | None = None
+    block_tokens: ClassVar[int] = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,15 +152,19 @@ class KVQuantCache(KVCache):
         map.
     Cost: `nbits + 16 / head_dim + 32 * outlier_fraction` bits per value beyond the exact window.
     Limits: needs a calibration artifact, or `calibration="normal_float"`; packs whole blocks of 64 tokens;
-        encodes in torch.
+        encodes in torch; stores evicting caches only with compact positions, up to 63 tokens below the
+        budget.
     """
 
     config_class = KVQuantConfig
     layer_class = KVQuantLayer
 
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
-        calibration = self.config_class.from_dict(options).calibration
-        if calibration is not None and calibration != NORMAL_FLOAT:
-            _, config = split_model_or_config(model_or_config)
-            load_codebooks(calibration).check_model(config)
+        _, config = split_model_or_config(model_or_config)
+        self.check_artifacts(self.config_class.from_dict(options), config)
         super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
+
+    @classmethod
+    def check_artifacts(cls, config: Any, model_config: Any) -> None:
+        if config.calibration is not None and config.calibration != NORMAL_FLOAT:
+            load_codebooks(config.calibration).check_model(model_config)

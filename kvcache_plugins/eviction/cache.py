@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..cache import KVCache
 from ..models.facts import LayerFacts, decoder_config
 from ..models.layer_plan import LayerPlan
+from ..registry import get_backend
 from .layer import EvictingLayer
 from .options import EvictingConfig
 from .renumbering import count_from_what_is_held
@@ -37,6 +38,10 @@ class EvictingCache(KVCache):
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
         super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
         self.prompt_length: int | None = None
+        storage = self.config.storage_config()
+        if storage is not None:
+            assert self.config.storage is not None
+            get_backend(self.config.storage["backend"]).check_artifacts(storage, self.model_config)
         layers = self.evicting_layers
         kinds = {(layer.config.budget if layer.evicts else None) for layer in layers}
         for layer in layers:
@@ -138,11 +143,6 @@ class EvictingCache(KVCache):
 
     def _check_compact(self, layers: list[EvictingLayer]) -> None:
         name = type(self.config).__name__
-        if self.config.storage is not None:
-            raise ValueError(
-                f"{name}.positions='compact' rotates keys again, so they cannot stay packed: storage must be "
-                f"None, got {self.config.storage!r}; allowed with a storage is 'absolute'."
-            )
         if any(layer.is_ragged for layer in layers) or len(layers) < len(self.layers):
             raise ValueError(
                 f"{name}.positions='compact' numbers the tokens of all layers alike, so every layer must "

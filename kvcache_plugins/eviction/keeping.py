@@ -6,6 +6,7 @@ is reading, goes on with the old ones.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -34,7 +35,11 @@ def keep_slots(layer: EvictingLayer, index: Tensor) -> None:
     layer.key_stream_ = keys.gathered(index, records, padding)
     layer.value_stream_ = values.gathered(index, records, padding)
     if layer.config.positions == "compact" and layer.facts.rotary is not None:
-        turn_to_slots(layer.key_stream_.tail.view(), index, layer.facts.rotary, before, padding)
+        turned, packed_length = layer.key_stream_, layer.key_stream_.packed_length
+        if turned.tail is keys.tail:  # as it is, views of the old stream still read it
+            turned.tail = copy.deepcopy(keys.tail)
+        moved = index[:, :, packed_length:]
+        turn_to_slots(turned.tail.view(), moved, layer.facts.rotary, before, padding, packed_length)
     layer.ledger.gather(index)
 
 

@@ -10,7 +10,6 @@ when it is attended to, or `ranks` when some must go.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -22,18 +21,16 @@ from ..attention.reference import AttentionOptions
 from ..config import BackendConfig
 from ..errors import UnsupportedOperationError
 from ..layers.base import PackedLayer, joined, storing
-from ..layers.codec import SymmetricCodec
 from ..layers.handle import KVHandle
 from ..layers.stream import Stream, StreamSpec
 from ..layers.view import StreamView
 from ..models.facts import LayerFacts
-from ..quantizers.granularity import per_token_head
-from ..registry import get_backend
 from .keeping import keep_slots
 from .ledger import Ledger
 from .options import EvictingConfig
 from .pooling.stage import keep_and_pool
 from .selection import choose_slots
+from .storage import stored_stream
 
 __all__ = ["EvictingLayer"]
 
@@ -93,28 +90,10 @@ class EvictingLayer(PackedLayer):
         return self.ledger.scores
 
     def key_stream(self, head_dim: int) -> StreamSpec:
-        return self._stored("key", head_dim)
+        return stored_stream(self, "key", head_dim)
 
     def value_stream(self, head_dim: int) -> StreamSpec:
-        return self._stored("value", head_dim)
-
-    def _stored(self, side: str, head_dim: int) -> StreamSpec:
-        storage = self.config.storage_config()
-        if storage is None:
-            # never packed: the codec is there for the layout of records that stay empty
-            return StreamSpec(SymmetricCodec(per_token_head()), keep_recent=sys.maxsize)
-        assert self.config.storage is not None
-        layer = get_backend(self.config.storage["backend"]).layer_class(storage, self.layer_idx, self.facts)
-        layer.padding, layer.num_heads, layer.key_dim = self.padding, self.num_heads, self.key_dim
-        spec = layer.key_stream(head_dim) if side == "key" else layer.value_stream(head_dim)
-        if not spec.codec.is_gatherable or spec.block_length != 1:
-            raise ValueError(
-                f"{type(self.config).__name__}.storage={dict(self.config.storage)!r} cannot evict single "
-                f"tokens: the {side}s of {spec.codec.unit_tokens} tokens share their scales. Allowed are "
-                "codes whose scale belongs to one token: 'int8' (granularity 'head', 'group', 'token'), "
-                "'int4', 'float8', or None."
-            )
-        return spec
+        return stored_stream(self, "value", head_dim)
 
     def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         super()._allocate(key_states, value_states)
@@ -361,13 +340,20 @@ class EvictingLayer(PackedLayer):
                 return
             index = choose_slots(
                 self.ranks(),
-                budget,
+                self._kept_length(budget),
                 pads=self.padding.lengths,
                 sink_length=self.config.sink_length,
                 recent=recent,
                 exact=self.key_stream_.tail.length if self.key_stream_.packed_length else 0,
             )
             keep_slots(self, index)
+
+    def _kept_length(self, budget: int) -> int:
+        """Tokens kept of `budget`: where whole blocks are packed, those and what is exact."""
+        keys = self.key_stream_
+        if not keys.packed_length:
+            return budget
+        return budget - (budget - keys.tail.length) % keys.codec.unit_tokens
 
     def _set_final_length(self) -> None:
         """Tell the streams how much they will hold in the end, where that is known."""

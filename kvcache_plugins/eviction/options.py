@@ -40,7 +40,9 @@ class EvictingConfig(BackendConfig):
         evict_at_decode (`bool`): Whether generated tokens count against the budget too: up to 64 more are
             held before it is enforced again.
         storage (`dict`, *optional*): Backend that stores what is kept, and its options, such as `{"backend":
-            "int4", "key_bits": 8, "value_bits": 4}`; in the model's dtype if not given.
+            "int4", "key_bits": 8, "value_bits": 4}`; in the model's dtype if not given. `"kvquant"` needs
+            compact positions, and keeps up to 63 tokens fewer than `budget`, so that its blocks are whole.
+            Its sinks are `sink_length`, not its own default.
         pool (`str | dict`, *optional*): What becomes of what is evicted: nothing; `"merge"`, its values are
             added to those of the most similar keys that stay; or `{"kind": "conv", "weights": FILE,
             "fraction": 0.125}`, LoCoCo's convolution with trained weights.
@@ -128,6 +130,12 @@ class EvictingConfig(BackendConfig):
         storage = self.storage_config()
         return 0 if storage is None else storage.residual_length
 
+    @property
+    def _block_tokens(self) -> int:
+        """Tokens that a packed storage packs together."""
+        storage = self.storage_config()
+        return 1 if storage is None else storage.block_tokens
+
     def budget_of(self, prompt_length: int) -> int:
         """Tokens kept of a prompt of `prompt_length` tokens."""
         assert self.budget is not None
@@ -164,16 +172,18 @@ class EvictingConfig(BackendConfig):
             "stabilizer_length": self.protected_at("chunk", budget),
             "local_length": self.protected_at("decode", budget),
         }
+        # of whole blocks, one may be filling, and as many tokens be missing from the budget
+        partial = self._block_tokens - 1
         name = max(parts, key=lambda key: parts[key])
-        needed = parts[name] + self.sink_length
-        if budget > needed:
+        newest = max(parts[name], self.exact_length + partial)
+        if budget > newest + self.sink_length + partial:
             return
-        newest = parts[name]
-        if newest == self.exact_length:
-            name = "the residual_length of the storage"
+        if newest == self.exact_length + partial:
+            name = "the residual_length of the storage" + f" and {partial} of a block" * bool(partial)
+        missing = f", and {partial} that may be missing from whole blocks" if partial else ""
         raise ValueError(
             f"{type(self).__name__}.budget must exceed what is protected: {self.sink_length} sinks and "
-            f"{newest} newest tokens ({name}); got a budget of {budget} tokens."
+            f"{newest} newest tokens ({name}){missing}; got a budget of {budget} tokens."
         )
 
     def _check_budget(self) -> None:

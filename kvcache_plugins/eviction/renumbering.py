@@ -23,8 +23,10 @@ __all__ = ["count_from_what_is_held", "next_positions", "turn_to_slots"]
 _MARK = "_kvcache_plugins_renumbers"
 
 
-def turn_to_slots(keys: Tensor, index: Tensor, rotary: Rotary, before: Padding, after: Padding) -> None:
-    """Rotate keys that moved from the slots `index` to the first ones, in place.
+def turn_to_slots(
+    keys: Tensor, index: Tensor, rotary: Rotary, before: Padding, after: Padding, first_slot: int = 0
+) -> None:
+    """Rotate keys that moved from the slots `index` to those from `first_slot` on, in place.
 
     A slot's position is its distance from the first real token of the row. Angles and products are fp32, so
     a key that moves many times in bf16 is rounded as often.
@@ -35,8 +37,10 @@ def turn_to_slots(keys: Tensor, index: Tensor, rotary: Rotary, before: Padding, 
         rotary (`Rotary`): The model's rotation.
         before (`Padding`): Pads before the move.
         after (`Padding`): Pads after it.
+        first_slot (`int`): Where the first of them is now.
     """
-    slots = torch.arange(keys.shape[2], device=keys.device) - after.starts(keys)[:, None]
+    slots = torch.arange(first_slot, first_slot + keys.shape[2], device=keys.device)
+    slots = slots - after.starts(keys)[:, None]
     moved = (index - before.starts(keys)[:, None, None]) - slots[:, None]
     moved = torch.where(slots[:, None] >= 0, moved, 0)  # pads carry no position
     if keys.is_meta or not bool(moved.any()):

@@ -1,7 +1,7 @@
 """Moving packed tokens between records without decoding them to numbers: the torch default of the op.
 
-A token can leave a block only if nothing it needs is shared with its neighbours, so metadata must be per
-token. Codes are unpacked to bytes, chosen, and packed again, a bounded number of heads at a time.
+A token can leave a block only if nothing it needs is shared with its neighbours, so metadata in the records
+must be per token. Codes are unpacked to bytes, chosen, and packed again, a bounded number of heads at a time.
 """
 
 from __future__ import annotations
@@ -81,10 +81,11 @@ def _check(
     records_in: Tensor, records_out: Tensor, index: Tensor, sides: tuple[SideLayout, SideLayout]
 ) -> None:
     for layout in sides:
-        if layout.group_tokens != 1:
+        has_metadata = layout.scale_offset >= 0 or layout.minimum_offset >= 0
+        if layout.group_tokens != 1 and has_metadata:
             raise ValueError(
-                f"gather_tokens moves tokens that share no metadata (group_tokens 1), got "
-                f"{layout.group_tokens}."
+                f"gather_tokens moves tokens that share no metadata (group_tokens 1, or no stored metadata), "
+                f"got {layout.group_tokens}."
             )
     if records_in.shape[:2] != records_out.shape[:2] or records_in.shape[3] != records_out.shape[3]:
         raise ValueError(

@@ -180,7 +180,7 @@ def gather_tokens(
         index (`torch.Tensor` of shape `(B, H, K)`): int64, slots of `records_in` per row and head, in any
             order, repeated or not.
         keys (`SideLayout`): Fields of the keys in both records; groups within one token (`group_tokens ==
-            1`). Slots from `packed_length` on may not be chosen.
+            1`), if any metadata is stored. Slots from `packed_length` on may not be chosen.
         values (`SideLayout`): The same of the values.
     """
     torch.ops.kvcache_plugins.gather_tokens(

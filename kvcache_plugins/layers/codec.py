@@ -14,6 +14,7 @@ from ..quantizers import affine, float8
 from ..quantizers.granularity import Granularity
 from ..quantizers.outliers import Outliers
 from ..quantizers.packing import BLOCK_TOKENS
+from .padding import Padding
 
 __all__ = [
     "AffineCodec",
@@ -78,6 +79,11 @@ class Codec(ABC):
         return self.unit_tokens == 1
 
     @property
+    def follows_slots(self) -> bool:
+        """Whether a token is rotated by the slot it is decoded from, wherever it was when it was encoded."""
+        return False
+
+    @property
     def rows_per_block(self) -> int:
         """Metadata rows stored with a block; those of a longer group are stored with each of its blocks."""
         return BLOCK_TOKENS // min(self.group_tokens, BLOCK_TOKENS)
@@ -115,6 +121,10 @@ class Codec(ABC):
 
     def load_batch_state(self, state: dict[str, Tensor]) -> None:
         """Replace what `batch_state` returns."""
+
+    def with_padding(self, padding: Padding) -> Codec:
+        """The codec of a stream that has moved its tokens and has other pads; this one stays as it is."""
+        return self
 
     def stored_rows(self, metadata: Tensor) -> Tensor:
         """Expand freshly chosen metadata `(B, 1 or H, rows, width)` to the rows stored in blocks."""

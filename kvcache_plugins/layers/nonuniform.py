@@ -52,6 +52,10 @@ class NonUniformCodec(Codec):
     def unit_tokens(self) -> int:
         return BLOCK_TOKENS
 
+    @property
+    def is_gatherable(self) -> bool:
+        return True  # codes and ranges are of one token, and lists can be written anew
+
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self.codebook.device != device:
             self.codebook, self.levels = self.codebook.to(device), self.levels.to(device)
@@ -201,6 +205,17 @@ class UnrotatedCodec(WrappedCodec):
     def __init__(self, inner: Codec, rotary: Rotary, padding: Padding) -> None:
         super().__init__(inner)
         self.rotary, self.padding = rotary, padding
+
+    @property
+    def is_gatherable(self) -> bool:
+        return self.inner.is_gatherable
+
+    @property
+    def follows_slots(self) -> bool:
+        return True
+
+    def with_padding(self, padding: Padding) -> UnrotatedCodec:
+        return UnrotatedCodec(self.inner, self.rotary, padding)
 
     def _turn(self, states: Tensor, position: int, *, undo: bool) -> Tensor:
         slots = torch.arange(position, position + states.shape[2], device=states.device)

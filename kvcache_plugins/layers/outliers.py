@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
-from ..quantizers.outliers import MAX_CAPACITY, Outliers
+from ..quantizers.outliers import MAX_CAPACITY, Outliers, gather_outliers
+from ..quantizers.packing import BLOCK_TOKENS
 
 __all__ = ["OutlierStore"]
 
@@ -15,13 +18,13 @@ class OutlierStore:
 
     Args:
         batch_size (`int`), num_heads (`int`): Of the states.
-        capacity (`int`): Entries of a block.
+        capacity (`int`): Entries of a block; lists of tokens that moved may need more.
         device (`torch.device`): Where they live.
     """
 
     def __init__(self, batch_size: int, num_heads: int, capacity: int, device: torch.device) -> None:
-        if capacity > MAX_CAPACITY:
-            raise ValueError(f"A block holds at most {MAX_CAPACITY} outliers, {capacity} would be kept.")
+        _check(capacity)
+        self.capacity = capacity
         self.entries = torch.zeros(batch_size, 0, capacity, dtype=torch.int32, device=device)
         self.starts = torch.zeros(batch_size, 0, num_heads + 1, dtype=torch.int16, device=device)
 
@@ -36,12 +39,34 @@ class OutlierStore:
 
     def write(self, first: int, outliers: Outliers) -> None:
         """Store the lists of blocks from `first` on."""
-        last = first + outliers.entries.shape[1]
-        self.entries[:, first:last], self.starts[:, first:last] = outliers
+        _, blocks, capacity = outliers.entries.shape
+        written = slice(first, first + blocks)
+        self.entries[:, written, :capacity], self.starts[:, written] = outliers
+        self.entries[:, written, capacity:] = 0
 
     def read(self, first: int, last: int) -> Outliers:
         """The lists of blocks `[first, last)`, as views."""
         return Outliers(self.entries[:, first:last], self.starts[:, first:last])
+
+    def gathered(self, index: Tensor, num_blocks: int) -> OutlierStore:
+        """Return the lists of chosen tokens; this store stays as it is.
+
+        Args:
+            index (`torch.Tensor` of shape `(B, H, 64 n)`): Slots, ascending, none twice.
+            num_blocks (`int`): Blocks to make room for.
+        """
+        chosen = copy.copy(self)
+        if index.is_meta:  # how many a list needs depends on the tokens
+            batch_size, blocks = index.shape[0], index.shape[2] // BLOCK_TOKENS
+            chosen.entries = self.entries.new_zeros(batch_size, blocks, self.capacity)
+            chosen.starts = self.starts.new_zeros(batch_size, blocks, self.starts.shape[2])
+        else:
+            chosen.entries, chosen.starts = gather_outliers(
+                Outliers(self.entries, self.starts), index, self.capacity
+            )
+            _check(chosen.entries.shape[2])
+        chosen.ensure(num_blocks)
+        return chosen
 
     def tensors(self) -> dict[str, Tensor]:
         """Both tensors, by name."""
@@ -58,3 +83,8 @@ class OutlierStore:
     def to(self, device: torch.device) -> None:
         """Move to a device."""
         self.entries, self.starts = self.entries.to(device), self.starts.to(device)
+
+
+def _check(capacity: int) -> None:
+    if capacity > MAX_CAPACITY:
+        raise ValueError(f"A block holds at most {MAX_CAPACITY} outliers, {capacity} would be kept.")

@@ -195,14 +195,17 @@ class Stream:
 
         Args:
             index (`torch.Tensor` of shape `(B, H, K)`): Slots to keep, ascending. If any token is packed, all
-                exact ones are among them.
+                exact ones are among them, and of the packed ones as many as make up whole units.
             records (`Records`): Where the packed ones of `index` have been moved to.
             padding (`Padding`): Of the tokens that stay.
         """
         chosen = copy.copy(self)
-        chosen.records, chosen.padding = records, padding
+        chosen.records, chosen.padding, chosen.codec = records, padding, self.codec.with_padding(padding)
         if self.packed_length:
             chosen.packed_length = index.shape[2] - self.tail.length
+            if self.outliers is not None:
+                packed = index[:, :, : chosen.packed_length]
+                chosen.outliers = self.outliers.gathered(packed, records.num_blocks)
         else:
             chosen.tail = self.tail.gathered(index)
         return chosen

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from .packing import BLOCK_TOKENS
 
-__all__ = ["MAX_CAPACITY", "Outliers", "add_outliers", "choose_outliers"]
+__all__ = ["MAX_CAPACITY", "Outliers", "add_outliers", "choose_outliers", "gather_outliers"]
 
 MAX_CAPACITY = torch.iinfo(torch.int16).max
 """Entries a block's list can address."""
 
 _CHANNEL_BITS = 10
+_TOKEN_SHIFT = 16 + _CHANNEL_BITS
 _HALF_MAX = torch.finfo(torch.float16).max
 
 
@@ -77,10 +78,8 @@ def choose_outliers(residuals: Tensor, qualifies: Tensor, capacity: int) -> Outl
 def add_outliers(states: Tensor, outliers: Outliers) -> Tensor:
     """Add the residuals of whole blocks to `states` `(B, H, 64 n, D)`, in place, and return it."""
     batch, heads, tokens, channels = states.shape
-    entries, starts = outliers
-    order = torch.arange(entries.shape[-1], device=entries.device).expand(*entries.shape[:2], -1).contiguous()
-    head = torch.searchsorted(starts.int()[..., 1:].contiguous(), order.int(), right=True)
-    is_real = order < starts[..., -1:]
+    entries = outliers.entries
+    head, is_real = _heads_of(outliers)
     place = entries >> 16
     token, channel = place >> _CHANNEL_BITS & (BLOCK_TOKENS - 1), place & ((1 << _CHANNEL_BITS) - 1)
     residual = (entries & 0xFFFF).to(torch.int16).view(torch.float16).float()
@@ -89,3 +88,45 @@ def add_outliers(states: Tensor, outliers: Outliers) -> Tensor:
     flat = ((row * heads + head) * tokens + block * BLOCK_TOKENS + token) * channels + channel
     states.view(-1).index_add_(0, flat[is_real], residual[is_real])
     return states
+
+
+def gather_outliers(outliers: Outliers, index: Tensor, capacity: int) -> Outliers:
+    """List the outliers of chosen tokens anew: none is left out, and none changes.
+
+    Heads choose for themselves, so what they choose from several blocks may be more than a list holds; all
+    lists then get as long as the longest.
+
+    Args:
+        outliers (`Outliers`): Lists of the blocks they come from.
+        index (`torch.Tensor` of shape `(B, H, 64 n)`): int64, slots of these blocks, ascending, none twice.
+        capacity (`int`): Entries of a list, at least.
+    """
+    batch, heads, count = index.shape
+    blocks = count // BLOCK_TOKENS
+    moved_to = index.new_full((batch, heads, outliers.entries.shape[1] * BLOCK_TOKENS), -1)
+    moved_to.scatter_(2, index, torch.arange(count, device=index.device).expand_as(index))
+    head, is_real = _heads_of(outliers)
+    row, block, _ = is_real.nonzero(as_tuple=True)
+    head, entries = head[is_real], outliers.entries[is_real]
+    slot = moved_to[row, head, block * BLOCK_TOKENS + (entries >> _TOKEN_SHIFT & (BLOCK_TOKENS - 1))]
+    stays = slot >= 0
+    row, head, slot, entries = (part[stays] for part in (row, head, slot, entries))
+    entries = entries & ((1 << _TOKEN_SHIFT) - 1) | (slot % BLOCK_TOKENS).int() << _TOKEN_SHIFT
+    # slots ascend within a head as they did, so only blocks and heads have to be put in order
+    part, order = (((row * blocks + slot // BLOCK_TOKENS) * heads) + head).sort(stable=True)
+    counts = torch.bincount(part, minlength=batch * blocks * heads).view(batch * blocks, heads)
+    ends = counts.sum(1).cumsum(0)
+    place = torch.arange(len(part), device=part.device) - (ends - counts.sum(1))[part // heads]
+    capacity = max(capacity, int(counts.sum(1).max()) if counts.numel() else 0)
+    listed = entries.new_zeros(batch * blocks, capacity)
+    listed[part // heads, place] = entries[order]
+    starts = torch.nn.functional.pad(counts.cumsum(1), (1, 0)).to(torch.int16)
+    return Outliers(listed.view(batch, blocks, capacity), starts.view(batch, blocks, heads + 1))
+
+
+def _heads_of(outliers: Outliers) -> tuple[Tensor, Tensor]:
+    """Head of every place of the lists, `(B, n, capacity)`, and whether there is an entry."""
+    entries, starts = outliers
+    order = torch.arange(entries.shape[-1], device=entries.device).expand(*entries.shape[:2], -1).contiguous()
+    head = torch.searchsorted(starts.int()[..., 1:].contiguous(), order.int(), right=True)
+    return head, order < starts[..., -1:]

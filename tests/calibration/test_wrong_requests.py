@@ -34,7 +34,6 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "wrong layer": ({}, {"skip_layers": [9]}, "skip_layers must name layers from -6 to 5, got 9"),
     "no layer": ({}, {"skip_layers": list(range(6))}, "has nothing to choose.* packs no layer"),
     "bits": ({}, {"key_bits": 2}, r"--target_bits chooses \['key_bits'\]"),
-    "too many outliers": ({"outlier_fraction": 0.3}, {}, r"outlier_fraction must be .* got 0\.3"),
 }
 
 

@@ -155,7 +155,7 @@ def test_bytes(storage: str) -> None:
         ({"backend": "kivi"}, "knorm"),
         ({"backend": "kivi", "residual_length": 0}, "h2o"),
         ({"backend": "int8", "granularity": "tensor"}, "knorm"),
-        ({"backend": "kvquant", "calibration": "normal_float"}, "streaming_llm"),
+        ({"backend": "kvquant", "calibration": "normal_float", "residual_length": 0}, "streaming_llm"),
     ],
 )
 def test_storage_that_cannot_be_gathered(storage: dict[str, Any], backend: str) -> None:

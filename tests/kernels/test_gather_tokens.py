@@ -15,8 +15,10 @@ from kvcache_plugins.kernels.gathering import gather_records
 from kvcache_plugins.kernels.layout import SideLayout
 from kvcache_plugins.kernels.ops import gather_tokens
 from kvcache_plugins.layers.base import PackedLayer
+from kvcache_plugins.layers.field_layout import side_layout
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.layers.records import Records
+from kvcache_plugins.quantizers.packing import unpack_keys, unpack_values
 from tests.kernels.test_decode_attention import build_layer
 
 LENGTH = 333
@@ -216,6 +218,30 @@ def test_shared_metadata_is_refused(gather: Any) -> None:
     keys, values = layouts(layer)
     with pytest.raises(ValueError, match="share no metadata"):
         gather(layer.records.data, blank(layer, 64), some_slots(64), keys._replace(group_tokens=32), values)
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4])
+def test_metadata_that_is_not_stored(gather: Any, nbits: int) -> None:
+    # KVQuant's keys have ranges beside the records, which tell nothing of how tokens are grouped.
+    options = {"backend": "kvquant", "calibration": "normal_float", "nbits": nbits, "residual_length": 0}
+    layer = build_layer(options, 320, head_dim=80)
+    keys, values = (side_layout(stream, 320, 0) for stream in layer.streams)
+    assert keys.group_tokens == 64 and keys.scale_offset == keys.minimum_offset == -1
+    index, target = some_slots(130).clamp_max(319), blank(layer, 130)
+    gather(layer.records.data, target, index, keys, values)
+    for stream, unpack in zip(layer.streams, (unpack_keys, unpack_values), strict=True):
+        offset, size = layer.records.layout.fields[f"{stream.side}_codes"]
+        before, after = (
+            unpack(data[..., offset : offset + size], nbits, 80).flatten(2, 3)
+            for data in (layer.records.data, target)
+        )
+        assert torch.equal(after[:, :, :130], before.gather(2, index[..., None].expand(-1, -1, -1, 80)))
+        assert not after[:, :, 130:].any()
+    fields = [layer.records.metadata("value", name, 0, 5).flatten(2, 3) for name in ("scale", "offset")]
+    layer.records.data = target
+    for name, rows in zip(("scale", "offset"), fields, strict=True):
+        moved = layer.records.metadata("value", name, 0, 3).flatten(2, 3)
+        assert torch.equal(moved[:, :, :130], rows.gather(2, index[..., None]))
 
 
 @pytest.mark.no_poison

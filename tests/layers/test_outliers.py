@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcache_plugins.layers.outliers import OutlierStore
-from kvcache_plugins.quantizers.outliers import add_outliers, choose_outliers
+from kvcache_plugins.quantizers.outliers import add_outliers, choose_outliers, gather_outliers
 
 
 def sparse(batch: int, heads: int, blocks: int, channels: int, share: float) -> tuple[Tensor, Tensor]:
@@ -91,3 +91,57 @@ def test_a_store_grows_and_follows_the_batch() -> None:
 def test_a_list_longer_than_can_be_addressed_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 32767"):
         OutlierStore(1, 1, 40000, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3])
+def test_chosen_tokens_are_listed_anew(share: float) -> None:
+    residuals, qualifies = sparse(3, 4, 5, 16, share)
+    outliers = choose_outliers(residuals, qualifies, capacity=2000)
+    generator = torch.Generator().manual_seed(2)
+    index = torch.rand(3, 4, 320, generator=generator).topk(128).indices.sort().values
+    moved = gather_outliers(outliers, index, 10)
+    got = add_outliers(torch.zeros(3, 4, 128, 16), moved)
+    everything = add_outliers(torch.zeros(3, 4, 320, 16), outliers)
+    chosen = index[..., None].expand(-1, -1, -1, 16)
+    assert torch.equal(got, everything.gather(2, chosen))
+    # as if they had been listed there in the first place, in lists as long as the longest
+    again = choose_outliers(
+        residuals.gather(2, chosen), qualifies.gather(2, chosen), capacity=moved.entries.shape[2]
+    )
+    assert torch.equal(moved.entries, again.entries) and torch.equal(moved.starts, again.starts)
+    assert moved.entries.shape[2] == max(10, int(moved.starts[..., -1].max()))
+
+
+def test_a_store_keeps_chosen_tokens_and_takes_new_ones() -> None:
+    residuals, qualifies = sparse(2, 2, 4, 16, 0.05)
+    store = OutlierStore(2, 2, 60, torch.device("cpu"))
+    store.ensure(6)
+    store.write(0, choose_outliers(residuals, qualifies, 60))
+    before = [t.clone() for t in store.read(0, 6)]
+    slots = torch.arange(0, 256, 2).expand(2, 2, -1).clone()
+    slots[:, 1] += 1
+    chosen = store.gathered(slots, 4)
+    assert all(torch.equal(*pair) for pair in zip(store.read(0, 6), before, strict=True))
+    everything = add_outliers(torch.zeros(2, 2, 256, 16), store.read(0, 4))
+    expected = everything.gather(2, slots[..., None].expand(-1, -1, -1, 16))
+    chosen.entries = torch.nn.functional.pad(chosen.entries, (0, 7))  # whatever they had to grow by
+    chosen.entries[:, 2] = -1  # what was there before tokens were taken back
+    chosen.write(2, store.read(1, 2))
+    got = add_outliers(torch.zeros(2, 2, 256, 16), chosen.read(0, 4))
+    assert torch.equal(got[:, :, :128], expected)
+    assert torch.equal(got[:, :, 128:192], everything[:, :, 64:128])
+    assert not got[:, :, 192:].any()
+    assert not chosen.entries[:, 2:, 60:].any()
+    assert chosen.capacity == 60 and chosen.entries.shape[2] >= 67
+
+
+def test_lists_that_grow_too_long_are_refused() -> None:
+    residuals = torch.ones(1, 8, 128, 64)
+    store = OutlierStore(1, 8, 32767, torch.device("cpu"))
+    store.ensure(2)
+    qualifies = torch.zeros_like(residuals, dtype=torch.bool)
+    qualifies[:, :, ::2] = True  # 16384 of each block: together they do not fit one
+    store.write(0, choose_outliers(residuals, qualifies, 32767))
+    slots = torch.arange(0, 128, 2).expand(1, 8, -1)
+    with pytest.raises(ValueError, match="at most 32767 outliers, 32768 would be kept"):
+        store.gathered(slots, 1)

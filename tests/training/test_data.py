@@ -122,7 +122,7 @@ def test_files_are_read_shuffled_and_checked(tmp_path: Path, tokenizer: Any) -> 
 
 
 def test_the_hub_is_asked_for_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     asked: list[Any] = []
     rows = [{"instruction": str(index), "output": "x"} for index in range(4)]

@@ -101,8 +101,9 @@ void add_side(std::vector<Field>& fields, at::IntArrayRef layout, bool is_key) {
 void check_layout(const std::string& name, const at::Tensor& records, at::IntArrayRef layout) {
   KVCACHE_CHECK(layout.size() == kLayoutFields, "length", name, int{kLayoutFields}, layout.size());
   const int64_t nbits = layout[kNbits], dim = layout[kHeadDim], width = layout[kWidth];
-  KVCACHE_CHECK(layout[kGroupTokens] == 1, "group_tokens", name, "1, for tokens that share no metadata",
-                layout[kGroupTokens]);
+  const bool has_metadata = layout[kScaleOffset] >= 0 || layout[kMinimumOffset] >= 0;
+  KVCACHE_CHECK(layout[kGroupTokens] == 1 || !has_metadata, "group_tokens", name,
+                "1, for tokens that share no metadata", layout[kGroupTokens]);
   KVCACHE_CHECK(nbits == 2 || nbits == 3 || nbits == 4 || nbits == 8, "nbits", name, "2, 3, 4 or 8", nbits);
   KVCACHE_CHECK(dim >= 1 && dim <= kMaxHeadDim, "head_dim", name, "1 to 256", dim);
   KVCACHE_CHECK(width >= 1 && width <= dim, "width", name, "1 to head_dim", width);
@@ -115,8 +116,8 @@ void check_layout(const std::string& name, const at::Tensor& records, at::IntArr
   KVCACHE_CHECK(layout[kCodesOffset] >= 0 && layout[kCodesOffset] + code_bytes <= records.size(3), "field offset", name,
                 "a field inside the record", layout[kCodesOffset]);
   for (const LayoutField field : {kScaleOffset, kMinimumOffset})
-    KVCACHE_CHECK(layout[field] + row_bytes <= records.size(3), "field offset", name, "a field inside the record",
-                  layout[field]);
+    KVCACHE_CHECK(layout[field] < 0 || layout[field] + row_bytes <= records.size(3), "field offset", name,
+                  "a field inside the record", layout[field]);
 }
 
 void check_records(const at::Tensor& records, const char* name, const at::Tensor& like) {
