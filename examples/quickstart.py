@@ -477,6 +477,7 @@ def save_picture(document: dict[str, Any], path: Path) -> None:
     colours = {"dense": "#555555", "kvcache_plugins": "#1f6fb4", "transformers": "#d9822b"}
     names = {"kvcache_plugins": "kvcache_plugins", "transformers": "transformers' own"}
     settings, results = document["settings"], document["results"]
+    results = [{**row, "label": label} for row, label in zip(results, short_labels(results), strict=True)]
     packed = [row for row in results if owner(row) != "dense"]
     figure, (quality, speed) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
 
@@ -527,6 +528,15 @@ def save_picture(document: dict[str, Any], path: Path) -> None:
     place_labels(quality, points)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def short_labels(results: list[dict[str, Any]]) -> list[str]:
+    """Return the labels without the names of artifacts and what matters little, if they still differ."""
+    left_out = ("heads=", "calibration=", "chunk_size=")
+    short = [
+        " ".join(word for word in row["label"].split() if not word.startswith(left_out)) for row in results
+    ]
+    return short if len(set(short)) == len(short) else [row["label"] for row in results]
 
 
 def place_labels(axes: Any, points: list[tuple[float, float, str, str]]) -> None:
