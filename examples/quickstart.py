@@ -532,7 +532,7 @@ def save_picture(document: dict[str, Any], path: Path) -> None:
 
 def short_labels(results: list[dict[str, Any]]) -> list[str]:
     """Return the labels without the names of artifacts and what matters little, if they still differ."""
-    left_out = ("heads=", "calibration=", "chunk_size=")
+    left_out = ("heads=", "calibration=", "chunk_size=", "key_bits=", "value_bits=")
     short = [
         " ".join(word for word in row["label"].split() if not word.startswith(left_out)) for row in results
     ]
