@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KernelUnavailableError
-from ..kernels import loader
+from ..kernels import cuda_loader, loader
 from ..kernels.layout import FORMATS, MAX_HEAD_DIM, MAX_METADATA, Side
 from ..kernels.ops import decode_attention
 from ..layers.codec import RotatedCodec, ScaledCodec, code_format_of
@@ -24,6 +24,7 @@ from ..layers.handle import KVHandle
 from ..layers.nonuniform import ChannelNonUniformCodec, NonUniformCodec, UnrotatedCodec
 from ..layers.view import StreamView
 from ..models.rotary import Rotary
+from .cuda import attend_on_device
 from .reference import AttentionOptions, attend
 from .tiles import attend_tiles, can_attend_tiles
 
@@ -52,10 +53,11 @@ def attend_handles(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
             kernels, and none of them reads its codecs.
     """
     layer = key.layer
-    if layer.config.kernel != "torch" and value.layer is layer and _is_on_cpu(query, key):
-        output = _attend_on_cpu(query, key, value, options)
+    kind = query.device.type
+    if layer.config.kernel != "torch" and value.layer is layer and _is_served(query, key):
+        output = (_attend_on_cpu if kind == "cpu" else _attend_on_cuda)(query, key, value, options)
         if output is not None:
-            layer.kernel = "cpu"
+            layer.kernel = kind
             return output
     layer.kernel = "torch"
     return attend(query, key.tokens, value.tokens, options)
@@ -64,16 +66,10 @@ def attend_handles(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
 def _attend_on_cpu(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor | None:
     """Attend by a native kernel; `None` if none serves this."""
     query_length, length = query.shape[2], key.tokens.length
-    keys, values = describe(key.tokens), describe(value.tokens)
-    if keys is None or values is None:
-        if key.layer.config.kernel == "native":
-            raise KernelUnavailableError(
-                f"kernel='native' was given, but no native kernel reads the codecs of layer "
-                f"{key.layer.layer_idx}; kernel='auto' and kernel='torch' work without."
-            )
+    sides = _sides(key, value)
+    if sides is None or not loader.try_load():
         return None
-    if not loader.try_load():
-        return None
+    keys, values = sides
     if _is_decode(query, key, options) or _has_fast_passes(query.dtype):
         bias, is_causal = _bias(options, query_length, length)
         # of many queries, rows of a bias each would take more memory than the codes do
@@ -82,6 +78,36 @@ def _attend_on_cpu(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
     if can_attend_tiles(options, length, query_length):
         records = key.tokens.stream.records.data
         return attend_tiles(query, records, keys, values, options, _sink_start(key.tokens, keys, values))
+    return None
+
+
+def _attend_on_cuda(
+    query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions
+) -> Tensor | None:
+    """Attend by the CUDA kernels; `None` if they cannot serve this, or there are none."""
+    sides = _sides(key, value)
+    if sides is None:
+        return None
+    if not cuda_loader.try_load(query.device):
+        if key.layer.config.kernel == "native":
+            reason = cuda_loader.status().reason
+            raise KernelUnavailableError(
+                f"kernel='native' was given, but there are no CUDA kernels: {reason}"
+            )
+        return None
+    return attend_on_device(query, key.tokens, value.tokens, sides, options)
+
+
+def _sides(key: KVHandle, value: KVHandle) -> tuple[Side, Side] | None:
+    """Both streams as the kernels read them; `None` if no kernel reads their codecs."""
+    keys, values = describe(key.tokens), describe(value.tokens)
+    if keys is not None and values is not None:
+        return keys, values
+    if key.layer.config.kernel == "native":
+        raise KernelUnavailableError(
+            f"kernel='native' was given, but no native kernel reads the codecs of layer "
+            f"{key.layer.layer_idx}; kernel='auto' and kernel='torch' work without."
+        )
     return None
 
 
@@ -144,7 +170,7 @@ def _describe_nonuniform(view: StreamView) -> dict[str, Tensor]:
     if isinstance(outer, UnrotatedCodec):
         found["inv_freq"] = _frequencies(outer.rotary)
         if stream.padding.lengths is not None:
-            found["positions"] = -stream.padding.lengths.to("cpu", torch.int64)
+            found["positions"] = -stream.padding.lengths.to(stream.records.data.device, torch.int64)
     if stream.outliers is not None and view.packed_length:
         found |= {"outliers": stream.outliers.entries, "outlier_starts": stream.outliers.starts}
     return found
@@ -162,8 +188,8 @@ def _tables(rotary: Rotary, period: int) -> tuple[Tensor, Tensor]:
         return rotary.tables(torch.arange(period))
 
 
-def _is_on_cpu(query: Tensor, key: KVHandle) -> bool:
-    return query.device.type == "cpu" and key.device.type == "cpu" and query.dtype in _DTYPES
+def _is_served(query: Tensor, key: KVHandle) -> bool:
+    return query.device.type in ("cpu", "cuda") and key.device == query.device and query.dtype in _DTYPES
 
 
 def _has_fast_passes(dtype: torch.dtype) -> bool:

@@ -23,10 +23,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Build if asked to, then print the state."""
-    from ..kernels import loader
+    import torch
+
+    from ..kernels import cuda_loader, loader
 
     if args.action == "build":
         loader.build(force=args.force)
+        if torch.cuda.is_available():
+            cuda_loader.build(force=args.force)
     status = loader.status()
     sizes = [state.st_size for state in loader.cached_builds().values()]
     rows = {
@@ -37,6 +41,13 @@ def run(args: argparse.Namespace) -> int:
         "compiler": status.compiler or "none found",
         "instruction set": status.instruction_set,
         "reason": status.reason,
+    }
+    device = cuda_loader.status()
+    rows |= {
+        "CUDA kernels": device.state,
+        "CUDA library": device.path,
+        "CUDA compiler": device.compiler or "none found",
+        "CUDA reason": device.reason,
     }
     for name, value in rows.items():
         if value is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import loader
+from ..kernels import cuda_loader, loader
+from ..kernels.cuda_inputs import rotation_tables
 from ..kernels.layout import MAX_HEAD_DIM
 from ..kernels.ops import encode_tokens
 from .codec import Codec, RotatedCodec, ScaledCodec, code_format_of
@@ -38,11 +39,12 @@ def encode_native(
     head_dim = states.shape[3]
     if code_format is None or "scale" not in inner.metadata_names or inner.granularity.across_heads:
         return False
-    if states.device.type != "cpu" or head_dim > MAX_HEAD_DIM or start < padding.first_plain_slot:
+    device = records.data.device
+    if states.device != device or head_dim > MAX_HEAD_DIM or start < padding.first_plain_slot:
         return False
     if isinstance(codec, RotatedCodec) and codec.rotary.interleaved != interleaved:
         return False
-    if not loader.try_load():
+    if not _has_kernels(device):
         return False
     if factors is not None:
         states = states.float() / factors
@@ -58,5 +60,11 @@ def encode_native(
         *(fields.get(f"{side}_{name}", (-1, 0))[0] for name in ("codes", "scale", "minimum")),
     ]
     states = states if states.stride(-1) == 1 else states.contiguous()
-    tables = codec.rotary.tables(torch.arange(codec.period)) if isinstance(codec, RotatedCodec) else ()
+    tables = rotation_tables(codec.rotary, codec.period, device) if isinstance(codec, RotatedCodec) else ()
     return encode_tokens(records.data, states, side == "key", layout, start, *tables)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return cuda_loader.try_load(device)
+    return device.type == "cpu" and loader.try_load()

@@ -1,0 +1,127 @@
+"""Attention over packed data on a GPU: the CUDA kernels for a few query tokens, tiles they decode for many.
+
+Nothing here reads device memory, so a decode step waits for nothing and can be part of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.cuda_inputs import MAX_QUERIES, on_device
+from ..kernels.layout import Side
+from ..kernels.ops import decode_attention, decode_tokens
+from ..layers.view import StreamView
+from .reference import AttentionOptions, attend
+
+__all__ = ["attend_on_device"]
+
+
+@dataclass(frozen=True)
+class _DecodedView:
+    """Tokens as a [`reference.TokenView`], decoded by the kernel a tile at a time."""
+
+    tokens: StreamView
+    side: Side
+    sink_start: Tensor | None
+
+    @property
+    def length(self) -> int:
+        return self.tokens.length
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        return self.tokens.boundaries
+
+    def read(self, start: int, stop: int) -> Tensor:
+        if start >= self.tokens.packed_length:
+            return self.tokens.read(start, stop)
+        return decode_tokens(
+            self.tokens.stream.records.data,
+            self.side,
+            is_key=self.tokens.stream.side == "key",
+            start=start,
+            stop=stop,
+            dtype=torch.float32,
+            sink_start=self.sink_start,
+        )
+
+
+def attend_on_device(
+    query: Tensor,
+    tokens: StreamView,
+    value_tokens: StreamView,
+    sides: tuple[Side, Side],
+    options: AttentionOptions,
+) -> Tensor:
+    """Attend from new tokens over packed and exact keys and values of the same GPU.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, Hq, q, D)`): fp32, bf16 or fp16.
+        tokens (`StreamView`): The keys.
+        value_tokens (`StreamView`): The values.
+        sides (`tuple[Side, Side]`): Keys and values as `attention.native` describes them.
+        options (`AttentionOptions`): Scaling, masks and biases.
+
+    Returns:
+        `torch.Tensor` of shape `(B, Hq, q, Dv)`: in the dtype of `query`.
+    """
+    device = query.device
+    keys, values = (on_device(side, device) for side in sides)
+    starts = tokens.stream.padding.lengths
+    has_sinks = starts is not None and (keys.sinks is not None or values.sinks is not None)
+    sink_start = starts.to(device, torch.int64) if starts is not None and has_sinks else None
+    if query.shape[2] > MAX_QUERIES:
+        decoded = _DecodedView(tokens, keys, sink_start), _DecodedView(value_tokens, values, sink_start)
+        return attend(query, decoded[0], decoded[1], options)
+    bias, is_causal = _bias(options, query.shape[2], tokens.length)
+    return decode_attention(
+        query if query.stride(-1) == 1 else query.contiguous(),
+        tokens.stream.records.data,
+        keys,
+        values,
+        scaling=options.scaling if options.scaling is not None else query.shape[3] ** -0.5,
+        sink_start=sink_start,
+        bias=None if bias is None else bias.detach(),
+        is_causal=is_causal,
+        window=options.sliding_window or 0,
+        softcap=options.softcap or 0.0,
+        sink_logits=_per_head(options.sink_logits, device),
+        alibi_slopes=_per_head(options.alibi_slopes, device),
+    )
+
+
+def _bias(options: AttentionOptions, query_length: int, length: int) -> tuple[Tensor | None, bool]:
+    """What mask and position bias add to the logits, and whether attention is causal besides.
+
+    Unlike on the CPU, a mask is not looked at: whether it hides anything is known to the device only.
+    """
+    is_causal = options.is_causal or options.sliding_window is not None
+    bias: Tensor | None = None
+    if options.mask is not None:
+        mask = _four_dimensional(options.mask, length)
+        if mask.dtype == torch.bool:
+            bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(
+                ~mask, -torch.inf
+            )
+        else:
+            bias = mask.float()
+    if options.position_bias is not None:
+        position_bias = _four_dimensional(options.position_bias, length).float()
+        bias = position_bias if bias is None else bias + position_bias
+    if bias is not None and bias.stride(-1) != 1:
+        bias = bias.contiguous()
+    if query_length == 1:
+        is_causal = options.sliding_window is not None
+    return bias, is_causal
+
+
+def _four_dimensional(tensor: Tensor, length: int) -> Tensor:
+    tensor = tensor[(None,) * (4 - tensor.dim())]
+    return tensor.expand(*tensor.shape[:3], length) if tensor.shape[3] == 1 else tensor[..., :length]
+
+
+def _per_head(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.detach().reshape(-1).float().to(device).contiguous()

@@ -1,0 +1,125 @@
+// What the kernels are told: plain numbers and pointers to device memory, filled in by the bindings.
+#pragma once
+
+#include "code_places.h"
+
+namespace kvcache {
+
+enum Format : int32_t { kAffine = 0, kSymmetric = 1, kE4M3 = 2, kE5M2 = 3, kNonUniform = 4 };
+enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+constexpr int kThreads = 128;  // of a block, in every kernel of decode attention
+constexpr int kWarps = kThreads / 32;
+constexpr int kMostRows = 16;  // query rows of a block: heads of a group times query tokens
+
+// Exact tokens; strides in elements, the channels lie next to each other.
+struct Segment {
+  const void* data;
+  int64_t start, length;  // slots
+  int64_t batch_stride, head_stride, token_stride;
+};
+
+// The keys or the values of all rows and heads; see `SideLayout` and `Side` in kvcache_plugins/kernels/layout.py.
+struct Side {
+  int64_t packed_length;
+  int32_t nbits, format, head_dim, padded_dim, group_tokens, width, metadata_bytes, interleaved;
+  int32_t codes_offset, scale_offset, minimum_offset;
+  int32_t period, rotary_dim;
+  const float* static_scale;  // [heads]
+  const float* factors;       // [batch][heads][head_dim]
+  const float *cos, *sin;     // [period][rotary_dim / 2]
+  const float* levels;
+  const float *channel_scale, *channel_offset;  // [1 or batch][heads][head_dim]
+  int64_t channel_batch_stride;
+  const double* inv_freq;
+  const int64_t* positions;     // [batch]
+  const int32_t* outliers;      // [batch][blocks][capacity]
+  const int16_t* outlier_starts;  // [batch][blocks][heads + 1]
+  int64_t outlier_blocks, outlier_capacity;
+  int32_t dtype;  // of segments and sinks
+  int32_t num_segments;
+  Segment segments[3];
+  const void* sinks;  // [batch][heads][sink_length][head_dim]
+  int32_t sink_length;
+};
+
+struct Records {
+  const uint8_t* data;
+  int64_t record_bytes, batch_stride, head_stride;
+  int32_t heads;
+  const int64_t* sink_start;  // [batch], or null: all 0
+
+  KVCACHE_BOTH const uint8_t* of(int64_t batch, int64_t head) const {
+    return data + batch * batch_stride + head * head_stride;
+  }
+};
+
+struct AttentionArguments {
+  Records records;
+  Side key, value;
+  const void* query;
+  int64_t query_batch_stride, query_head_stride, query_token_stride;
+  int32_t query_dtype, group, query_length, chunks;  // `chunks` of up to `chunk_rows` query rows
+  int32_t chunk_rows;
+  int64_t length;
+  float scaling, softcap, inverse_softcap;  // a division is a call, for which registers are spilled
+  int32_t is_causal;
+  int64_t window;
+  const float* bias;  // fp32, strides in elements, 0 where broadcast
+  int64_t bias_batch_stride, bias_head_stride, bias_token_stride;
+  const float *sink_logits, *alibi;
+  // The plan: which thread block attends to which 64-slot blocks.
+  int32_t fast_begin, fast_end, fast_splits;           // whole packed blocks, by tensor cores
+  int32_t general_begin, general_end, general_splits;  // everything else
+  int32_t sink_splits;  // 1 if one more thread block attends to what `fast` leaves out because it holds sinks
+  // Of the fast path: bytes copied of a record's keys and of its values, room for either, and how to lay them down.
+  int32_t key_copy, value_copy, unit_bytes, key_swizzle, value_swizzle;
+  // Results of every split: [rows][splits] maximum and sum, [rows][splits][value.head_dim]
+  float *partial_sums, *partial_outputs;
+  void* output;
+
+  KVCACHE_BOTH int splits() const { return fast_splits + general_splits + sink_splits; }
+};
+
+// Slots [start, stop) of one side as numbers.
+struct DecodeArguments {
+  Records records;
+  Side side;
+  int32_t is_key, dtype;
+  int64_t start, stop;
+  void* output;  // [batch][heads][stop - start][head_dim]
+};
+
+// The fields of one side in records, for moving codes without knowing what they mean.
+struct Fields {
+  int32_t nbits, padded_dim, width, metadata_bytes, interleaved;
+  int32_t codes_offset, scale_offset, minimum_offset;
+};
+
+// Slots index[..] of `from` become slots 0 .. count - 1 of `to`.
+struct GatherArguments {
+  Records from;
+  uint8_t* to;
+  int64_t to_batch_stride, to_head_stride;
+  Fields key, value;
+  const int64_t* index;  // [batch][heads][count]
+  int64_t count, length;  // slots from `length` on, or negative ones, are taken as zero
+};
+
+struct EncodeArguments {
+  uint8_t* records;
+  int64_t record_bytes, batch_stride, head_stride;
+  const void* states;
+  int64_t state_batch_stride, state_head_stride, state_token_stride;
+  int32_t dtype, is_key, nbits, format, head_dim, padded_dim, group_tokens, width, metadata_bytes, interleaved;
+  int32_t codes_offset, scale_offset, minimum_offset;
+  int64_t start, count;
+  const float *cos, *sin;  // [period][pairs]: a key of slot t is first rotated back by row t % period; or null
+  int32_t period, pairs, is_fused;  // whether its sums of products are rounded once
+  int32_t* overflow;                // set to 1 where metadata do not fit fp16
+
+  KVCACHE_BOTH int unit_tokens() const { return group_tokens > kBlockTokens ? group_tokens : kBlockTokens; }
+  KVCACHE_BOTH int unit_rows() const { return unit_tokens() / group_tokens; }
+};
+
+}  // namespace kvcache

@@ -1,0 +1,26 @@
+#include "decode_attention.cuh"
+
+namespace kvcache {
+
+// No fast path: fp32 queries, and layouts that it does not know.
+KVCACHE_KERNEL(kThreads, 4) attend_general_kernel(const AttentionArguments a) {
+  KVCACHE_SHARED(shared);
+  const int split = static_cast<int>(blockIdx.x);
+  attend_general<true>(a, Rows::mine(a), shared, split, split);
+}
+
+KVCACHE_KERNEL(kThreads, 8) merge_kernel(const AttentionArguments a) { merge_splits(a); }
+
+int attend_general_rows(const AttentionArguments& a, int batch, void* stream) {
+  return launch(attend_general_kernel, attention_grid(a, batch), kThreads, shared_bytes(a, 0), stream, a);
+}
+
+int merge_rows(const AttentionArguments& a, int batch, void* stream) {
+  dim3 grid;
+  grid.x = static_cast<unsigned>(static_cast<int64_t>(batch) * a.records.heads * a.group * a.query_length);
+  return launch(merge_kernel, grid, kThreads, 0, stream, a);
+}
+
+int attention_shared_bytes(const AttentionArguments& a, int columns) { return shared_bytes(a, columns); }
+
+}  // namespace kvcache

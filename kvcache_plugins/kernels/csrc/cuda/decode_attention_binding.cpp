@@ -1,0 +1,191 @@
+// The CUDA implementation of kvcache_plugins::decode_attention (schema: kvcache_plugins/kernels/ops.py): checks the
+// tensors, decides which thread block attends to what, and launches. It reads no device memory and waits for nothing,
+// so it can be captured in a CUDA graph.
+#include <ATen/ops/empty.h>
+
+#include "binding_inputs.h"
+
+namespace kvcache {
+namespace {
+
+constexpr int64_t kMaxQueries = 64;
+constexpr int64_t kMostGeneralSplits = 128;
+
+int trailing_zeros(int x) { return x == 0 ? 31 : __builtin_ctz(static_cast<unsigned>(x)); }
+
+// Bytes of a record from the codes of a side to the end of its metadata, in units of a copy.
+int unit_bytes(const Side& side) {
+  const int row = kBlockTokens / side.group_tokens * side.width * side.metadata_bytes;
+  int end = side.codes_offset + plane_bytes(1, side.padded_dim) * side.nbits;
+  for (const int offset : {side.scale_offset, side.minimum_offset})
+    if (offset >= 0) end = std::max(end, offset + row);
+  return (end - side.codes_offset + 15) / 16 * 16;
+}
+
+// Whether the fields of a side lie as the fast path copies and loads them.
+bool is_laid_out_for_copies(const Side& side, int64_t record_bytes) {
+  const int code_bytes = plane_bytes(1, side.padded_dim) * side.nbits;
+  if (side.head_dim % 16 != 0 || side.codes_offset % 16 != 0) return false;
+  for (const int offset : {side.scale_offset, side.minimum_offset}) {
+    const int relative = offset - side.codes_offset;
+    if (offset >= 0 && (relative < code_bytes || relative % 8 != 0 || side.metadata_bytes != 2)) return false;
+  }
+  return side.codes_offset + unit_bytes(side) <= record_bytes;
+}
+
+bool are_keys_fast(const Side& side, int64_t record_bytes) {
+  if (!is_laid_out_for_copies(side, record_bytes) || side.format == kNonUniform || side.inv_freq != nullptr ||
+      side.outliers != nullptr)
+    return false;
+  const bool is_per_channel = side.width == side.head_dim && side.format == kAffine && side.scale_offset >= 0 &&
+                              side.minimum_offset >= 0 && side.group_tokens >= 16;
+  if (side.cos != nullptr)
+    return is_per_channel && side.nbits < 8 && side.rotary_dim == side.head_dim && side.period % 16 == 0;
+  return is_per_channel || side.width == 1;
+}
+
+bool are_values_fast(const Side& side, int64_t record_bytes) {
+  return is_laid_out_for_copies(side, record_bytes) && side.format != kNonUniform && side.cos == nullptr &&
+         side.inv_freq == nullptr && side.outliers == nullptr && side.head_dim / side.width % 16 == 0;
+}
+
+// How far lanes of neighbouring t lie apart in the codes, as the power of two that `swizzled` takes.
+int swizzle_of(const Side& side, bool is_key) {
+  if (is_key) return side.nbits == 8 ? 4 : 3;
+  const int chunks = side.head_dim / 16;
+  const int apart = side.nbits == 8 ? 4 * chunks : side.nbits == 4 ? 2 * chunks : chunks;  // in 16 bytes
+  return std::max(2, trailing_zeros(apart));
+}
+
+// Divides the slots among thread blocks; returns the columns of the fast path, 0 for none.
+int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& device) {
+  const int64_t rows = static_cast<int64_t>(a.group) * a.query_length;
+  int columns = rows > 8 && a.value.head_dim <= 128 ? 2 : 1;  // registers bound the product of the two
+  const int64_t first =
+      a.window > 0 ? std::max<int64_t>(0, a.length - a.query_length - a.window + 1) / kBlockTokens : 0;
+  const int64_t blocks = (a.length + kBlockTokens - 1) / kBlockTokens;
+  const int64_t packed = std::min(a.key.packed_length, a.value.packed_length) / kBlockTokens;
+  const Records& r = a.records;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(r.data) % 16 == 0 && r.record_bytes % 16 == 0 &&
+                          r.batch_stride % 16 == 0 && r.head_stride % 16 == 0;
+  if (!is_half || !is_aligned || packed <= first || !are_keys_fast(a.key, r.record_bytes) ||
+      !are_values_fast(a.value, r.record_bytes))
+    columns = 0;
+  // Of wide heads 8 rows, so that a thread block's shared memory fits GPUs that have 99 KB for it.
+  const bool is_wide = std::max(a.key.head_dim, a.value.head_dim) > 128;
+  const auto rows_at_once = [is_wide](int columns) {
+    return columns == 1 || (columns == 0 && is_wide) ? 8 : kMostRows;
+  };
+  const int64_t processors = device.multiprocessors();
+  int resident = 2;  // thread blocks on a multiprocessor
+  if (columns > 0) {
+    a.key_copy = unit_bytes(a.key);
+    a.value_copy = unit_bytes(a.value);
+    a.unit_bytes = (std::max(a.key_copy, a.value_copy) + 127) / 128 * 128;
+    a.key_swizzle = swizzle_of(a.key, true);
+    a.value_swizzle = swizzle_of(a.value, false);
+    a.chunk_rows = rows_at_once(columns);
+    const int bytes = attention_shared_bytes(a, columns);
+    if (bytes > device.shared_bytes()) columns = 0;
+    resident = std::max(1, std::min(3, device.shared_bytes() / (bytes + 1024)));
+  }
+  a.chunk_rows = rows_at_once(columns);
+  a.chunks = static_cast<int32_t>((rows + a.chunk_rows - 1) / a.chunk_rows);
+  const int64_t row_groups = batch * r.heads * a.chunks;
+  // Two thread blocks for every place: the last ones to finish cost less. Not measured.
+  const int64_t wanted = std::max<int64_t>(1, 2 * processors * resident / std::max<int64_t>(1, row_groups));
+  a.fast_begin = a.fast_end = 0;
+  a.general_begin = static_cast<int32_t>(first);
+  a.general_end = static_cast<int32_t>(blocks);
+  if (columns > 0) {
+    a.fast_begin = static_cast<int32_t>(first);
+    a.fast_end = a.general_begin = static_cast<int32_t>(packed);
+    a.fast_splits = static_cast<int32_t>(std::max<int64_t>(1, std::min(wanted, (packed - first) / kWarps)));
+    a.sink_splits = a.key.sink_length > 0 || a.value.sink_length > 0;
+  }
+  const int64_t general = a.general_end - a.general_begin;
+  a.general_splits = static_cast<int32_t>(
+      std::min({general, kMostGeneralSplits, columns > 0 ? kMostGeneralSplits : std::max<int64_t>(wanted, 1)}));
+  return columns;
+}
+
+at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, at::TensorList key_segments,
+                            at::TensorList value_segments, const c10::List<OptionalTensor>& key_extras,
+                            const c10::List<OptionalTensor>& value_extras, const OptionalTensor& sink_start,
+                            at::IntArrayRef key_layout, at::IntArrayRef value_layout, double scaling,
+                            const OptionalTensor& bias, bool is_causal, int64_t window, double softcap,
+                            const OptionalTensor& sink_logits, const OptionalTensor& alibi_slopes) {
+  const Device device(query);
+  KVCACHE_CHECK(query.dim() == 4, "rank", "query", 4, query.dim());
+  const int64_t batch = query.size(0), query_heads = query.size(1), query_length = query.size(2);
+  AttentionArguments a{};
+  a.query_dtype = dtype_of(query, "query");
+  a.records = describe_records(records, batch, sink_start);
+  const SideInputs keys = describe("key", records, key_segments, key_extras, key_layout, a.query_dtype);
+  const SideInputs values = describe("value", records, value_segments, value_extras, value_layout, a.query_dtype);
+  a.key = keys.side;
+  a.value = values.side;
+  const int64_t kv_heads = records.size(1), length = keys.length(), value_dim = a.value.head_dim;
+  KVCACHE_CHECK(kv_heads > 0 && query_heads % kv_heads == 0, "heads", "query",
+                "a multiple of " + std::to_string(kv_heads), query_heads);
+  KVCACHE_CHECK(query_length >= 1 && query_length <= kMaxQueries, "tokens", "query", "1 to 64", query_length);
+  check_tensor(query, "query", {batch, query_heads, query_length, a.key.head_dim});
+  KVCACHE_CHECK(length == values.length(), "length", "values", length, values.length());
+  KVCACHE_CHECK(length >= 1, "length", "keys", "at least 1", length);
+  a.query = query.const_data_ptr();
+  a.query_batch_stride = query.stride(0);
+  a.query_head_stride = query.stride(1);
+  a.query_token_stride = query.stride(2);
+  a.group = static_cast<int32_t>(query_heads / kv_heads);
+  a.query_length = static_cast<int32_t>(query_length);
+  a.length = length;
+  a.scaling = static_cast<float>(scaling);
+  a.softcap = static_cast<float>(softcap);
+  a.inverse_softcap = softcap > 0 ? static_cast<float>(1 / softcap) : 0.0f;
+  a.is_causal = is_causal;
+  a.window = window;
+  for (const auto& [tensor, name, pointer] :
+       {std::tuple{&sink_logits, "sink_logits", &a.sink_logits}, {&alibi_slopes, "alibi_slopes", &a.alibi}}) {
+    if (!tensor->has_value()) continue;
+    check_tensor(**tensor, name, {query_heads});
+    check_dtype(**tensor, name, at::kFloat);
+    *pointer = (*tensor)->const_data_ptr<float>();
+  }
+  if (bias.has_value()) {
+    const int64_t full[4] = {batch, query_heads, query_length, length};
+    KVCACHE_CHECK(bias->dim() == 4, "rank", "bias", 4, bias->dim());
+    check_dtype(*bias, "bias", at::kFloat);
+    for (int d = 0; d < 4; ++d)
+      KVCACHE_CHECK(bias->size(d) == full[d] || (d < 3 && bias->size(d) == 1), "shape", "bias",
+                    at::IntArrayRef(full, 4), bias->sizes());
+    check_tensor(*bias, "bias", bias->sizes());
+    a.bias = bias->const_data_ptr<float>();
+    a.bias_batch_stride = bias->size(0) == 1 ? 0 : bias->stride(0);
+    a.bias_head_stride = bias->size(1) == 1 ? 0 : bias->stride(1);
+    a.bias_token_stride = bias->size(2) == 1 ? 0 : bias->stride(2);
+  }
+
+  at::Tensor output = at::empty({batch, query_heads, query_length, value_dim}, query.options());
+  if (output.numel() == 0) return output;
+  const int columns = plan(a, batch, a.query_dtype != kFloat32, device);
+  const int64_t partials = batch * query_heads * query_length * a.splits();
+  const at::Tensor scratch = at::empty({partials * (value_dim + 2)}, query.options().dtype(at::kFloat));
+  a.partial_sums = scratch.mutable_data_ptr<float>();
+  a.partial_outputs = a.partial_sums + 2 * partials;
+  a.output = output.mutable_data_ptr();
+  const bool is_wide = value_dim > 128;
+  const auto attend = columns == 0   ? attend_general_rows
+                      : columns == 2 ? attend_16_rows
+                      : is_wide      ? attend_8_rows_wide
+                                     : attend_8_rows;
+  device.check(attend(a, static_cast<int>(batch), device.stream()));
+  device.check(merge_rows(a, static_cast<int>(batch), device.stream()));
+  return output;
+}
+
+}  // namespace
+}  // namespace kvcache
+
+TORCH_LIBRARY_IMPL(KVCACHE_LIBRARY, KVCACHE_DISPATCH_KEY, library) {
+  library.impl("decode_attention", TORCH_FN(kvcache::decode_attention));
+}

@@ -1,0 +1,387 @@
+// Decode attention over whole packed blocks by tensor cores, for bf16 and fp16 queries.
+//
+// A warp takes every fourth 64-token block of its thread block's range and meets the others only at the end. Keys and
+// values of a block travel as two units, contiguous bytes of its record, through a ring of three places in shared
+// memory: two are on the way while one is worked on. Queries are fp16 numbers, scaled by a power of two per row so
+// that none of weight is lost; products are summed in fp32. Bound: the bytes of the records, as long as at least 30 KB
+// a multiprocessor are on the way (two units of 4 to 8 KB per warp, 8 to 12 warps); not measured.
+#pragma once
+
+#include "fast_keys.cuh"
+#include "fast_values.cuh"
+#include "general_attention.cuh"
+
+namespace kvcache {
+
+constexpr float kWeightScale = 256.0f;  // of weights in fp16, against subnormal numbers
+constexpr float kWeightShift = 8.0f;
+
+// One warp's state: this lane's columns are query rows 8n + 2t and 8n + 2t + 1.
+template <int kColumns, int kTiles>
+struct WarpState {
+  float best[kColumns][2], total[kColumns][2];
+  float output[kColumns][kTiles][4], minima[kColumns][4];
+  int exponent;
+
+  KVCACHE_DEVICE void clear() {
+    exponent = -14;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      for (int i = 0; i < 2; ++i) {
+        best[n][i] = -infinity();
+        total[n][i] = 0.0f;
+      }
+      for (int i = 0; i < 4; ++i) minima[n][i] = 0.0f;
+      for (int u = 0; u < kTiles; ++u)
+        for (int i = 0; i < 4; ++i) output[n][u][i] = 0.0f;
+    }
+  }
+  KVCACHE_DEVICE void scale(int n, float even, float odd) {
+#pragma unroll
+    for (int u = 0; u < kTiles; ++u) {
+      output[n][u][0] *= even;
+      output[n][u][1] *= odd;
+      output[n][u][2] *= even;
+      output[n][u][3] *= odd;
+    }
+    minima[n][0] *= even;
+    minima[n][1] *= odd;
+    minima[n][2] *= even;
+    minima[n][3] *= odd;
+  }
+};
+
+// Lays the queries down as `b` fragments in the order of the key codes, their row scales and sums, and the rotations.
+KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& rows, uint8_t* shared,
+                                    const FastMemory& memory, int columns) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, dim = a.key.head_dim, half = dim / 2;
+  uint16_t* fragments = reinterpret_cast<uint16_t*>(shared + memory.fragments);
+  float* row_scale = reinterpret_cast<float*>(shared + memory.row_scale);
+  float* row_sum = reinterpret_cast<float*>(shared + memory.row_sum);
+  for (int row = thread / 32; row < 8 * columns; row += kWarps) {
+    const bool is_used = row < rows.count;
+    const float* factors = a.key.factors == nullptr
+                               ? nullptr
+                               : a.key.factors + (static_cast<int64_t>(rows.batch) * a.records.heads + rows.head) * dim;
+    float largest = 0.0f;
+    for (int d = lane; is_used && d < dim; d += 32)
+      largest = fmaxf(largest, fabsf(rows.query(a, row, d) * (factors != nullptr ? factors[d] : 1.0f)));
+    for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
+    int exponent = static_cast<int>(float_bits(largest) >> 23 & 255) - 127 - 8;  // the largest becomes 256 to 512
+    exponent = exponent < -100 ? -100 : exponent;
+    const float shrink = bits_float(static_cast<uint32_t>(127 - exponent) << 23);
+    float sum = 0.0f;
+    for (int d = lane; d < dim; d += 32) {
+      const float value = is_used ? rows.query(a, row, d) * (factors != nullptr ? factors[d] : 1.0f) * shrink : 0.0f;
+      const uint16_t bits = float_half(value);
+      sum += half_float(bits);
+      int step, quad, place;  // place: of the four numbers of a lane in a step
+      if (a.key.nbits == 8) {
+        step = d / 16;
+        quad = d % 16 / 4;
+        place = d % 4;
+      } else {
+        const int upper = a.key.interleaved != 0 ? d % 2 : d >= half;
+        const int pair = a.key.interleaved != 0 ? d / 2 : d - upper * half;
+        step = pair / 8;
+        quad = pair % 8 / 2;
+        place = pair % 2 * 2 + upper;
+      }
+      fragments[((row / 8 * (dim / 16) + step) * 32 + row % 8 * 4 + quad) * 4 + place] = bits;
+    }
+    for (int mask = 16; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+    if (lane == 0) {
+      row_scale[row] = is_used ? bits_float(static_cast<uint32_t>(127 + exponent) << 23) * a.scaling : 0.0f;
+      row_sum[row] = sum;
+    }
+  }
+  if (a.key.cos == nullptr) return;
+  const int pairs = half;
+  uint2* rotations = reinterpret_cast<uint2*>(shared + memory.rotations);
+  for (int i = thread; i < a.key.period * pairs; i += kThreads) {
+    const float c = a.key.cos[i], s = a.key.sin[i];
+    rotations[i / pairs * memory.rotation_stride + i % pairs] = {half2_pack(c, c), half2_pack(-s, s)};
+  }
+}
+
+// Starts the copy of one unit by a warp: 16 bytes a lane at a time, the codes spread over the banks.
+KVCACHE_DEVICE void copy_unit(uint8_t* to, const uint8_t* from, int bytes, int code_bytes, int swizzle) {
+  for (int offset = static_cast<int>(threadIdx.x) % 32 * 16; offset < bytes; offset += 512)
+    copy_async_16(to + (offset < code_bytes ? swizzled(offset, swizzle) : offset), from + offset);
+}
+
+// Metadata of the tokens of this lane in tile k, two neighbours.
+KVCACHE_DEVICE uint32_t load_token_pair(const uint8_t* field, int token, int group_tokens) {
+  if (group_tokens == 1) return load_4(field + 2 * token);
+  return load_2(field + token / group_tokens * 2) | load_2(field + (token + 1) / group_tokens * 2) << 16;
+}
+
+// Turns products into weights: c[n][k] holds tokens 16k + 2g (0, 1) and the next (2, 3), query rows 8n + 2t and the
+// next. The weights go to shared memory as fragments for the values.
+template <int kColumns, int kTiles>
+KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, const KeyUnit& unit, int64_t start,
+                          const float* row_scale, const float* row_sum, float (&c)[kColumns][4][4],
+                          WarpState<kColumns, kTiles>& state, uint2* weights) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const int64_t oldest = a.length - a.query_length;
+  const bool is_plain = a.softcap <= 0.0f && a.alibi == nullptr && a.bias == nullptr &&
+                        (a.is_causal == 0 || start + kBlockTokens - 1 <= oldest) &&
+                        (a.window == 0 || start > a.length - 1 - a.window);
+  const bool per_token = a.key.width == 1;
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+    const int row = 8 * n + 2 * t;
+    const float scale[2] = {row_scale[row], row_scale[row + 1]}, sum[2] = {row_sum[row], row_sum[row + 1]};
+    float best[2] = {-infinity(), -infinity()};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int token = 16 * k + 2 * g;
+      float token_scale[2] = {1.0f, 1.0f}, token_minimum[2] = {0.0f, 0.0f};
+      if (per_token) {
+        const float wide = a.key.format == kE4M3 ? 256.0f : 1.0f;
+        if (unit.scale != nullptr) {
+          const uint32_t pair = load_token_pair(unit.scale, token, a.key.group_tokens);
+          token_scale[0] = half_low(pair) * wide;
+          token_scale[1] = half_high(pair) * wide;
+        } else {
+          token_scale[0] = token_scale[1] = a.key.static_scale[rows.head] * wide;
+        }
+        if (unit.minimum != nullptr) {
+          const uint32_t pair = load_token_pair(unit.minimum, token, a.key.group_tokens);
+          token_minimum[0] = half_low(pair);
+          token_minimum[1] = half_high(pair);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int which = i / 2, column = i % 2;
+        float z = fmaf(c[n][k][i], token_scale[which], token_minimum[which] * sum[column]) * scale[column];
+        if (is_plain) {
+          z *= kLog2E;
+        } else if (row + column < rows.count) {
+          z = adjusted(a, rows, row + column, start + token + which, z);
+        }
+        c[n][k][i] = z;
+        best[column] = fmaxf(best[column], z);
+      }
+    }
+    float shift[2], decay[2];
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      for (int mask = 4; mask < 32; mask *= 2) best[column] = fmaxf(best[column], shuffle_xor(best[column], mask));
+      const float now = fmaxf(state.best[n][column], best[column]);
+      shift[column] = now == -infinity() ? 0.0f : now;
+      decay[column] = power_of_two(state.best[n][column] - shift[column]);
+      state.best[n][column] = now;
+      state.total[n][column] *= decay[column];
+    }
+    if (warp_any(decay[0] != 1.0f || decay[1] != 1.0f)) state.scale(n, decay[0], decay[1]);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      float weight[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        weight[i] = power_of_two(c[n][k][i] - shift[i % 2] + kWeightShift);
+        state.total[n][i % 2] += weight[i];
+      }
+      // rows 2g and 2g + 1 of tokens become columns: this lane then holds tokens 4t, 4t + 2 and 4t + 1, 4t + 3
+      const uint32_t even = transpose_8x8(half2_pack(weight[0], weight[1]));
+      const uint32_t odd = transpose_8x8(half2_pack(weight[2], weight[3]));
+      weights[(n * 4 + k) * 32 + lane] = {permute_bytes(even, odd, 0x5410), permute_bytes(even, odd, 0x7632)};
+    }
+  }
+}
+
+// What the minima of this lane's channels add: their groups are rows of state.minima, on other lanes.
+template <int kColumns, int kTiles>
+KVCACHE_DEVICE void add_minima(const ValueUnit& unit, WarpState<kColumns, kTiles>& state) {
+  const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+  for (int u = 0; u < kTiles; ++u) {
+    if (u >= unit.chunks) continue;
+    const int group = u / unit.chunks_per_group;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      const float even = shuffle(group < 8 ? state.minima[n][0] : state.minima[n][2], group % 8 * 4 + t);
+      const float odd = shuffle(group < 8 ? state.minima[n][1] : state.minima[n][3], group % 8 * 4 + t);
+      state.output[n][u][0] += even;
+      state.output[n][u][1] += odd;
+      state.output[n][u][2] += even;
+      state.output[n][u][3] += odd;
+    }
+  }
+}
+
+// Merges the warps of a thread block, one after the other, into the split's results.
+template <int kColumns, int kTiles>
+KVCACHE_DEVICE void merge_warps(const AttentionArguments& a, const Rows& rows, const float* channel_factors,
+                                uint8_t* shared, const FastMemory& memory, WarpState<kColumns, kTiles>& state) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, g = lane / 4, t = lane % 4;
+  const int value_dim = a.value.head_dim;
+  float* const best = reinterpret_cast<float*>(shared + memory.ring);  // the copies have all been used
+  float* const total = best + 8 * kColumns;
+  float* const output = total + 8 * kColumns;
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n)
+    for (int i = 0; i < 2; ++i)
+      for (int mask = 4; mask < 32; mask *= 2) state.total[n][i] += shuffle_xor(state.total[n][i], mask);
+  block_barrier();
+  for (int i = thread; i < 8 * kColumns; i += kThreads) best[i] = -infinity();
+  block_barrier();
+  for (int warp = 0; warp < kWarps; ++warp) {
+    if (thread / 32 == warp && g == 0) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n)
+        for (int i = 0; i < 2; ++i) best[8 * n + 2 * t + i] = fmaxf(best[8 * n + 2 * t + i], state.best[n][i]);
+    }
+    block_barrier();
+  }
+  for (int warp = 0; warp < kWarps; ++warp) {
+    if (thread / 32 == warp) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int row = 8 * n + 2 * t + i;
+          const float shift = best[row] == -infinity() ? 0.0f : best[row];
+          const float share = power_of_two(state.best[n][i] - shift) / kWeightScale;
+          if (g == 0) total[row] = (warp == 0 ? 0.0f : total[row]) + share * state.total[n][i];
+#pragma unroll
+          for (int u = 0; u < kTiles; ++u) {
+            if (16 * u >= value_dim) continue;
+            for (int high = 0; high < 2; ++high) {
+              const int channel = 16 * u + 2 * g + high;
+              const float factor = channel_factors != nullptr ? channel_factors[channel] : 1.0f;
+              float* at = output + row * value_dim + channel;
+              *at = (warp == 0 ? 0.0f : *at) + share * factor * state.output[n][u][2 * high + i];
+            }
+          }
+        }
+      }
+    }
+    block_barrier();
+  }
+  const int split = static_cast<int>(blockIdx.x);
+  for (int row = thread; row < rows.count; row += kThreads) {
+    float* sums = a.partial_sums + 2 * rows.partial(a, row, split);
+    sums[0] = total[row] != total[row] ? 0.0f : best[row];
+    sums[1] = total[row];
+  }
+  for (int i = thread; i < rows.count * value_dim; i += kThreads)
+    a.partial_outputs[rows.partial(a, i / value_dim, split) * value_dim + i % value_dim] = output[i];
+}
+
+// One split: a range of whole packed blocks, every fourth of them per warp.
+template <int kColumns, int kTiles>
+KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, uint8_t* shared) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const FastMemory memory(a, kColumns);
+  prepare_queries(a, rows, shared, memory, kColumns);
+  block_barrier();
+
+  const int split = static_cast<int>(blockIdx.x), blocks = a.fast_end - a.fast_begin;
+  const int begin = a.fast_begin + static_cast<int>(static_cast<int64_t>(split) * blocks / a.fast_splits) + warp;
+  const int end = a.fast_begin + static_cast<int>(static_cast<int64_t>(split + 1) * blocks / a.fast_splits);
+  uint8_t* const ring = shared + memory.ring + warp * FastMemory::slots() * a.unit_bytes;
+  uint2* const weights = reinterpret_cast<uint2*>(shared + memory.weights) + warp * kColumns * 128;
+  const float* const row_scale = reinterpret_cast<const float*>(shared + memory.row_scale);
+  const float* const row_sum = reinterpret_cast<const float*>(shared + memory.row_sum);
+  const uint8_t* const records = a.records.of(rows.batch, rows.head);
+  const int key_codes = plane_bytes(1, a.key.padded_dim) * a.key.nbits;
+  const int value_codes = plane_bytes(1, a.value.padded_dim) * a.value.nbits;
+
+  KeyUnit key{};
+  key.fragments = reinterpret_cast<const uint2*>(shared + memory.fragments);
+  key.rotations = reinterpret_cast<const uint4*>(shared + memory.rotations);
+  key.rotation_row = memory.rotation_stride / 2;
+  key.period = a.key.period;
+  key.steps = a.key.head_dim / 16;
+  key.half = a.key.head_dim / 2;
+  key.dim = a.key.head_dim;
+  key.swizzle = a.key_swizzle;
+  key.row_shift = a.key.group_tokens >= 64 ? 2 : a.key.group_tokens >= 32 ? 1 : 0;
+  key.interleaved = a.key.interleaved != 0;
+  ValueUnit value{};
+  value.weights = weights;
+  value.chunks = a.value.head_dim / 16;
+  value.width = a.value.width;
+  value.chunks_per_group = value.chunks / a.value.width;
+  value.group_tokens = a.value.group_tokens;
+  value.swizzle = a.value_swizzle;
+
+  // Unit 2i is the keys of this warp's block i, unit 2i + 1 its values; unit m lies in place m % 3.
+  auto start_copy = [&](int unit) {
+    const int block = begin + unit / 2 * kWarps;
+    if (block < end) {
+      const uint8_t* record = records + static_cast<int64_t>(block) * a.records.record_bytes;
+      uint8_t* place = ring + unit % FastMemory::slots() * a.unit_bytes;
+      if (unit % 2 == 0) {
+        copy_unit(place, record + a.key.codes_offset, a.key_copy, key_codes, a.key_swizzle);
+      } else {
+        copy_unit(place, record + a.value.codes_offset, a.value_copy, value_codes, a.value_swizzle);
+      }
+    }
+    copy_commit();
+  };
+  // Waits for unit `m`, and starts the next but one in the place that the last one has left.
+  auto next_unit = [&](int unit) {
+    copy_wait<1>();
+    warp_barrier();  // every lane's copies have landed, and every lane is done with the place to be filled
+    start_copy(unit + 2);
+    return ring + unit % FastMemory::slots() * a.unit_bytes;
+  };
+
+  WarpState<kColumns, kTiles> state;
+  state.clear();
+  start_copy(0);
+  start_copy(1);
+  int unit = 0;
+  for (int block = begin; block < end; block += kWarps, unit += 2) {
+    const bool is_left_out = holds_sinks(a, rows.batch, block);
+    key.codes = next_unit(unit);
+    if (!is_left_out) {
+      const int64_t start = static_cast<int64_t>(block) * kBlockTokens;
+      key.scale = a.key.scale_offset >= 0 ? key.codes + (a.key.scale_offset - a.key.codes_offset) : nullptr;
+      key.minimum = a.key.minimum_offset >= 0 ? key.codes + (a.key.minimum_offset - a.key.codes_offset) : nullptr;
+      key.phase = a.key.cos != nullptr ? static_cast<int>(start) % a.key.period : 0;
+      float products[kColumns][4][4] = {};
+      multiply_keys(a.key, key, products);
+      weigh(a, rows, key, start, row_scale, row_sum, products, state, weights);
+    }
+    value.codes = next_unit(unit + 1);  // its barrier also shows every lane the weights
+    if (!is_left_out) {
+      value.scale = a.value.scale_offset >= 0 ? value.codes + (a.value.scale_offset - a.value.codes_offset) : nullptr;
+      value.minimum =
+          a.value.minimum_offset >= 0 ? value.codes + (a.value.minimum_offset - a.value.codes_offset) : nullptr;
+      const int needed = needed_exponent(value);
+      if (needed > state.exponent) {
+        const float shrink = bits_float(static_cast<uint32_t>(127 + state.exponent - needed) << 23);
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) state.scale(n, shrink, shrink);
+        state.exponent = needed;
+      }
+      value.shrink = static_cast<uint32_t>(15 - state.exponent) << 10;
+      value.shrink |= value.shrink << 16;
+      multiply_values(a.value, value, state.output, state.minima);
+    }
+  }
+  copy_wait<0>();
+
+  float grow = 1.0f;
+  if (a.value.scale_offset >= 0) {
+    grow = bits_float(static_cast<uint32_t>(127 + state.exponent) << 23);
+  } else {
+    grow = a.value.static_scale[rows.head];
+  }
+  if (a.value.format == kE4M3) grow *= 256.0f;
+  if (a.value.minimum_offset >= 0) add_minima(value, state);
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) state.scale(n, grow, grow);
+  const float* factors =
+      a.value.factors == nullptr
+          ? nullptr
+          : a.value.factors + (static_cast<int64_t>(rows.batch) * a.records.heads + rows.head) * a.value.head_dim;
+  merge_warps(a, rows, factors, shared, memory, state);
+}
+
+}  // namespace kvcache

@@ -1,0 +1,161 @@
+// Decode attention in fp32 without tensor cores: every format, every option, any head of up to 256 channels, fp32
+// queries. The fast path (fast_attention.cuh) leaves it what is not a whole packed block: exact tokens, sinks, the
+// ends of the packed ones.
+//
+// A thread block takes 64 slots at a time: keys to a tile in shared memory, logits, weights, values to the same tile,
+// products. Both products read a tile row by row or column by column without bank conflicts. Bound: for every slot
+// and query row, one multiply-add per channel and key, and one per channel and value, each with a load from shared
+// memory; not measured.
+#pragma once
+
+#include "decoding.cuh"
+
+namespace kvcache {
+
+struct GeneralMemory {
+  float *tile, *query, *scores, *output, *best, *total, *decay;
+  int stride;
+
+  KVCACHE_BOTH static int larger_dim(const AttentionArguments& a) {
+    return a.key.head_dim > a.value.head_dim ? a.key.head_dim : a.value.head_dim;
+  }
+  KVCACHE_BOTH static int bytes(const AttentionArguments& a) {
+    const int dim = larger_dim(a);
+    const int row = a.key.head_dim + a.value.head_dim + kBlockTokens + 3;
+    return 4 * (kBlockTokens * tile_stride(dim) + a.chunk_rows * row);
+  }
+  KVCACHE_DEVICE GeneralMemory(const AttentionArguments& a, uint8_t* shared) : stride(tile_stride(larger_dim(a))) {
+    tile = reinterpret_cast<float*>(shared);
+    query = tile + kBlockTokens * stride;
+    scores = query + a.chunk_rows * a.key.head_dim;
+    output = scores + a.chunk_rows * kBlockTokens;
+    best = output + a.chunk_rows * a.value.head_dim;
+    total = best + a.chunk_rows;
+    decay = total + a.chunk_rows;
+  }
+};
+
+// Weights of one row from its logits, by one warp; the row's sum and maximum follow.
+KVCACHE_DEVICE void soften(const GeneralMemory& m, int row, int count) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  float* scores = m.scores + row * kBlockTokens;
+  const float low = lane < count ? scores[lane] : -infinity();
+  const float high = lane + 32 < count ? scores[lane + 32] : -infinity();
+  float best = fmaxf(low, high);
+  for (int mask = 16; mask > 0; mask /= 2) best = fmaxf(best, shuffle_xor(best, mask));
+  const float before = m.best[row], now = fmaxf(before, best);
+  const float shift = now == -infinity() ? 0.0f : now;
+  const float weight_low = power_of_two(low - shift), weight_high = power_of_two(high - shift);
+  float sum = weight_low + weight_high;
+  for (int mask = 16; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+  scores[lane] = weight_low;
+  scores[lane + 32] = weight_high;
+  warp_barrier();  // every lane has read the maximum
+  if (lane == 0) {
+    const float decay = power_of_two(before - shift);
+    m.decay[row] = decay;
+    m.total[row] = m.total[row] * decay + sum;
+    m.best[row] = now;
+  }
+}
+
+// Attends from this thread block's rows to the slots of one 64-slot block.
+template <bool kPositions>
+KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, const GeneralMemory& m,
+                                 int64_t start) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int count = a.length - start < kBlockTokens ? static_cast<int>(a.length - start) : kBlockTokens;
+  const int key_dim = a.key.head_dim, value_dim = a.value.head_dim;
+  load_tile<kPositions>(a.key, a.records, true, rows.batch, rows.head, start, count, m.tile, m.stride);
+  for (int i = thread; i < rows.count * kBlockTokens; i += threads) {
+    const int row = i / kBlockTokens, token = i % kBlockTokens;
+    if (token >= count) continue;
+    const float *query = m.query + row * key_dim, *key = m.tile + token * m.stride;
+    float sum = 0.0f;
+    for (int d = 0; d < key_dim; ++d) sum = fmaf(query[d], key[d], sum);
+    m.scores[i] = adjusted(a, rows, row, start + token, sum);
+  }
+  block_barrier();
+  for (int row = thread / 32; row < rows.count; row += threads / 32) soften(m, row, count);
+  block_barrier();
+  load_tile<kPositions>(a.value, a.records, false, rows.batch, rows.head, start, count, m.tile, m.stride);
+  for (int i = thread; i < rows.count * value_dim; i += threads) {
+    const int row = i / value_dim, channel = i % value_dim;
+    const float* weights = m.scores + row * kBlockTokens;
+    float sum = m.output[i] * m.decay[row];
+    for (int t = 0; t < count; ++t) {
+      const float weight = weights[t];
+      if (weight != 0.0f) sum = fmaf(weight, m.tile[t * m.stride + channel], sum);  // a hidden slot may hold anything
+    }
+    m.output[i] = sum;
+  }
+  block_barrier();
+}
+
+KVCACHE_DEVICE bool holds_sinks(const AttentionArguments& a, int batch, int64_t block) {
+  const int length = a.key.sink_length > a.value.sink_length ? a.key.sink_length : a.value.sink_length;
+  if (length == 0) return false;
+  const int64_t first = a.records.sink_start != nullptr ? a.records.sink_start[batch] : 0;
+  return block * kBlockTokens < first + length && (block + 1) * kBlockTokens > first;
+}
+
+// One split of what the fast path leaves: split 0 .. general_splits - 1 a range of blocks, the one after those the
+// blocks within the fast range that hold sinks.
+template <bool kPositions>
+KVCACHE_DEVICE void attend_general(const AttentionArguments& a, const Rows& rows, uint8_t* shared, int split,
+                                   int place) {
+  const GeneralMemory m(a, shared);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int key_dim = a.key.head_dim, value_dim = a.value.head_dim;
+  for (int i = thread; i < rows.count * key_dim; i += threads)
+    m.query[i] = rows.query(a, i / key_dim, i % key_dim) * a.scaling;
+  for (int i = thread; i < rows.count * value_dim; i += threads) m.output[i] = 0.0f;
+  for (int i = thread; i < rows.count; i += threads) {
+    m.best[i] = -infinity();
+    m.total[i] = 0.0f;
+  }
+  block_barrier();
+  if (split < a.general_splits) {
+    const int blocks = a.general_end - a.general_begin;
+    const int begin = a.general_begin + split * blocks / a.general_splits;  // at most 128 splits: fits 32 bits
+    const int end = a.general_begin + (split + 1) * blocks / a.general_splits;
+    for (int64_t block = begin; block < end; ++block) attend_block<kPositions>(a, rows, m, block * kBlockTokens);
+  } else {
+    for (int64_t block = a.fast_begin; block < a.fast_end; ++block)
+      if (holds_sinks(a, rows.batch, block)) attend_block<kPositions>(a, rows, m, block * kBlockTokens);
+  }
+  for (int i = thread; i < rows.count; i += threads) {
+    const bool is_spoilt = m.total[i] != m.total[i];  // by a visible score that is not a number
+    float* sums = a.partial_sums + 2 * rows.partial(a, i, place);
+    sums[0] = is_spoilt ? 0.0f : m.best[i];
+    sums[1] = m.total[i];
+  }
+  for (int i = thread; i < rows.count * value_dim; i += threads)
+    a.partial_outputs[rows.partial(a, i / value_dim, place) * value_dim + i % value_dim] = m.output[i];
+}
+
+// Merges the splits of one query row, a thread block each; sink logits are weights without a value.
+KVCACHE_DEVICE void merge_splits(const AttentionArguments& a) {
+  const int value_dim = a.value.head_dim, splits = a.splits();
+  const int64_t row = blockIdx.x;  // batch, kv head, head of the group, query token
+  const int query_head = static_cast<int>(blockIdx.x) / a.query_length % (a.records.heads * a.group);
+  const float* sums = a.partial_sums + 2 * row * splits;
+  const float* outputs = a.partial_outputs + row * splits * value_dim;
+  const float sink = a.sink_logits != nullptr ? a.sink_logits[query_head] * kLog2E : -infinity();
+  float best = sink;
+  for (int s = 0; s < splits; ++s) best = fmaxf(best, sums[2 * s]);
+  const float shift = best == -infinity() ? 0.0f : best;
+  float total = power_of_two(sink - shift);
+  for (int s = 0; s < splits; ++s) total = fmaf(sums[2 * s + 1], power_of_two(sums[2 * s] - shift), total);
+  const float inverse = total == 0.0f ? 1.0f : 1.0f / total;
+  for (int d = static_cast<int>(threadIdx.x); d < value_dim; d += static_cast<int>(blockDim.x)) {
+    float merged = 0.0f;
+    for (int s = 0; s < splits; ++s) {
+      const float weight = power_of_two(sums[2 * s] - shift);
+      if (weight != 0.0f) merged = fmaf(weight, outputs[s * static_cast<int64_t>(value_dim) + d], merged);
+    }
+    write_number(a.output, a.query_dtype, row * value_dim + d, merged * inverse);
+  }
+}
+
+}  // namespace kvcache

@@ -1,0 +1,25 @@
+// The launches of the kernels: what the bindings, which know torch, may call. `stream` is a cudaStream_t, the result a
+// cudaError_t. A .cu file defines one instance each, so that they compile side by side.
+#pragma once
+
+#include "arguments.h"
+
+namespace kvcache {
+
+int attend_8_rows(const AttentionArguments& a, int batch, void* stream);  // values of up to 128 channels
+int attend_16_rows(const AttentionArguments& a, int batch, void* stream);
+int attend_8_rows_wide(const AttentionArguments& a, int batch, void* stream);  // of up to 256
+int attend_general_rows(const AttentionArguments& a, int batch, void* stream);
+int merge_rows(const AttentionArguments& a, int batch, void* stream);
+
+// Dynamic shared memory of a thread block for up to `8 columns` query rows; 0 columns: of the general kernel.
+int attention_shared_bytes(const AttentionArguments& a, int columns);
+
+int decode_slots(const DecodeArguments& a, int batch, void* stream);
+int gather_slots(const GatherArguments& a, int batch, void* stream);
+int encode_slots(const EncodeArguments& a, int batch, int heads, void* stream);
+
+// Sets *flag to 1 if a number of the states is not finite or, in magnitude, at least `limit`.
+int find_large_numbers(const EncodeArguments& a, int batch, int heads, float limit, int32_t* flag, void* stream);
+
+}  // namespace kvcache

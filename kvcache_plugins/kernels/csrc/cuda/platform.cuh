@@ -1,0 +1,158 @@
+// What the kernels ask of the machine: half-precision pairs, the tensor core, asynchronous copies, collectives of a
+// warp. The only file with inline PTX. With KVCACHE_EMULATION every function has a body in plain C++ (emulation.h),
+// through which the tests run the kernels on a machine without a GPU.
+//
+// Pairs of fp16 numbers travel as 32-bit words, the first number in the lower half.
+#pragma once
+
+#include <cstdint>
+
+#include "code_places.h"
+
+#if defined(KVCACHE_EMULATION)
+#include "emulation.h"
+#else
+#include <cuda_runtime.h>
+#define KVCACHE_DEVICE __device__ __forceinline__
+// At most `threads` in a block, registers for `blocks` of them on a multiprocessor.
+#define KVCACHE_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define KVCACHE_SHARED(name) extern __shared__ __align__(128) uint8_t name[]
+#endif
+
+namespace kvcache {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+#if !defined(KVCACHE_EMULATION)
+
+KVCACHE_DEVICE float infinity() { return __int_as_float(0x7f800000); }
+KVCACHE_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
+KVCACHE_DEVICE float bits_float(uint32_t x) { return __uint_as_float(x); }
+
+// ---- pairs of fp16
+
+KVCACHE_DEVICE uint32_t half2_add(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+KVCACHE_DEVICE uint32_t half2_multiply(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+KVCACHE_DEVICE uint32_t half2_fma(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+KVCACHE_DEVICE uint32_t half2_pack(float low, float high) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+KVCACHE_DEVICE float half_float(uint16_t bits) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(bits));
+  return d;
+}
+KVCACHE_DEVICE uint16_t float_half(float x) {
+  uint16_t d;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(x));
+  return d;
+}
+// Bytes of `a` (0 to 3) and `b` (4 to 7), chosen by the four nibbles of `selector`, lowest first.
+KVCACHE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
+
+// ---- arithmetic that must round as written: no contraction
+
+KVCACHE_DEVICE float add_rounded(float a, float b) { return __fadd_rn(a, b); }
+KVCACHE_DEVICE float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
+KVCACHE_DEVICE float divide_rounded(float a, float b) { return __fdiv_rn(a, b); }
+KVCACHE_DEVICE float nearest_even(float x) { return rintf(x); }
+// Cosine and sine of an angle in radians; reduced in fp64, for angles of long contexts.
+KVCACHE_DEVICE void turn(double angle, float* cosine, float* sine) {
+  const double turns = angle * 0.15915494309189533577;
+  const float part = static_cast<float>(2.0 * (turns - rint(turns)));
+  *cosine = cospif(part);
+  *sine = sinpif(part);
+}
+KVCACHE_DEVICE float power_of_two(float x) {  // 2 units in the last place, subnormal results are 0
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x));
+  return d;
+}
+
+// ---- warps and blocks
+
+KVCACHE_DEVICE void warp_barrier() { __syncwarp(); }
+KVCACHE_DEVICE void block_barrier() { __syncthreads(); }
+KVCACHE_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+KVCACHE_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+KVCACHE_DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
+KVCACHE_DEVICE uint32_t warp_max(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
+
+// The transpose of an 8 x 8 matrix of 16-bit numbers, of which lane `l` holds row `l / 4`, columns `2 (l % 4)` and
+// the next.
+KVCACHE_DEVICE uint32_t transpose_8x8(uint32_t x) {
+  uint32_t d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(x));
+  return d;
+}
+
+// c += a b, with a 16 x 16 and b 16 x 8 of fp16. With g = lane / 4 and t = lane % 4 a lane holds
+//     a[0] row g, columns 2t and 2t + 1; a[1] row g + 8, the same; a[2] and a[3] the same, 8 columns further;
+//     b0 rows 2t and 2t + 1 of column g; b1 rows 2t + 8 and 2t + 9;
+//     c[0], c[1] row g, columns 2t and 2t + 1; c[2], c[3] row g + 8.
+KVCACHE_DEVICE void multiply_accumulate(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                        uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// ---- copies from global to shared memory that finish later
+
+KVCACHE_DEVICE void copy_async_16(void* to, const void* from) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+}
+KVCACHE_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+KVCACHE_DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- host side
+
+// Launches `kernel` on a stream (a cudaStream_t); returns a cudaError_t.
+template <typename Arguments>
+int launch(void (*kernel)(Arguments), dim3 grid, int threads, int shared_bytes, void* stream,
+           const Arguments& arguments) {
+  if (shared_bytes > 48 * 1024) {
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (status != cudaSuccess) return status;
+  }
+  kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments);
+  return cudaGetLastError();
+}
+
+#endif
+
+KVCACHE_DEVICE float half_low(uint32_t pair) { return half_float(static_cast<uint16_t>(pair)); }
+KVCACHE_DEVICE float half_high(uint32_t pair) { return half_float(static_cast<uint16_t>(pair >> 16)); }
+KVCACHE_DEVICE float bfloat_float(uint16_t bits) { return bits_float(static_cast<uint32_t>(bits) << 16); }
+
+// Nearest bf16, ties to even; what is not a number stays so.
+KVCACHE_DEVICE uint16_t float_bfloat(float x) {
+  const uint32_t bits = float_bits(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+}  // namespace kvcache

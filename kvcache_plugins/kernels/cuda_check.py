@@ -1,0 +1,251 @@
+"""A check of the CUDA kernels on the GPU they are to run on, against torch on the same GPU.
+
+A few random packed tokens per format, laid out by `quantizers.packing`. It takes about a second, once per
+process and device, and waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..models.rotary import Rotary
+from ..quantizers import affine, float8
+from ..quantizers.granularity import Granularity, per_channel_group, per_token_group, per_token_head
+from ..quantizers.packing import BLOCK_TOKENS, pack_keys, pack_values, packed_bytes
+from .decoding import attend_dense, decode_side
+from .gathering import gather_records
+from .layout import FORMATS, Side, SideLayout
+from .ops import decode_attention, decode_tokens, encode_tokens, gather_tokens
+
+__all__ = ["Sample", "find_deviation", "samples"]
+
+_BLOCKS = 6
+_EXACT = 37
+_HEADS, _GROUP, _ROWS = 2, 4, 2
+_BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+"""Largest relative deviation, root mean square. Broken layouts deviate by about 1."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Random packed keys and values.
+
+    Args:
+        name (`str`): Format, bits and grouping.
+        records (`torch.Tensor` of shape `(B, H, N, record_bytes)`): The packed blocks.
+        keys (`Side`), values (`Side`): Their description, with a segment of exact tokens each.
+    """
+
+    name: str
+    records: Tensor
+    keys: Side
+    values: Side
+
+    def to(self, device: torch.device) -> Sample:
+        """The same on a device."""
+        sides = [
+            Side(
+                side.layout,
+                [segment.to(device) for segment in side.segments],
+                *(None if extra is None else extra.to(device) for extra in side.extras),
+            )
+            for side in (self.keys, self.values)
+        ]
+        return Sample(self.name, self.records.to(device), *sides)
+
+
+def samples(
+    dtype: torch.dtype, head_dim: int = 128, blocks: int = _BLOCKS, seed: int = 0
+) -> Iterator[Sample]:
+    """Yield a sample of every way in which keys and values are stored, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    for nbits in (2, 3, 4, 8):
+        for group, is_rotated in ((32, False), (64, nbits < 8)):
+            keys = _Stored("affine", nbits, group, head_dim, is_rotated)
+            yield _sample(
+                f"{nbits} bit, {group} tokens{', rotated' if is_rotated else ''}",
+                keys, _Stored("affine", nbits, 1, head_dim // 32), head_dim, blocks, dtype, generator,
+            )  # fmt: skip
+        token = _Stored("affine", nbits, 1, 1)
+        yield _sample(f"{nbits} bit per token", token, token, head_dim, blocks, dtype, generator)
+    for name in ("symmetric", "e4m3", "e5m2"):
+        token = _Stored(name, 8, 1, 1)
+        yield _sample(f"{name} per token", token, token, head_dim, blocks, dtype, generator)
+
+
+def find_deviation(device: torch.device) -> str | None:
+    """Run the kernels on a device; return what is wrong with them, or `None`."""
+    with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for head_dim in (128, 80) if dtype == torch.bfloat16 else (128,):
+                for sample in samples(dtype, head_dim):
+                    deviation = _attention_deviation(sample, dtype, device)
+                    if deviation is not None:
+                        return f"{sample.name}, {head_dim} channels, {dtype}: {deviation}"
+        for sample in samples(torch.float32):
+            deviation = _tokens_deviation(sample.to(device))
+            if deviation is not None:
+                return f"{sample.name}: {deviation}"
+        return _encoding_deviation(device)
+
+
+def _attention_deviation(sample: Sample, dtype: torch.dtype, device: torch.device) -> str | None:
+    moved = sample.to(device)
+    head_dim = sample.keys.layout.head_dim
+    query = torch.randn(_ROWS, _HEADS * _GROUP, 2, head_dim).to(dtype).to(device)
+    got = decode_attention(
+        query, moved.records, moved.keys, moved.values, scaling=head_dim**-0.5, is_causal=True, softcap=30.0
+    )
+    keys = decode_side(moved.keys, moved.records, is_key=True, sink_start=None)
+    values = decode_side(moved.values, moved.records, is_key=False, sink_start=None)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        expected = attend_dense(query.float(), keys, values, head_dim**-0.5, None, True, 0, 30.0, None, None)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    error = float((got.float() - expected).norm() / expected.norm())
+    return None if error <= _BOUNDS[dtype] else f"attention deviates by {error:.2e}"
+
+
+def _tokens_deviation(sample: Sample) -> str | None:
+    for side, is_key in ((sample.keys, True), (sample.values, False)):
+        got = decode_tokens(
+            sample.records, side, is_key=is_key, start=5, stop=side.length - 3, dtype=torch.float32
+        )
+        expected = decode_side(side, sample.records, is_key=is_key, sink_start=None)[:, :, 5:-3]
+        if not torch.allclose(got, expected, rtol=1e-6, atol=4e-6 * float(expected.abs().max())):
+            return f"decoded {'keys' if is_key else 'values'} differ"
+    layouts = [side.layout for side in (sample.keys, sample.values)]
+    if any(layout.group_tokens != 1 for layout in layouts):
+        return None
+    index = torch.randint(0, layouts[0].packed_length, (_ROWS, _HEADS, 100)).to(sample.records.device)
+    results = [torch.zeros_like(sample.records[:, :, :2]) for _ in range(2)]
+    gather_tokens(sample.records, results[0], index, layouts[0], layouts[1])
+    gather_records(sample.records, results[1], index, layouts[0], layouts[1])
+    return None if torch.equal(results[0], results[1]) else "gathered records differ"
+
+
+def _encoding_deviation(device: torch.device) -> str | None:
+    """Encode two blocks and one more token, and compare with the quantizers on the CPU, byte by byte."""
+    head_dim, pairs = 64, 32
+    rotary = Rotary(tuple(0.9**i for i in range(pairs)))
+    tables = rotary.tables(torch.arange(32))
+    for name, nbits, granularity, is_key in (
+        ("affine", 4, per_channel_group(32), True),
+        ("affine", 2, per_token_group(32), False),
+        ("symmetric", 8, per_token_head(), True),
+        ("e4m3", 8, per_token_head(), False),
+    ):
+        tokens = 2 * BLOCK_TOKENS + (granularity.tokens == 1)
+        states = torch.randn(_ROWS, _HEADS, tokens, head_dim)
+        for is_rotated in (False, True)[: 1 + is_key]:
+            size = packed_bytes(head_dim, nbits)
+            width = granularity.width(head_dim)
+            row_bytes = BLOCK_TOKENS // granularity.tokens * width * 2
+            layout = [nbits, FORMATS[name], head_dim, granularity.tokens, width, 2, 0, 0, size]
+            layout.append(size + row_bytes if name == "affine" else -1)
+            records = torch.zeros(_ROWS, _HEADS, 3, size + 2 * row_bytes, dtype=torch.uint8, device=device)
+            turning = tuple(table.to(device) for table in tables) if is_rotated else ()
+            moved = states.to(device)
+            done = [encode_tokens(records, moved[:, :, :128], is_key, layout, 0, *turning)]
+            if tokens > 128:
+                done.append(encode_tokens(records, moved[:, :, 128:], is_key, layout, 128, *turning))
+            if not all(done):
+                return f"encoding {name} was refused"
+            if is_rotated:
+                deltas = torch.arange(tokens) % 32
+                states_there = rotary.turn(states, tables[0][deltas], -tables[1][deltas])
+            else:
+                states_there = states
+            expected = _expected_codes(name, nbits, granularity, states_there, is_key)
+            found = records[:, :, : expected.shape[2], :size].cpu()
+            # a rotation may be rounded otherwise on a GPU, which moves a code in thousands
+            if float((found != expected).float().mean()) > (1e-2 if is_rotated else 0.0):
+                return f"encoded {name} {'keys' if is_key else 'values'} differ"
+    return None
+
+
+def _expected_codes(name: str, nbits: int, granularity: Granularity, states: Tensor, is_key: bool) -> Tensor:
+    """Packed codes of whole blocks, `(B, H, N, nbytes)`."""
+    if name == "affine":
+        scale, minimum = affine.choose_qparams_asymmetric(states, granularity, nbits)
+        codes = affine.quantize_asymmetric(states, scale, minimum, granularity, nbits)
+    elif name == "symmetric":
+        scale = affine.choose_qparams_symmetric(states, granularity)
+        codes = affine.quantize_symmetric(states, scale, granularity)
+    else:
+        scale = affine.choose_qparams_symmetric(states, granularity, None, float8.FLOAT8_MAX[name])
+        codes = float8.quantize_float8(states, scale, granularity, name)
+    blocks = codes[:, :, : 2 * BLOCK_TOKENS].unflatten(2, (2, BLOCK_TOKENS))
+    return pack_keys(blocks, nbits) if is_key else pack_values(blocks, nbits)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """How a side of a sample is stored: `width` 0 stands for one metadata entry per channel."""
+
+    format: str
+    nbits: int
+    group_tokens: int
+    width: int
+    is_rotated: bool = False
+
+
+def _sample(
+    name: str,
+    keys: _Stored,
+    values: _Stored,
+    head_dim: int,
+    blocks: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Sample:
+    parts: list[Tensor] = []
+    sides = []
+    offset = 0
+    for stored, is_key in ((keys, True), (values, False)):
+        width = next(w for w in range(min(stored.width, head_dim), 0, -1) if head_dim % w == 0)
+        if not is_key and head_dim // width % 16:
+            width = 1
+        shape = (_ROWS, _HEADS, blocks)
+        codes = _random_codes(stored, (*shape, BLOCK_TOKENS, head_dim), generator)
+        packed = pack_keys(codes, stored.nbits) if is_key else pack_values(codes, stored.nbits)
+        rows = BLOCK_TOKENS // stored.group_tokens
+        levels = {"affine": 2**stored.nbits - 1, "symmetric": 127, "e4m3": 448, "e5m2": 57344}[stored.format]
+        scale = (torch.rand(*shape, rows, width, generator=generator) + 0.2) * 4 / levels
+        fields = [packed, scale.half().flatten(3).contiguous().view(torch.uint8)]
+        if stored.format == "affine":
+            minimum = torch.randn(*shape, rows, width, generator=generator) - 2
+            fields.append(minimum.half().flatten(3).contiguous().view(torch.uint8))
+        offsets = [offset + sum(f.shape[-1] for f in fields[:i]) for i in range(len(fields))]
+        offset = offsets[-1] + fields[-1].shape[-1]
+        parts += fields
+        assert packed.shape[-1] == packed_bytes(head_dim, stored.nbits)
+        period = 32 * (stored.group_tokens // 32) if stored.is_rotated else 0
+        layout = SideLayout(
+            blocks * BLOCK_TOKENS, stored.nbits, FORMATS[stored.format], head_dim, stored.group_tokens, width,
+            2, 0, offsets[0], offsets[1], offsets[2] if len(offsets) > 2 else -1, period,
+            head_dim if stored.is_rotated else 0,
+        )  # fmt: skip
+        angles = torch.arange(period)[:, None] * 100.0 ** -torch.linspace(0, 1, head_dim // 2)
+        tables = (angles.cos(), angles.sin()) if stored.is_rotated else (None, None)
+        exact = torch.randn(_ROWS, _HEADS, _EXACT, head_dim, generator=generator).to(dtype)
+        sides.append(Side(layout, [exact], cos=tables[0], sin=tables[1]))
+    missing = -offset % 64
+    parts.append(torch.zeros(_ROWS, _HEADS, blocks, missing, dtype=torch.uint8))
+    return Sample(name, torch.cat(parts, dim=-1), *sides)
+
+
+def _random_codes(stored: _Stored, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if stored.format in ("e4m3", "e5m2"):
+        dtype = torch.float8_e4m3fn if stored.format == "e4m3" else torch.float8_e5m2
+        largest = torch.finfo(dtype).max
+        numbers = torch.randn(shape, generator=generator) * largest / 4
+        return numbers.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    low = 1 if stored.format == "symmetric" else 0
+    return torch.randint(low, 2**stored.nbits, shape, dtype=torch.uint8, generator=generator)

@@ -1,0 +1,267 @@
+"""The CUDA kernels: built when a tensor on a GPU is first served, kept beside the CPU builds, and checked.
+
+A build is named after its sources, the operators' signatures, the releases of torch, CUDA and nvcc, and the
+architectures of the GPUs. It is made by `torch.utils.cpp_extension.load` under a file lock. No kernel here is
+trusted unseen: on every device, before the first use, they run on random tokens of every format and are
+compared with torch on that device (`cuda_check`); a deviation disables them all for the process.
+
+They have been compiled and emulated, and have not run on a GPU yet; a kernel that goes astray there can take
+the process with it, which no check can undo. So they serve only where they are asked for, by
+`KVCACHE_CUDA_KERNELS=1`.
+
+Environment: `KVCACHE_KERNEL_CACHE` and `KVCACHE_NO_BUILD` as for the CPU library (`loader`),
+`TORCH_CUDA_ARCH_LIST` the architectures to build for instead of those present, `MAX_JOBS` the compilers run
+at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+import warnings
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ..errors import KernelUnavailableError
+from . import cuda_check, loader
+from .compiler import file_lock
+from .ops import SCHEMAS
+
+__all__ = ["CUDA_FLAGS", "build", "sources", "status", "try_load"]
+
+CUDA_FLAGS = ("-O3", "-lineinfo")
+"""For the device code, beside what torch adds. Nothing that changes rounding."""
+_SOURCES = Path(__file__).with_name("csrc") / "cuda"
+_NAME = "kvcache_plugins_cuda"
+
+_OPT_IN = "KVCACHE_CUDA_KERNELS"
+_NOT_ASKED = f"they have been emulated only, and have not run on a GPU yet: {_OPT_IN}=1 tries them"
+
+_lock = threading.RLock()
+_path: Path | None = None
+_failure: str | None = None
+_checked: set[int] = set()
+
+
+def sources() -> list[Path]:
+    """The files that are compiled."""
+    return sorted([*_SOURCES.glob("*.cu"), *_SOURCES.glob("*_binding.cpp")])
+
+
+def try_load(device: torch.device) -> bool:
+    """Make the kernels available for tensors of a device, building and checking them if need be.
+
+    Never raises. Without `KVCACHE_CUDA_KERNELS=1` there are none. The first failure of a process is told in
+    one warning and remembered; later calls return false at once.
+    """
+    if os.environ.get(_OPT_IN) != "1":
+        return False
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    if _failure is not None:
+        return False
+    if index in _checked:
+        return True
+    if torch.cuda.is_current_stream_capturing():
+        return False  # neither a build nor a check may be recorded; the next call outside a capture does both
+    with _lock:
+        if _failure is None and index not in _checked:
+            try:
+                build()
+                _check(torch.device("cuda", index))
+            except KernelUnavailableError as error:
+                warnings.warn(
+                    f"Attention over packed keys and values on the GPU runs in plain torch, which is slower: "
+                    f"{error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return index in _checked
+
+
+def build(*, force: bool = False) -> Path:
+    """Load the kernels, building them first if there is no intact build.
+
+    Args:
+        force (`bool`): Build anew even if there is one. What the process has loaded stays in use.
+
+    Returns:
+        `Path`: The library.
+
+    Raises:
+        KernelUnavailableError: If it can neither be found nor built, with the reason.
+    """
+    global _path, _failure
+    with _lock:
+        if _path is not None and not force:
+            return _path
+        try:
+            if _failure is not None and not force:
+                raise KernelUnavailableError(_failure)
+            path = _find_or_build(force)
+        except (OSError, KernelUnavailableError) as error:
+            _failure = str(error)
+            raise KernelUnavailableError(_failure) from error
+        _path, _failure = path, None
+        return path
+
+
+def status() -> loader.KernelStatus:
+    """Return the state of the kernels. Never builds, loads or raises."""
+    directory = loader.cache_directory()
+    release = _nvcc_release()
+    if _failure is not None:
+        return loader.KernelStatus("unavailable", None, directory, release, reason=_failure)
+    if _path is not None:
+        return loader.KernelStatus("loaded", _path, directory, release)
+    reason = _why_no_device()
+    if reason is None and os.environ.get(_OPT_IN) != "1":
+        reason = _NOT_ASKED
+    if reason is not None:
+        return loader.KernelStatus("unavailable", None, directory, release, reason=reason)
+    target = _target()
+    if loader._is_intact(target):
+        return loader.KernelStatus("cached", target, directory, release)
+    reason = _why_not_buildable()
+    return loader.KernelStatus(
+        "missing" if reason is None else "unavailable", target, directory, release, reason=reason
+    )
+
+
+def _check(device: torch.device) -> None:
+    """Compare the kernels with torch on a device; what the check finds is the failure of the process."""
+    global _failure
+    try:
+        deviation = cuda_check.find_deviation(device)
+    except Exception as error:  # a launch that fails, an illegal address: torch serves instead
+        deviation = f"{type(error).__name__}: {error}"
+    if deviation is not None:
+        _failure = f"the kernels failed their check on {device}: {deviation}"
+        raise KernelUnavailableError(_failure)
+    assert device.index is not None
+    _checked.add(device.index)
+
+
+def _find_or_build(force: bool) -> Path:
+    reason = _why_no_device()
+    if reason is None and os.environ.get(_OPT_IN) != "1":
+        reason = _NOT_ASKED
+    if reason is not None:
+        raise KernelUnavailableError(reason)
+    target = _target()
+    if not force and loader._is_intact(target):
+        with suppress(OSError):  # intact, but not for this process: rebuilt below
+            return _load(target)
+    reason = _why_not_buildable()
+    if reason is not None:
+        raise KernelUnavailableError(reason)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with file_lock(target.with_suffix(".lock")):
+            if force or not loader._is_intact(target):  # another process may have built it meanwhile
+                loader._logger.warning("building the CUDA kernels into %s, once on this machine", target)
+                _compile(target)
+                return target
+    except OSError as error:
+        raise KernelUnavailableError(
+            f"the kernel cache directory {target.parent} cannot be used ({error}); "
+            "KVCACHE_KERNEL_CACHE names another."
+        ) from error
+    return _load(target)
+
+
+def _load(path: Path) -> Path:
+    ctypes.CDLL(str(path))  # registers the implementations
+    with suppress(OSError):  # the directory may be read-only, or somebody else's
+        os.utime(path)
+    return path
+
+
+def _compile(target: Path) -> None:
+    """Build and load the library, and keep a sealed copy at `target`."""
+    from torch.utils import cpp_extension
+
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-cuda-") as directory:
+        try:
+            cpp_extension.load(
+                name=_NAME,
+                sources=[str(path) for path in sources()],
+                extra_cflags=["-O2"],
+                extra_cuda_cflags=list(CUDA_FLAGS),
+                build_directory=directory,
+                with_cuda=True,
+                is_python_module=False,
+            )
+        except (RuntimeError, OSError, subprocess.SubprocessError, ImportError) as error:
+            lines = str(error).splitlines()[-20:]
+            raise KernelUnavailableError("\n".join(["the CUDA kernels do not build:", *lines])) from error
+        built = next(Path(directory).glob(f"{_NAME}*.so"))
+        sealed = Path(directory) / "sealed.so"
+        sealed.write_bytes(loader._sealed(built.read_bytes()))
+        sealed.replace(target)
+
+
+def _why_no_device() -> str | None:
+    if torch.version.cuda is None:
+        return "this build of torch has no CUDA."
+    if not torch.cuda.is_available():
+        return "torch sees no GPU."
+    oldest = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+    if oldest < (8, 0):
+        return f"the kernels need compute capability 8.0, and a GPU here has {oldest[0]}.{oldest[1]}."
+    return None
+
+
+def _why_not_buildable() -> str | None:
+    if loader._is_building_forbidden():
+        return f"KVCACHE_NO_BUILD forbids building kernels, and none is cached in {loader.cache_directory()}."
+    if _nvcc_release() is None:
+        return "no nvcc was found (CUDA_HOME, or nvcc on the PATH)."
+    if shutil.which("ninja") is None and not _has_ninja_module():
+        return "ninja, with which torch builds extensions, was not found."
+    return None
+
+
+def _has_ninja_module() -> bool:
+    from torch.utils import cpp_extension
+
+    return bool(cpp_extension.is_ninja_available())
+
+
+@cache
+def _nvcc_release() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    names = [*([f"{home}/bin/nvcc"] if home else []), "nvcc", "/usr/local/cuda/bin/nvcc"]
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        return None
+    try:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = [line for line in answer.stdout.splitlines() if "release" in line]
+    return f"{path} ({lines[0].strip()})" if answer.returncode == 0 and lines else None
+
+
+def _target() -> Path:
+    parts = [torch.__version__, str(torch.version.cuda), platform.system(), platform.machine(), repr(SCHEMAS)]
+    parts += CUDA_FLAGS
+    for path in sorted(_SOURCES.iterdir()):
+        parts += [path.name, path.read_text(encoding="utf-8")]
+    key = loader._short_hash("\0".join(parts))
+    return loader.cache_directory() / f"cuda-{key}-{_architectures()}.so"
+
+
+def _architectures() -> str:
+    """Hash of what decides the machine code."""
+    given = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    present = sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
+    return hashlib.sha256(f"{given or present}{_nvcc_release()}".encode()).hexdigest()[:16]

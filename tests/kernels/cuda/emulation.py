@@ -1,0 +1,112 @@
+"""The CUDA kernels on a machine without a GPU: compiled by the C++ compiler against `csrc/cuda/emulation.h`.
+
+The library is the one a GPU would get, bindings and all, registered under another namespace for CPU tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcache_plugins.attention.native import _bias, _per_head, describe
+from kvcache_plugins.attention.reference import AttentionOptions
+from kvcache_plugins.kernels import compiler
+from kvcache_plugins.kernels.ops import SCHEMAS
+from kvcache_plugins.layers.handle import KVHandle
+
+SOURCES = Path(compiler.__file__).with_name("csrc") / "cuda"
+_FLAGS = ["-std=c++20", "-O2", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered"]
+_FLAGS += ["-DKVCACHE_EMULATION", "-xc++"]
+_loaded: dict[Path, ctypes.CDLL] = {}
+
+
+def build(sources: Path, directory: Path) -> Path:
+    """Compile the sources, or what of them has changed, into `directory`."""
+    found = compiler.find_compiler()
+    if found is None:
+        pytest.skip("no C++ compiler")
+    directory.mkdir(parents=True, exist_ok=True)
+    with compiler.file_lock(directory / "lock"):
+        objects = [
+            _compiled(found, file, directory)
+            for file in sorted([*sources.glob("*.cu"), *sources.glob("*_binding.cpp")])
+        ]
+        target = directory / f"{_key([path.name for path in objects])}.so"
+        if not target.exists():
+            library = str(Path(torch.__file__).parent / "lib")
+            files = [*map(str, objects), f"-L{library}", "-ltorch_cpu", "-lc10"]
+            _run([found.path, "-shared", "-o", f"{target}.new", *files])
+            Path(f"{target}.new").replace(target)
+    return target
+
+
+def _compiled(found: compiler.Compiler, file: Path, directory: Path) -> Path:
+    is_binding = file.suffix == ".cpp"  # these include no device code
+    headers = sorted(
+        p for p in file.parent.iterdir() if p.suffix == ".h" or (p.suffix == ".cuh" and not is_binding)
+    )
+    options = compiler._binding_options() if is_binding else []
+    parts = [torch.__version__, found.description, *_FLAGS, *(p.read_text() for p in (file, *headers))]
+    output = directory / f"{file.stem}-{_key(parts)}.o"
+    if not output.exists():
+        _run([found.path, *_FLAGS, *options, "-c", str(file), "-o", f"{output}.new"])
+        Path(f"{output}.new").replace(output)
+    return output
+
+
+def _key(parts: list[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def load(library: Path) -> ctypes.CDLL:
+    """Register the emulated operators; a process can have one library of them."""
+    if library not in _loaded:
+        assert not _loaded, "another library is loaded"
+        for name, schema in SCHEMAS.items():
+            torch.library.define(f"kvcache_emulated::{name}", schema)
+        _loaded[library] = ctypes.CDLL(str(library))
+    return _loaded[library]
+
+
+def products() -> int:
+    """Products of the emulated tensor core so far."""
+    (library,) = _loaded.values()
+    return int(library.kvcache_emulated_products())
+
+
+def attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor:
+    """What `attention.native` does, by the emulated operator."""
+    keys, values = describe(key.tokens), describe(value.tokens)
+    assert keys is not None and values is not None
+    bias, is_causal = _bias(options, query.shape[2], key.tokens.length)
+    starts = key.tokens.stream.padding.lengths
+    output: Tensor = torch.ops.kvcache_emulated.decode_attention(
+        query,
+        key.tokens.stream.records.data,
+        keys.contiguous_rows(),
+        values.contiguous_rows(),
+        keys.extras,
+        values.extras,
+        None if starts is None else starts.to(torch.int64),
+        keys.layout.integers(),
+        values.layout.integers(),
+        options.scaling if options.scaling is not None else query.shape[3] ** -0.5,
+        bias,
+        is_causal,
+        options.sliding_window or 0,
+        options.softcap or 0.0,
+        _per_head(options.sink_logits),
+        _per_head(options.alibi_slopes),
+    )
+    return output

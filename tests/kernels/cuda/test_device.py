@@ -1,0 +1,211 @@
+"""The CUDA kernels on a GPU: what the emulated ones are tested for, and what only a device can show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcache_plugins.attention.native import attend_handles
+from kvcache_plugins.attention.reference import AttentionOptions, attend
+from kvcache_plugins.kernels import cuda_check, cuda_loader
+from kvcache_plugins.layers.base import PackedLayer
+from kvcache_plugins.layers.handle import KVHandle
+from kvcache_plugins.models.facts import LayerFacts
+from kvcache_plugins.models.rotary import Rotary
+from kvcache_plugins.registry import get_backend
+from kvcache_plugins.testing.comparison import relative_rms
+from tests.kernels.test_decode_attention import CASES, states
+
+pytestmark = pytest.mark.cuda
+BOUNDS = {torch.float32: 1e-5, torch.float16: 8e-4, torch.bfloat16: 3e-3}
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    cuda_loader.build()
+    assert cuda_loader.try_load(torch.device("cuda", 0)), cuda_loader.status().reason
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def new_layer(options: dict[str, Any], head_dim: int = 64) -> PackedLayer:
+    options = dict(options)
+    cache_class = get_backend(options.pop("backend"))
+    inv_freq = 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
+    facts = LayerFacts(Rotary(tuple(inv_freq.tolist())))
+    layer: PackedLayer = cache_class.layer_class(cache_class.config_class.from_dict(options), 0, facts)
+    return layer
+
+
+def device_layer(
+    options: dict[str, Any],
+    length: int,
+    device: str = "cuda",
+    *,
+    batch_size: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+) -> PackedLayer:
+    """A layer like those of the emulated tests, its tokens encoded on the GPU."""
+    layer = new_layer(options, head_dim)
+    given = states(batch_size, kv_heads, length, head_dim, None, dtype)
+    layer.update(*(tensor.to(device) for tensor in given))
+    return layer
+
+
+def step(layer: PackedLayer, query_length: int, group: int) -> tuple[Tensor, KVHandle, KVHandle]:
+    batch_size, heads = layer.records.data.shape[:2]
+    dims = [stream.head_dim for stream in layer.streams]
+    device = layer.records.data.device
+    new = (tensor.to(device) for tensor in states(batch_size, heads, query_length, *dims, layer.dtype))
+    key, value = layer.update(*new)
+    query = torch.randn(batch_size, heads * group, query_length, dims[0]).to(device, layer.dtype)
+    assert isinstance(key, KVHandle) and isinstance(value, KVHandle)
+    return query, key, value
+
+
+def check(
+    query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions, bound: float | None = None
+) -> Tensor:
+    expected = attend(query.double(), key.tokens, value.tokens, options)
+    got = attend_handles(query, key, value, options)
+    assert key.layer.kernel == "cuda"
+    assert torch.isfinite(got).all() and got.device == query.device
+    assert relative_rms(expected, got) <= (bound or BOUNDS[query.dtype])
+    return got
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_backend(name: str, dtype: torch.dtype) -> None:
+    layer = device_layer(CASES[name], 1000, dtype=dtype, head_dim=128)
+    check(*step(layer, 1, 4), AttentionOptions())
+    check(*step(layer, 3, 4), AttentionOptions(is_causal=True))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    "name", ["kivi-default", "kivi-2bit-g32", "kivi-3bit-block", "int8-default", "int4-default"]
+)
+def test_head_sizes(name: str, head_dim: int) -> None:
+    layer = device_layer(CASES[name], 700, head_dim=head_dim, dtype=torch.bfloat16)
+    check(*step(layer, 1, 4), AttentionOptions())
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("name", ["kivi-default", "kivi-2bit-block", "int8-default"])
+def test_long_contexts(name: str, batch_size: int) -> None:
+    layer = device_layer(
+        CASES[name], 32768, batch_size=batch_size, kv_heads=8, head_dim=128, dtype=torch.bfloat16
+    )
+    check(*step(layer, 1, 4), AttentionOptions())
+
+
+@pytest.mark.parametrize("group", [1, 3, 7, 8, 16])
+@pytest.mark.parametrize("query_length", [1, 3, 8, 40, 100])
+def test_group_ratios(group: int, query_length: int) -> None:
+    layer = device_layer(CASES["kivi-default"], 500, dtype=torch.float16)
+    check(*step(layer, query_length, group), AttentionOptions(is_causal=query_length > 1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 150},
+        {"softcap": 5.0},
+        {"sink_logits": True, "alibi_slopes": True, "softcap": 20.0, "sliding_window": 100},
+        {"mask": True},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any]) -> None:
+    layer = device_layer(CASES["kivi-default"], 333, dtype=torch.float16)
+    query, key, value = step(layer, 3, 4)
+    options = dict(options)
+    if "sink_logits" in options:
+        options["sink_logits"] = torch.randn(8, device="cuda") + 2
+        options["alibi_slopes"] = 2.0 ** -torch.arange(1.0, 9.0, device="cuda")
+    if "mask" in options:
+        options["mask"] = torch.rand(2, 1, 3, 336, device="cuda") > 0.3
+    check(query, key, value, AttentionOptions(is_causal=True, **options), 1e-3)
+
+
+@pytest.mark.parametrize("name", ["kivi-4bit-block-g128", "int8-default", "int4-default", "float8-default"])
+def test_records_are_those_of_the_cpu(name: str) -> None:
+    """But for a scale in a thousand: torch divides by a constant on a GPU as if by its reciprocal."""
+    given = states(2, 2, 700, 64, None, torch.bfloat16)
+    layers = [new_layer(CASES[name] | {"kernel": kernel}) for kernel in ("auto", "torch")]
+    layers[0].update(*(tensor.cuda() for tensor in given))
+    layers[1].update(*given)
+    found, expected = (layer.records.data[:, :, :10].cpu() for layer in layers)
+    assert (found != expected).float().mean() < 1e-3
+
+
+def test_a_step_in_a_graph() -> None:
+    layer = device_layer(CASES["kivi-default"], 2000, head_dim=128, dtype=torch.bfloat16)
+    query, key, value = step(layer, 1, 4)
+    expected = attend_handles(query, key, value, AttentionOptions())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = attend_handles(query, key, value, AttentionOptions())
+    got.zero_()
+    graph.replay()
+    assert torch.equal(got, expected)
+    query.mul_(-1)
+    graph.replay()
+    assert torch.equal(got, attend_handles(query, key, value, AttentionOptions()))
+
+
+def test_two_streams() -> None:
+    cases = [
+        step(device_layer(CASES["int8-default"], 3000 + 64 * i, dtype=torch.float16), 1, 4) for i in range(2)
+    ]
+    expected = [attend_handles(*case, AttentionOptions()) for case in cases]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in cases]
+    for _ in range(20):
+        got = []
+        for case, stream in zip(cases, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(attend_handles(*case, AttentionOptions()))
+        torch.cuda.synchronize()
+        assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+def test_the_last_device() -> None:
+    """Another one than the current device, where there are several."""
+    last = f"cuda:{torch.cuda.device_count() - 1}"
+    layer = device_layer(CASES["kivi-default"], 500, last, dtype=torch.float16)
+    check(*step(layer, 1, 4), AttentionOptions())
+
+
+def test_no_step_waits_for_the_device() -> None:
+    layer = device_layer(CASES["int8-default"], 500, head_dim=128, dtype=torch.bfloat16)
+    for _ in range(3):
+        attend_handles(*step(layer, 1, 4), AttentionOptions())
+    given = [tensor.cuda() for tensor in states(2, 2, 1, 128, None, torch.bfloat16)]
+    query = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            key, value = layer.update(*given)
+            attend_handles(query, key, value, AttentionOptions())
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def test_the_check_passes() -> None:
+    assert cuda_check.find_deviation(torch.device("cuda", 0)) is None

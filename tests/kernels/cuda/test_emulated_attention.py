@@ -1,0 +1,314 @@
+"""Decode attention by the CUDA kernels, on an emulated GPU, against the torch reference on the same codes.
+
+fp32 queries take the general kernel, which must agree to fp32 rounding. bf16 and fp16 queries take the tensor
+cores for whole packed blocks; with fp16 the output is fine enough to show a wrong digit of theirs, so most
+tests use it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvcache_plugins.artifacts.scales import Scales, save_scales
+from kvcache_plugins.attention.reference import AttentionOptions, attend
+from kvcache_plugins.layers.handle import KVHandle
+from kvcache_plugins.testing.comparison import relative_rms
+from tests.kernels.cuda import emulation
+from tests.kernels.test_decode_attention import CASES, FP32_ERROR, _masks, build_layer, step
+
+pytestmark = pytest.mark.usefixtures("emulated")
+# fp16: queries and outputs have 11 bits, decoded keys and weights in between too
+BOUNDS = {torch.float32: FP32_ERROR, torch.float16: 6e-4, torch.bfloat16: 2.5e-3}
+# layouts that only the general kernel reads
+GENERAL = ("kvquant", "int8-group", "int8-tensor")
+
+
+def check(
+    query: Tensor,
+    key: KVHandle,
+    value: KVHandle,
+    options: AttentionOptions,
+    *,
+    fast: bool | None = None,
+    bound: float | None = None,
+) -> Tensor:
+    before = emulation.products()
+    got = emulation.attend(query, key, value, options)
+    assert fast is None or fast == (emulation.products() > before)
+    expected = attend(query.double(), key.tokens, value.tokens, options)
+    assert got.dtype == query.dtype and got.shape == expected.shape
+    assert torch.isfinite(got).all()
+    assert relative_rms(expected, got) <= (bound if bound is not None else BOUNDS[query.dtype])
+    return got
+
+
+# -- every codec
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("length", [65, 333])
+@pytest.mark.parametrize("name", CASES)
+def test_every_backend(name: str, length: int, dtype: torch.dtype) -> None:
+    layer = build_layer(CASES[name], length, dtype=dtype)
+    is_fast = dtype != torch.float32 and not name.startswith(GENERAL)
+    is_fast = is_fast and (length > 300 or None)  # of 65 tokens some backends have packed a block
+    check(*step(layer, 1, 4), AttentionOptions(), fast=is_fast)
+    check(*step(layer, 3, 4), AttentionOptions(is_causal=True), fast=is_fast)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_half_precision_is_no_worse_than_dense(name: str, dtype: torch.dtype) -> None:
+    layer = build_layer(CASES[name], 400, dtype=dtype, head_dim=128)
+    query, key, value = step(layer, 1, 4)
+    expected = attend(query.double(), key.tokens, value.tokens, AttentionOptions())
+    dense = key.tokens.dense(torch.bfloat16), value.tokens.dense(torch.bfloat16)
+    plain = F.scaled_dot_product_attention(query.bfloat16(), *dense, enable_gqa=True)
+    check(query, key, value, AttentionOptions(), bound=2 * relative_rms(expected, plain))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+@pytest.mark.parametrize("rotary_dim", [32, 96])
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+def test_rotation_inside_blocks(nbits: int, interleaved: bool, rotary_dim: int, group: int) -> None:
+    options = {"backend": "kivi", "nbits": nbits, "rope_mode": "block", "q_group_size": group}
+    layer = build_layer(
+        {**options, "residual_length": 128}, 400, head_dim=96, dtype=torch.float16, interleaved=interleaved,
+        rotary_dim=rotary_dim,
+    )  # fmt: skip
+    check(*step(layer, 1, 2), AttentionOptions(), fast=nbits < 8 and rotary_dim == 96)
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_groups(nbits: int, group: int, interleaved: bool) -> None:
+    options = {"backend": "kivi", "nbits": nbits, "q_group_size": group, "residual_length": 128}
+    layer = build_layer(options, 400, head_dim=128, dtype=torch.float16, interleaved=interleaved)
+    check(*step(layer, 1, 4), AttentionOptions(), fast=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_metadata_in_fp32(dtype: torch.dtype) -> None:
+    layer = build_layer(CASES["kivi-default"], 300, dtype=dtype)
+    layer.records.widen_metadata()
+    check(*step(layer, 1, 4), AttentionOptions(), fast=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", ["head", "tensor"])
+@pytest.mark.parametrize(
+    "options",
+    [{"backend": "float8"}, {"backend": "float8", "format": "e5m2"}, {"backend": "int8"}],
+    ids=["e4m3", "e5m2", "int8"],
+)
+def test_static_scales(options: dict[str, Any], scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    absmax = {0: torch.tensor([3.0, 8.0])}
+    save_scales(tmp_path, Scales(absmax, {0: 2 * absmax[0]}))
+    option = "granularity" if options["backend"] == "int8" else "scale"
+    layer = build_layer({**options, option: scheme, "calibration": str(tmp_path)}, 200, dtype=dtype)
+    check(*step(layer, 1, 4), AttentionOptions(), fast=dtype == torch.float16)
+    check(*step(layer, 3, 4), AttentionOptions(is_causal=True))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-2, 100.0])
+@pytest.mark.parametrize(
+    "name", ["kivi-default", "kivi-2bit-g32", "int8-default", "int4-default", "float8-default"]
+)
+def test_small_and_large_numbers(name: str, scale: float) -> None:
+    """Weights times scales must neither vanish nor overflow; runs of small values meet large ones."""
+    layer = build_layer(CASES[name], 0, dtype=torch.float16, head_dim=128)
+    keys, values = torch.randn(2, 2, 2, 600, 128).half()
+    values = values * scale
+    values[:, :, 300:] *= 30
+    layer.update(keys, values)
+    check(*step(layer, 1, 4), AttentionOptions(), fast=True, bound=1e-3)
+
+
+# -- shapes
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 200, 333, 1000])
+@pytest.mark.parametrize("name", ["int8-default", "int4-default", "kivi-no-window", "kivi-2bit-g32"])
+def test_lengths(name: str, length: int) -> None:
+    check(*step(build_layer(CASES[name], length, dtype=torch.float16), 1, 4), AttentionOptions())
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 8, 16])
+@pytest.mark.parametrize("query_length", [1, 3, 8])
+@pytest.mark.parametrize("name", ["kivi-default", "int8-default"])
+def test_group_ratios(name: str, group: int, query_length: int) -> None:
+    layer = build_layer(CASES[name], 250, dtype=torch.float16)
+    check(*step(layer, query_length, group), AttentionOptions(is_causal=query_length > 1), fast=True)
+
+
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kivi-default",
+        "kivi-2bit-g32",
+        "kivi-3bit-block",
+        "kivi-8bit-g64",
+        "int8-default",
+        "int4-default",
+        "int4-2bit",
+        "float8-default",
+        "float8-e5m2",
+    ],
+)
+def test_head_sizes(name: str, head_dim: int) -> None:
+    layer = build_layer(CASES[name], 300, head_dim=head_dim, dtype=torch.float16)
+    check(*step(layer, 1, 4), AttentionOptions(), fast=head_dim % 16 == 0)
+
+
+@pytest.mark.parametrize("name", ["kivi-default", "int8-default"])
+def test_many_rows_of_wide_heads(name: str) -> None:
+    layer = build_layer(CASES[name], 250, head_dim=256, dtype=torch.float16)
+    check(*step(layer, 3, 7), AttentionOptions(is_causal=True), fast=True)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (64, 96)])
+@pytest.mark.parametrize("name", ["kivi-default", "int8-default", "int4-default"])
+def test_head_sizes_of_keys_and_values_differ(name: str, key_dim: int, value_dim: int) -> None:
+    layer = build_layer(CASES[name], 300, head_dim=key_dim, value_dim=value_dim, dtype=torch.float16)
+    check(*step(layer, 1, 4), AttentionOptions(), fast=True)
+
+
+def test_queries_that_are_not_contiguous() -> None:
+    layer = build_layer(CASES["int8-default"], 200, dtype=torch.float16)
+    query, key, value = step(layer, 3, 4)
+    check(query.transpose(1, 2).contiguous().transpose(1, 2), key, value, AttentionOptions(is_causal=True))
+
+
+# -- what changes a logit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("query_length", [1, 3])
+@pytest.mark.parametrize("mask", _masks(2, 4, 1, 80))
+def test_masks(mask: str, query_length: int, dtype: torch.dtype) -> None:
+    padding = torch.tensor([70, 3])
+    layer = build_layer({"backend": "kivi", "residual_length": 32}, 200, padding=padding, dtype=dtype)
+    query, key, value = step(layer, query_length, 4)
+    given = _masks(2, 8, query_length, key.shape[2])[mask]
+    check(query, key, value, AttentionOptions(mask=given), fast=dtype == torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("query_length", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 1},
+        {"sliding_window": 64},
+        {"sliding_window": 150},
+        {"sliding_window": 1000},
+        {"softcap": 5.0},
+        {"scaling": 0.5},
+        {"sink_logits": True},
+        {"alibi_slopes": True},
+        {"position_bias": True},
+        {"sink_logits": True, "alibi_slopes": True, "softcap": 20.0, "sliding_window": 100},
+    ],
+    ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()),
+)
+@pytest.mark.parametrize("name", ["kivi-default", "int8-default"])
+def test_options(name: str, options: dict[str, Any], query_length: int, dtype: torch.dtype) -> None:
+    layer = build_layer(CASES[name], 333, dtype=dtype)
+    query, key, value = step(layer, query_length, 4)
+    options = dict(options)
+    if options.get("sink_logits"):
+        options["sink_logits"] = torch.randn(8) + 2
+    if options.get("alibi_slopes"):
+        options["alibi_slopes"] = 2.0 ** -torch.arange(1.0, 9.0)
+    if options.get("position_bias"):
+        options["position_bias"] = torch.randn(1, 8, query_length, key.shape[2])
+    bound = 1e-3 if dtype == torch.float16 else None  # a logit of 0.5 q.k is large
+    check(query, key, value, AttentionOptions(is_causal=query_length > 1, **options), bound=bound)
+
+
+def test_a_query_that_sees_nothing_gets_zeros() -> None:
+    layer = build_layer(CASES["int8-default"], 200, dtype=torch.float16)
+    query, key, value = step(layer, 1, 4)
+    mask = torch.ones(2, 1, 1, 201, dtype=torch.bool)
+    mask[0] = False
+    got = check(query, key, value, AttentionOptions(mask=mask), fast=True)
+    assert torch.equal(got[0], torch.zeros_like(got[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["int4-sinks", "kivi-sinks"])
+def test_sinks_with_padding(name: str, dtype: torch.dtype) -> None:
+    """Sinks in different blocks of two rows, at the border of two, and nowhere beyond."""
+    for pads in ((66, 0), (62, 10)):
+        padding = torch.tensor(pads)
+        layer = build_layer(CASES[name], 300, padding=padding, dtype=dtype)
+        query, key, value = step(layer, 1, 4)
+        mask = (torch.arange(301) >= padding[:, None])[:, None, None]
+        check(query, key, value, AttentionOptions(mask=mask), fast=dtype == torch.float16)
+
+
+# -- memory that holds nothing, and numbers that are not
+
+
+@pytest.mark.parametrize(
+    "name", ["kivi-default", "kivi-no-window", "int8-default", "int4-default", "float8-default"]
+)
+@pytest.mark.parametrize("length", [65, 200, 300])
+def test_unused_memory_is_not_read(name: str, length: int) -> None:
+    layer = build_layer(CASES[name], length, dtype=torch.float16)
+    layer.records.ensure(1000)
+    query, key, value = step(layer, 1, 4)
+    expected = emulation.attend(query, key, value, AttentionOptions())
+    for handle in (key, value):
+        stream, packed = handle.tokens.stream, handle.tokens.packed_length
+        layer.records.codes(stream.side, -(-packed // 64), layer.records.num_blocks).fill_(0xFF)
+        for field in stream.codec.metadata_names:
+            rows = layer.records.metadata(stream.side, field, 0, layer.records.num_blocks)
+            used = -(-packed // stream.codec.stored_granularity.tokens)
+            per_block = rows.shape[3]
+            rows[:, :, used // per_block + (used % per_block > 0) :] = torch.nan
+            if used % per_block:
+                rows[:, :, used // per_block, used % per_block :] = torch.nan
+    assert torch.equal(emulation.attend(query, key, value, AttentionOptions()), expected)
+
+
+def test_what_is_hidden_does_not_count() -> None:
+    layer = build_layer({"backend": "kivi", "residual_length": 32}, 185, dtype=torch.float16)
+    query, key, value = step(layer, 3, 4)
+    length = key.shape[2]
+    mask = torch.ones(2, 1, 3, length, dtype=torch.bool)
+    mask[:, :, :, length - 9] = False
+    mask[:, :, 0, length - 5] = False
+    expected = attend(query, key.tokens, value.tokens, AttentionOptions(mask=mask))
+    for handle in (key, value):
+        handle.tokens.segments[-1][:, :, -9] = torch.nan
+    value.tokens.segments[-1][:, :, -5] = torch.nan
+    got = emulation.attend(query, key, value, AttentionOptions(mask=mask))
+    assert relative_rms(expected[:, :, 0], got[:, :, 0]) <= BOUNDS[torch.float16]
+    assert torch.isnan(got[:, :, 1:]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ["kivi-default", "int8-default", "float8-default", "kivi-3bit-block"])
+def test_what_is_not_a_number_spoils_the_rows_that_see_it(case: str, dtype: torch.dtype) -> None:
+    layer = build_layer(CASES[case], 300, dtype=dtype)
+    query, key, value = step(layer, 2, 3)
+    exact = emulation.attend(query, key, value, AttentionOptions(is_causal=True))
+    query[0, 4, 1, 7] = torch.nan  # one query head and token
+    got = emulation.attend(query, key, value, AttentionOptions(is_causal=True))
+    assert got[0, 4, 1].isnan().all()
+    spoilt = torch.zeros(got.shape[:3], dtype=torch.bool)
+    spoilt[0, 4, 1] = True
+    assert torch.equal(got[~spoilt], exact[~spoilt])
+    key.tokens.segments[-1][1, 1, -1, 3] = torch.nan  # the newest key: only its own query sees it
+    got = emulation.attend(query, key, value, AttentionOptions(is_causal=True))
+    assert got[1, 3:, 1].isnan().all() and torch.equal(got[1, :, 0], exact[1, :, 0])

@@ -1,0 +1,213 @@
+"""Encoding, decoding and moving tokens by the CUDA kernels on an emulated GPU, against torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcache_plugins.kernels import ops
+from kvcache_plugins.kernels.gathering import gather_records
+from kvcache_plugins.layers import native_encoding
+from kvcache_plugins.layers.handle import KVHandle
+from tests.kernels import test_encode_tokens as encoding
+from tests.kernels.test_decode_attention import CASES, build_layer, step
+from tests.kernels.test_decode_tokens import side_of
+from tests.kernels.test_encode_tokens import BLOCK, LENGTHS, rotary, states
+from tests.kernels.test_gather_tokens import CASES as GATHERABLE
+from tests.kernels.test_gather_tokens import LENGTH, blank, layouts, packed, some_slots
+
+pytestmark = pytest.mark.usefixtures("emulated")
+
+
+# -- encoding
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Layers encode by the emulated kernel; its answers, call by call."""
+    answers: list[bool] = []
+
+    def encode(records: Any, given: Any, is_key: bool, layout: Any, start: int, *tables: Any) -> bool:
+        done = torch.ops.kvcache_emulated.encode_tokens(records, given, is_key, layout, start, *tables)
+        answers.append(done)
+        return bool(done)
+
+    monkeypatch.setattr(native_encoding, "encode_tokens", encode)
+    return answers
+
+
+@pytest.mark.parametrize("head_dim", [24, 80])
+@pytest.mark.parametrize("name", encoding.CASES)
+def test_the_bytes_are_the_same(name: str, head_dim: int, encoded: list[bool]) -> None:
+    dtype = [torch.float32, torch.bfloat16, torch.float16][(head_dim + len(name)) % 3]
+    encoding.check(encoding.CASES[name], *states(head_dim, dtype))
+    assert encoded and all(encoded)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e5])
+@pytest.mark.parametrize("name", ["kivi-4bit-g32", "int8", "e4m3"])
+def test_what_is_rare_is_left_to_torch(name: str, number: float, encoded: list[bool]) -> None:
+    keys, values = states(64, torch.float32)
+    keys[1, 0, 40, 3] = values[0, 1, 70, 5] = number
+    encoding.check(encoding.CASES[name], keys, values)
+    assert not all(encoded) and any(encoded)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("nbits", [2, 4, 8])
+@pytest.mark.parametrize("name", ["kivi", "int4", "int8", "float8"])
+def test_a_few_tokens_are_encoded_whatever_they_are(
+    name: str, nbits: int, number: float, encoded: list[bool]
+) -> None:
+    """Nobody looks at them first: what is not finite takes no part in the statistics, and saturates."""
+    keys, values = states(64, torch.float32)
+    keys[1, 0, 140, 3] = values[0, 1, 170, 5] = number
+    options: dict[str, Any] = {"backend": name}
+    options |= {"nbits": nbits} if name in ("kivi", "int4") else {}
+    options |= {"q_group_size": 16, "residual_length": 16} if name == "kivi" else {}
+    native = encoding.fed(encoding.new_layer(options, None, None), keys, values, [1] * 333)
+    reference = encoding.fed(
+        encoding.new_layer({**options, "kernel": "torch"}, None, None), keys, values, [1] * 333
+    )
+    found, expected = encoding.state_bytes(native), encoding.state_bytes(reference)
+    for part, tensor in expected.items():
+        assert torch.equal(tensor, found[part]), part
+    assert encoded and all(encoded)
+
+
+def test_metadata_that_saturate_are_reported(encoded: list[bool]) -> None:
+    records = torch.zeros(1, 1, 4, 4608, dtype=torch.uint8)
+    layout = [8, 1, 32, 1, 1, 2, 0, 0, 2048, -1]
+    tokens = torch.full((1, 1, 1, 32), 1e7 * 127)
+    encode = native_encoding.encode_tokens
+    assert encode(records, tokens, True, layout, 0)
+    assert records[0, 0, 0, 2048:2050].view(torch.float16).item() == 65504
+    with pytest.raises(RuntimeError, match="beyond fp16"):
+        encode(records, torch.zeros(1, 1, 64, 32), True, layout, 64)
+    assert encode(records, torch.zeros(1, 1, 64, 32), True, layout, 64)
+
+
+def test_every_8_bit_float(encoded: list[bool]) -> None:
+    encoding.test_every_8_bit_float(encoded)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 32), (24, 10)], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+def test_rotated_keys(
+    nbits: int, lengths: str, head_dim: int, rotary_dim: int, interleaved: bool, encoded: list[bool]
+) -> None:
+    group, residual = LENGTHS[lengths]
+    options = {**BLOCK, "nbits": nbits, "q_group_size": group, "residual_length": residual}
+    dtype = [torch.float32, torch.bfloat16, torch.float16][nbits % 3]
+    encoding.check(options, *states(head_dim, dtype), turning=rotary(rotary_dim, interleaved))
+    assert encoded and all(encoded)
+
+
+def test_the_last_bit_of_a_rotation(encoded: list[bool]) -> None:
+    encoding.check_last_bits()
+    assert encoded and all(encoded)
+
+
+def test_pads_and_sinks(encoded: list[bool]) -> None:
+    for name in ("kivi-2bit-g16", "int8", "int4-smooth"):
+        encoding.test_pads_and_sinks(name)
+
+
+# -- moving
+
+
+@pytest.mark.parametrize("count", [1, 65, 500])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", GATHERABLE)
+def test_gathered_bytes_are_the_same(name: str, interleaved: bool, count: int) -> None:
+    for head_dim in (40, 64, 80, 128):
+        layer = packed(GATHERABLE[name], head_dim, interleaved=interleaved)
+        index, expected, got = some_slots(count), blank(layer, count), blank(layer, count)
+        keys, values = layouts(layer)
+        gather_records(layer.records.data, expected, index, keys, values)
+        torch.ops.kvcache_emulated.gather_tokens(
+            layer.records.data, got, index, keys.integers(), values.integers()
+        )
+        assert torch.equal(got, expected)
+
+
+def test_three_bits_are_gathered() -> None:
+    layer = packed({"backend": "int4", "residual_length": 0, "nbits": 8}, 64)
+    index, expected, got = some_slots(70), blank(layer, 70), blank(layer, 70)
+    keys, values = (layout._replace(nbits=3) for layout in layouts(layer))
+    gather_records(layer.records.data, expected, index, keys, values)
+    torch.ops.kvcache_emulated.gather_tokens(
+        layer.records.data, got, index, keys.integers(), values.integers()
+    )
+    assert torch.equal(got, expected)
+
+
+def test_slots_that_are_not_there_become_zeros() -> None:
+    layer = packed(GATHERABLE["int8"], 64)
+    keys, values = layouts(layer)
+    index = torch.full((2, 2, 3), LENGTH)
+    index[..., 1] = -5
+    index[..., 2] = 7
+    got, zeros = blank(layer, 3), torch.zeros_like(blank(layer, 3))
+    torch.ops.kvcache_emulated.gather_tokens(
+        layer.records.data, got, index, keys.integers(), values.integers()
+    )
+    gather_records(layer.records.data, zeros, torch.full((2, 2, 3), 7), keys, values)
+    codes = got[..., : 64 * 64].view(2, 2, 1, 16, 64, 4)
+    expected = zeros[..., : 64 * 64].view(2, 2, 1, 16, 64, 4)
+    assert not codes[..., :2, :].any() and torch.equal(codes[..., 2, :], expected[..., 2, :])
+
+
+# -- decoding
+
+
+def decoded(handle: KVHandle, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    records, side, is_key, sink_start = side_of(handle)
+    states: Tensor = torch.ops.kvcache_emulated.decode_tokens(
+        records, side.segments, side.extras, sink_start, side.layout.integers(), is_key, start, stop, dtype
+    )
+    return states
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("start", "stop"), [(0, 333), (7, 8), (100, 301)])
+def test_decoded_slots(name: str, start: int, stop: int) -> None:
+    for head_dim in (40, 64, 96):
+        _, key, value = step(build_layer(CASES[name], 330, head_dim=head_dim), 3, 1)
+        for handle in (key, value):
+            side = side_of(handle)[1]
+            expected = handle.tokens.dense(torch.float32)[:, :, start:stop]
+            exact = decoded(handle, start, stop, torch.float32)
+            if side.layout.rotary_dim:
+                torch.testing.assert_close(
+                    exact, expected, rtol=1e-6, atol=2e-6 * float(expected.abs().max())
+                )
+            else:
+                assert torch.equal(exact, expected)
+            for dtype in (torch.bfloat16, torch.float16):
+                assert torch.equal(decoded(handle, start, stop, dtype), exact.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_is_to_nearest_even(dtype: torch.dtype) -> None:
+    halves = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    halves = halves[torch.isfinite(halves)]
+    between = (halves[1:].double() + halves[:-1].double()) / 2
+    special = torch.tensor([torch.inf, torch.nan, 65519.9, 65520.0, 1e30, 3.4e38, 0.0])
+    numbers = torch.cat([halves, between.float(), (between * 1.0001).float(), special])
+    tokens = torch.nn.functional.pad(numbers, (0, -len(numbers) % 64)).view(1, 1, -1, 64)
+    side = ops.Side(ops.SideLayout(0, 8, 1, 64, 1, 1, 2, 0, 0, 0), [tokens])
+    got = torch.ops.kvcache_emulated.decode_tokens(
+        torch.zeros(1, 1, 0, 64, dtype=torch.uint8), side.segments, side.extras, None,
+        side.layout.integers(), True, 0, tokens.shape[2], dtype,
+    )  # fmt: skip
+    expected = tokens.to(dtype)
+    kept = ~expected.isnan()
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got[kept].view(torch.int16), expected[kept].view(torch.int16))

@@ -1,0 +1,165 @@
+"""When CUDA kernels are built, when they are trusted, and what serves otherwise. Needs no GPU."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache_plugins.attention import native
+from kvcache_plugins.errors import KernelUnavailableError
+from kvcache_plugins.kernels import cuda_check, cuda_inputs, cuda_loader, loader
+from kvcache_plugins.kernels.cuda_inputs import on_device
+from tests.kernels.test_decode_attention import CASES, build_layer, step
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A process that has loaded no CUDA kernels, and a GPU of which nothing is asked."""
+    monkeypatch.setenv("KVCACHE_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(cuda_loader, "_path", None)
+    monkeypatch.setattr(cuda_loader, "_failure", None)
+    monkeypatch.setattr(cuda_loader, "_checked", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda_loader, "_architectures", lambda: "0" * 16)
+    monkeypatch.setattr(cuda_loader, "_why_no_device", lambda: None)
+    monkeypatch.setattr(cuda_loader, "_why_not_buildable", lambda: None)
+    return tmp_path
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_are_none() -> None:
+    status = cuda_loader.status()
+    assert status.state == "unavailable" and status.reason
+    with pytest.raises(KernelUnavailableError):
+        cuda_loader._find_or_build(False)
+
+
+def test_nothing_is_trusted_unchecked(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[torch.device] = []
+    monkeypatch.setattr(cuda_loader, "_find_or_build", lambda force: fresh / "library.so")
+    monkeypatch.setattr(cuda_check, "find_deviation", lambda device: checks.append(device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cuda_loader.try_load(DEVICE) and cuda_loader.try_load(DEVICE)
+    assert checks == [DEVICE]
+    assert cuda_loader.status().state == "loaded"
+
+
+def test_a_deviation_disables_them(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_loader, "_find_or_build", lambda force: fresh / "library.so")
+    monkeypatch.setattr(cuda_check, "find_deviation", lambda device: "2 bit: attention deviates by 0.3")
+    with pytest.warns(RuntimeWarning, match=r"plain torch.*failed their check on cuda:0: 2 bit.*by 0\.3"):
+        assert not cuda_loader.try_load(DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not cuda_loader.try_load(DEVICE)
+    assert cuda_loader.status().state == "unavailable"
+
+
+def test_a_check_that_breaks_disables_them(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(cuda_loader, "_find_or_build", lambda force: fresh / "library.so")
+    monkeypatch.setattr(cuda_check, "find_deviation", fail)
+    with pytest.warns(RuntimeWarning, match="an illegal memory access"):
+        assert not cuda_loader.try_load(DEVICE)
+
+
+def test_building_may_be_forbidden(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("KVCACHE_NO_BUILD", "1")
+    reason = cuda_loader._why_not_buildable()
+    assert reason is not None and "KVCACHE_NO_BUILD" in reason
+
+
+def test_a_build_is_sealed_and_found_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import cpp_extension
+
+    def build(*, name: str, build_directory: str, sources: list[str], **options: Any) -> None:
+        assert len(sources) == len(cuda_loader.sources()) and options["is_python_module"] is False
+        (Path(build_directory) / f"{name}.so").write_bytes(b"machine code")
+
+    loaded: list[str] = []
+    monkeypatch.setattr(cpp_extension, "load", build)
+    monkeypatch.setattr(cuda_loader.ctypes, "CDLL", loaded.append)
+    path = cuda_loader.build()
+    assert path.parent == fresh and path.name.startswith("cuda-") and loader._is_intact(path)
+    assert not loaded and not list(fresh.glob("build-*"))  # torch has loaded what it built
+    monkeypatch.setattr(cuda_loader, "_path", None)
+    assert cuda_loader.status().state == "cached"
+    assert cuda_loader.build() == path and loaded == [str(path)]
+
+
+def test_a_build_that_fails_says_why(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import cpp_extension
+
+    def build(**options: Any) -> None:
+        raise RuntimeError("ninja: nvcc fatal: the disk is made of cheese")
+
+    monkeypatch.setattr(cpp_extension, "load", build)
+    with pytest.warns(RuntimeWarning, match="made of cheese"):
+        assert not cuda_loader.try_load(DEVICE)
+    assert not list(fresh.glob("*.so"))
+
+
+def test_the_check_of_working_kernels(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check itself, with the emulated kernels in the place of a GPU's."""
+    emulate(monkeypatch)
+    assert cuda_check.find_deviation(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("name", ["decode_attention", "decode_tokens", "gather_tokens", "encode_tokens"])
+def test_the_check_of_broken_kernels(name: str, emulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the kernel read codes of the record beside the right one."""
+    emulate(monkeypatch)
+    working = getattr(cuda_check, name)
+
+    def broken(*args: Any, **options: Any) -> Any:
+        place = next(i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.dtype == torch.uint8)
+        moved = args[place].clone()
+        moved[..., :-1] = args[place][..., 1:]
+        result = working(*args[:place], moved, *args[place + 1 :], **options)
+        if name == "encode_tokens":
+            args[0][..., 1:] = moved[..., :-1]
+        return result
+
+    monkeypatch.setattr(cuda_check, name, broken)
+    deviation = cuda_check.find_deviation(torch.device("cpu"))
+    assert deviation is not None and ("deviates" in deviation or "differ" in deviation)
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the check call the emulated operators."""
+    from kvcache_plugins.kernels import ops
+
+    class Emulated:
+        kvcache_plugins = torch.ops.kvcache_emulated
+
+    class Torch:
+        ops = Emulated
+        Tensor = torch.Tensor
+
+    for name in ("decode_attention", "decode_tokens", "gather_tokens", "encode_tokens"):
+        function = getattr(ops, name)
+        copy = type(function)(function.__code__, {**function.__globals__, "torch": Torch}, name)
+        copy.__kwdefaults__, copy.__defaults__ = function.__kwdefaults__, function.__defaults__
+        monkeypatch.setattr(cuda_check, name, copy)
+
+
+def test_tables_are_moved_once() -> None:
+    layer = build_layer(CASES["kivi-2bit-block"], 300)
+    _, key, _ = step(layer, 1, 1)
+    side = native.describe(key.tokens)
+    assert side is not None and side.cos is not None
+    assert on_device(side, torch.device("cpu")) is side
+    meta = torch.device("meta")
+    moved = [on_device(side, meta).cos for _ in range(2)]
+    assert moved[0] is moved[1] and moved[0] is not None and moved[0].device == meta
+    assert cuda_inputs.MAX_QUERIES == 64
