@@ -89,36 +89,21 @@ class LocretCache(EvictingCache):
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
         super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
         self._check_heads(self.model_config)
-        model, _ = split_model_or_config(model_or_config)
-        if model is not None:
-            self._attach(model)
 
-    def bind(
-        self,
-        model: nn.Module,
-        attention_mask: Tensor | None = None,
-        max_cache_length: int | None = None,
-        *,
-        prompt_length: int | None = None,
-    ) -> LocretCache:
+    def attach(self, model: nn.Module) -> None:
         config = decoder_config(split_model_or_config(model)[1])
         if config is not self.model_config:
             self._check_heads(config)
-        super().bind(model, attention_mask, max_cache_length, prompt_length=prompt_length)
-        self._attach(model)
-        return self
+        tap = ProjectionTap.of(model).attach(_reads_projections)
+        for layer in self.evicting_layers:
+            assert isinstance(layer, LocretLayer)
+            layer.attach(tap)
 
     def _check_heads(self, config: Any) -> None:
         """Raise `ValueError` unless the heads of every layer were made for such a model."""
         names = {layer.config.heads for layer in self.evicting_layers if isinstance(layer, LocretLayer)}
         for name in sorted(str(name) for name in names):
             load_heads(name).check_model(config)
-
-    def _attach(self, model: nn.Module) -> None:
-        tap = ProjectionTap.of(model).attach(_reads_projections)
-        for layer in self.evicting_layers:
-            assert isinstance(layer, LocretLayer)
-            layer.attach(tap)
 
 
 def _reads_projections(cache: Any) -> bool:

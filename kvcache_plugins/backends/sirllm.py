@@ -16,7 +16,7 @@ from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
 from ..layers.base import storing
-from ..models.facts import decoder_config, split_model_or_config
+from ..models.facts import decoder_config
 from ..registry import register_backend
 
 __all__ = ["SirLLMCache", "SirLLMConfig", "SirLLMLayer"]
@@ -93,21 +93,9 @@ class SirLLMCache(EvictingCache):
         first = self.evicting_layers[0]
         assert isinstance(first, SirLLMLayer)
         first.state_size = self.model_config.hidden_size
-        model, _ = split_model_or_config(model_or_config)
-        if model is not None:
-            _watch(model)
 
-    def bind(
-        self,
-        model: nn.Module,
-        attention_mask: Tensor | None = None,
-        max_cache_length: int | None = None,
-        *,
-        prompt_length: int | None = None,
-    ) -> SirLLMCache:
-        super().bind(model, attention_mask, max_cache_length, prompt_length=prompt_length)
+    def attach(self, model: nn.Module) -> None:
         _watch(model)
-        return self
 
     def take_states(self, model: Any, states: Tensor, token_ids: Tensor) -> None:
         """Score the tokens the model has just read, and let every layer evict.

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..cache import KVCache
-from ..models.facts import LayerFacts, decoder_config
+from ..models.facts import LayerFacts, decoder_config, split_model_or_config
 from ..models.layer_plan import LayerPlan
 from ..registry import get_backend
 from .layer import EvictingLayer
@@ -50,6 +50,9 @@ class EvictingCache(KVCache):
                 layer.kernel = "dense"  # read by the model's own attention, unless that cannot mask it
         if self.config.positions == "compact":
             self._check_compact(layers)
+        model, _ = split_model_or_config(model_or_config)
+        if model is not None:
+            self.attach(model)
 
     @property
     def evicting_layers(self) -> list[EvictingLayer]:
@@ -76,6 +79,13 @@ class EvictingCache(KVCache):
         """Tokens held per row and head: the most any evicting layer holds."""
         return max((layer.held_length for layer in self.evicting_layers), default=0)
 
+    def attach(self, model: nn.Module) -> None:
+        """Hook into `model` where a backend must see more of it than keys and values; not twice.
+
+        Raises:
+            ValueError: If the model does not have what the backend needs.
+        """
+
     def bind(
         self,
         model: nn.Module,
@@ -92,6 +102,7 @@ class EvictingCache(KVCache):
             ValueError: If the model's attention function does not show the cache what it needs to see.
         """
         self._check_attention(model)
+        self.attach(model)
         super().bind(model, attention_mask, max_cache_length, prompt_length=prompt_length)
         self.prompt_length = prompt_length
         for layer in self.evicting_layers:
