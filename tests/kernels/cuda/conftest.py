@@ -16,8 +16,10 @@ def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def emulated(request: pytest.FixtureRequest) -> Path:
-    """The kernels as the emulated GPU runs them, built once and kept in pytest's cache."""
-    library = emulation.build(emulation.SOURCES, request.config.cache.mkdir("emulated_cuda"))
+def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels as the emulated GPU runs them, built once and kept in pytest's cache, if there is one."""
+    cache = getattr(request.config, "cache", None)
+    folder = cache.mkdir("emulated_cuda") if cache is not None else tmp_path_factory.mktemp("emulated_cuda")
+    library = emulation.build(emulation.SOURCES, folder)
     emulation.load(library)
     return library
