@@ -14,6 +14,7 @@ from ..kernels.cuda_inputs import MAX_QUERIES, on_device
 from ..kernels.layout import Side
 from ..kernels.ops import decode_attention, decode_tokens
 from ..layers.view import StreamView
+from .bias import logit_bias, per_head
 from .reference import AttentionOptions, attend
 
 __all__ = ["attend_on_device"]
@@ -76,7 +77,7 @@ def attend_on_device(
     if query.shape[2] > MAX_QUERIES:
         decoded = _DecodedView(tokens, keys, sink_start), _DecodedView(value_tokens, values, sink_start)
         return attend(query, decoded[0], decoded[1], options)
-    bias, is_causal = _bias(options, query.shape[2], tokens.length)
+    bias, is_causal = logit_bias(options, query.shape[2], tokens.length)
     return decode_attention(
         query if query.stride(-1) == 1 else query.contiguous(),
         tokens.stream.records.data,
@@ -84,44 +85,10 @@ def attend_on_device(
         values,
         scaling=options.scaling if options.scaling is not None else query.shape[3] ** -0.5,
         sink_start=sink_start,
-        bias=None if bias is None else bias.detach(),
+        bias=bias,
         is_causal=is_causal,
         window=options.sliding_window or 0,
         softcap=options.softcap or 0.0,
-        sink_logits=_per_head(options.sink_logits, device),
-        alibi_slopes=_per_head(options.alibi_slopes, device),
+        sink_logits=per_head(options.sink_logits, device),
+        alibi_slopes=per_head(options.alibi_slopes, device),
     )
-
-
-def _bias(options: AttentionOptions, query_length: int, length: int) -> tuple[Tensor | None, bool]:
-    """What mask and position bias add to the logits, and whether attention is causal besides.
-
-    Unlike on the CPU, a mask is not looked at: whether it hides anything is known to the device only.
-    """
-    is_causal = options.is_causal or options.sliding_window is not None
-    bias: Tensor | None = None
-    if options.mask is not None:
-        mask = _four_dimensional(options.mask, length)
-        if mask.dtype == torch.bool:
-            bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(
-                ~mask, -torch.inf
-            )
-        else:
-            bias = mask.float()
-    if options.position_bias is not None:
-        position_bias = _four_dimensional(options.position_bias, length).float()
-        bias = position_bias if bias is None else bias + position_bias
-    if bias is not None and bias.stride(-1) != 1:
-        bias = bias.contiguous()
-    if query_length == 1:
-        is_causal = options.sliding_window is not None
-    return bias, is_causal
-
-
-def _four_dimensional(tensor: Tensor, length: int) -> Tensor:
-    tensor = tensor[(None,) * (4 - tensor.dim())]
-    return tensor.expand(*tensor.shape[:3], length) if tensor.shape[3] == 1 else tensor[..., :length]
-
-
-def _per_head(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.detach().reshape(-1).float().to(device).contiguous()

@@ -25,24 +25,20 @@ def side_layout(
         period (`int`): Rows of the rotation tables that packed keys still need; 0 without.
         rotary_dim (`int`): Channels that these rotate.
     """
-    codec, records = stream.codec, stream.records
-    fields = {
-        name.removeprefix(f"{stream.side}_"): offset
-        for name, (offset, _) in records.layout.fields.items()
-        if name.startswith(f"{stream.side}_")
-    }
+    layout = stream.records.layout
+    places = layout.places[stream.side]
     return SideLayout(
-        packed_length=packed_length,
-        nbits=codec.nbits,
-        format=code_format,
-        head_dim=stream.head_dim,
-        group_tokens=codec.stored_granularity.tokens,
-        width=codec.granularity.width(stream.head_dim),
-        metadata_bytes=records.layout.metadata_bytes,
-        interleaved=int(stream.interleaved),
-        codes_offset=fields["codes"],
-        scale_offset=fields.get("scale", -1),
-        minimum_offset=fields.get("minimum", fields.get("offset", -1)),
-        period=period,
-        rotary_dim=rotary_dim,
+        packed_length,
+        places.nbits,
+        code_format,
+        stream.head_dim,
+        places.group_tokens,
+        places.width,
+        layout.metadata_bytes,
+        int(stream.interleaved),
+        places.codes,
+        places.scale,
+        places.minimum,
+        period,
+        rotary_dim,
     )

@@ -11,13 +11,15 @@ completed with a bitwise or.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..quantizers.packing import BLOCK_TOKENS, packed_bytes
 from .codec import Codec
 
-__all__ = ["RecordLayout", "Records", "size_class"]
+__all__ = ["RecordLayout", "Records", "SidePlaces", "size_class"]
 
 _ALIGNMENT = 64
 _METADATA_DTYPES = {2: torch.float16, 4: torch.float32}
@@ -31,6 +33,25 @@ def size_class(count: int) -> int:
     """
     step = max(1, (1 << max(count.bit_length() - 1, 0)) // 32)
     return -(-count // step) * step
+
+
+class SidePlaces(NamedTuple):
+    """Where the fields of one side lie, and how its metadata are grouped, as plain numbers.
+
+    Args:
+        nbits (`int`): Bits per code.
+        group_tokens (`int`): Tokens of a block that share a row of metadata.
+        width (`int`): Metadata entries in a row.
+        codes (`int`), scale (`int`), minimum (`int`): Bytes from the start of a record; -1 where there is no
+            such field. A codec's offsets are its minima.
+    """
+
+    nbits: int
+    group_tokens: int
+    width: int
+    codes: int
+    scale: int
+    minimum: int
 
 
 class RecordLayout:
@@ -55,6 +76,21 @@ class RecordLayout:
                 self.fields[f"{side}_{name}"] = (offset, size)
                 offset += size
         self.record_bytes = -(-offset // _ALIGNMENT) * _ALIGNMENT
+        self.places = {side: self._places(side) for side in codecs}
+
+    def _places(self, side: str) -> SidePlaces:
+        codec, head_dim = self.codecs[side]
+        codes, scale, minimum, shift = (
+            self.fields.get(f"{side}_{name}", (-1, 0))[0] for name in ("codes", "scale", "minimum", "offset")
+        )
+        return SidePlaces(
+            nbits=codec.nbits,
+            group_tokens=codec.stored_granularity.tokens,
+            width=codec.granularity.width(head_dim),
+            codes=codes,
+            scale=scale,
+            minimum=max(minimum, shift),
+        )
 
 
 class Records:

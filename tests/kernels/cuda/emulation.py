@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_plugins.attention.native import _bias, _per_head, describe
+from kvcache_plugins.attention.bias import logit_bias, per_head
+from kvcache_plugins.attention.description import describe
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.kernels import compiler
 from kvcache_plugins.kernels.ops import SCHEMAS
@@ -89,7 +90,7 @@ def attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOpti
     """What `attention.native` does, by the emulated operator."""
     keys, values = describe(key.tokens), describe(value.tokens)
     assert keys is not None and values is not None
-    bias, is_causal = _bias(options, query.shape[2], key.tokens.length)
+    bias, is_causal = logit_bias(options, query.shape[2], key.tokens.length)
     starts = key.tokens.stream.padding.lengths
     output: Tensor = torch.ops.kvcache_emulated.decode_attention(
         query,
@@ -106,7 +107,7 @@ def attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOpti
         is_causal,
         options.sliding_window or 0,
         options.softcap or 0.0,
-        _per_head(options.sink_logits),
-        _per_head(options.alibi_slopes),
+        per_head(options.sink_logits, query.device),
+        per_head(options.alibi_slopes, query.device),
     )
     return output

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_plugins.attention import native
+from kvcache_plugins.attention.description import describe
 from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.kernels import cuda_check, cuda_inputs, cuda_loader, loader
 from kvcache_plugins.kernels.cuda_inputs import on_device
@@ -156,7 +156,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tables_are_moved_once() -> None:
     layer = build_layer(CASES["kivi-2bit-block"], 300)
     _, key, _ = step(layer, 1, 1)
-    side = native.describe(key.tokens)
+    side = describe(key.tokens)
     assert side is not None and side.cos is not None
     assert on_device(side, torch.device("cpu")) is side
     meta = torch.device("meta")

@@ -1,0 +1,90 @@
+"""What masks and position biases amount to, and when the answer is remembered."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from kvcache_plugins.attention import bias
+from kvcache_plugins.attention.bias import logit_bias
+from kvcache_plugins.attention.reference import AttentionOptions
+
+
+def mask_of(hidden: int, length: int = 6) -> torch.Tensor:
+    mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
+    mask[0, ..., :hidden] = False
+    return mask
+
+
+def test_one_mask_is_converted_once_for_all_layers() -> None:
+    mask = mask_of(2)
+    first, second = (logit_bias(AttentionOptions(mask=mask), 1, 6).bias for _ in range(2))
+    assert first is not None and first is second
+    assert torch.equal(first == -torch.inf, ~mask)
+
+
+def test_a_mask_that_was_written_to_is_looked_at_again() -> None:
+    mask = mask_of(2)
+    before = logit_bias(AttentionOptions(mask=mask), 1, 6).bias
+    mask[0, ..., 2] = False
+    after = logit_bias(AttentionOptions(mask=mask), 1, 6).bias
+    assert before is not None and after is not None
+    assert torch.equal(after == -torch.inf, ~mask) and not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("change", ["length", "mask", "causal"])
+def test_another_question_has_another_answer(change: str) -> None:
+    mask = mask_of(2)
+    logit_bias(AttentionOptions(mask=mask), 1, 6)
+    if change == "length":
+        found = logit_bias(AttentionOptions(mask=mask), 1, 5)
+        assert found.bias is not None and found.bias.shape[-1] == 5
+    elif change == "mask":
+        found = logit_bias(AttentionOptions(mask=mask_of(3)), 1, 6)
+        assert found.bias is not None and int((found.bias == -torch.inf).sum()) == 3
+    else:
+        assert logit_bias(AttentionOptions(mask=mask, sliding_window=4), 1, 6).is_causal
+        assert not logit_bias(AttentionOptions(mask=mask), 1, 6).is_causal
+
+
+def test_nothing_is_kept_of_a_mask_that_is_gone() -> None:
+    mask = mask_of(2)
+    logit_bias(AttentionOptions(mask=mask), 1, 6)
+    assert bias._latest is not None
+    del mask
+    gc.collect()
+    assert bias._latest is None
+
+
+def test_masks_of_many_queries_and_of_inference_mode_are_not_kept() -> None:
+    many = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    many[..., 3, 1] = False
+    logit_bias(AttentionOptions(mask=many), 6, 6)
+    assert bias._latest is None or bias._latest.mask() is not many
+    with torch.inference_mode():
+        mask = mask_of(2)
+        first = logit_bias(AttentionOptions(mask=mask), 1, 6).bias
+        mask[0, ..., 2] = False
+        second = logit_bias(AttentionOptions(mask=mask), 1, 6).bias
+    assert first is not None and second is not None and not torch.equal(first, second)
+
+
+def test_a_causal_mask_is_a_flag_and_one_row() -> None:
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()[None, None].clone()
+    found = logit_bias(AttentionOptions(mask=mask), 4, 4)
+    assert found.bias is None and found.is_causal
+    mask[..., 0] = False
+    found = logit_bias(AttentionOptions(mask=mask), 4, 4)
+    assert found.bias is not None and found.bias.shape == (1, 1, 1, 4) and found.is_causal
+
+
+def test_a_position_bias_is_added_and_carries_no_gradient() -> None:
+    position_bias = torch.randn(1, 3, 1, 6, requires_grad=True)
+    mask = mask_of(2)
+    found = logit_bias(AttentionOptions(mask=mask, position_bias=position_bias), 1, 6).bias
+    assert found is not None and found.shape == (2, 3, 1, 6) and not found.requires_grad
+    visible = mask.expand(2, 3, 1, 6)
+    assert torch.equal(found[visible], position_bias.expand(2, 3, 1, 6)[visible])
+    assert bool((found[~visible] == -torch.inf).all())
