@@ -167,6 +167,9 @@ class KVCache(Cache):
             },
             fallback_reads=sum(layer.fallback_reads for layer in packed),
             values=values,
+            kernel_reasons={
+                layer.layer_idx: layer.kernel_reason for layer in packed if layer.kernel_reason is not None
+            },
         )
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:

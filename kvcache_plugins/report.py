@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = ["CacheReport"]
@@ -21,6 +22,8 @@ class CacheReport:
         dense_layers (`dict[int, str]`): Layers left to transformers' own classes, with the reason.
         fallback_reads (`int`): Times an operation without a fused path decoded a whole layer.
         values (`int`): Numbers (key and value entries) held.
+        kernel_reasons (`dict[int, str]`): Layers whose latest attention over packed tokens was not by a fast
+            kernel, with the reason.
     """
 
     backend: str
@@ -32,6 +35,7 @@ class CacheReport:
     dense_layers: dict[int, str] = field(default_factory=dict)
     fallback_reads: int = 0
     values: int = 0
+    kernel_reasons: dict[int, str] = field(default_factory=dict)
 
     @property
     def memory_fraction(self) -> float:
@@ -55,9 +59,26 @@ class CacheReport:
             ),
             ("decoded whole layers", f"{self.fallback_reads} times"),
         ]
-        by_reason: dict[str, list[int]] = {}
-        for layer_idx, reason in self.dense_layers.items():
-            by_reason.setdefault(reason, []).append(layer_idx)
-        rows += [(f"dense layers {indices}", reason) for reason, indices in by_reason.items()]
+        rows += _by_reason(lambda index: self.kernel[index], self.kernel_reasons)
+        rows += _by_reason(lambda index: "dense", self.dense_layers)
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _by_reason(kind_of: Callable[[int], str], reasons: dict[int, str]) -> list[tuple[str, str]]:
+    """A row for the layers of one kind that share a reason."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    for index, reason in reasons.items():
+        layers.setdefault((kind_of(index), reason), []).append(index)
+    return [(f"{kind} layers {_ranges(indices)}", reason) for (kind, reason), indices in layers.items()]
+
+
+def _ranges(indices: list[int]) -> str:
+    """`[0, 1, 2, 5]` as `0-2, 5`."""
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from kvcache_plugins import CacheReport, build_cache
+from kvcache_plugins.kernels import loader
 from kvcache_plugins.testing import tiny_model
 
 
@@ -87,9 +88,34 @@ def test_hybrid_models() -> None:
     dense = sum(t.nbytes for i in (0, 2, 3) for t in (cache.layers[i].keys, cache.layers[i].values))
     assert report.kv_bytes >= cache.packed_layers[0].kv_bytes + dense
     text = str(report)
-    assert re.search(rf"^dense layers \[0, 2\] +{sliding}$", text, re.MULTILINE)
-    assert re.search(r"^dense layers \[3\] +skip_layers$", text, re.MULTILINE)
+    assert re.search(rf"^dense layers 0, 2 +{sliding}$", text, re.MULTILINE)
+    assert re.search(r"^dense layers 3 +skip_layers$", text, re.MULTILINE)
     assert "torch x1" in text and "dense x3" in text
+
+
+def test_why_layers_are_read_by_torch() -> None:
+    model = tiny_model("llama", num_hidden_layers=4)
+    cache = build_cache(model, {"backend": "int8", "kernel": "torch", "skip_layers": [1]})
+    with torch.no_grad():
+        for length in (100, 1):
+            assert cache.report().kernel_reasons == {}, "nothing packed has been read yet"
+            model(torch.randint(3, 120, (1, length)), past_key_values=cache)
+    report = cache.report()
+    assert report.kernel_reasons == dict.fromkeys((0, 2, 3), "kernel='torch' was given")
+    assert re.search(r"^torch layers 0, 2-3 +kernel='torch' was given$", str(report), re.MULTILINE)
+
+
+def test_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_library", None)
+    monkeypatch.setattr(loader, "_failure", "no C++ compiler was found.")
+    model = tiny_model("llama")
+    cache = build_cache(model, {"backend": "int8"})
+    with torch.no_grad():
+        for length in (100, 1):
+            model(torch.randint(3, 120, (1, length)), past_key_values=cache)
+    assert set(cache.report().kernel_reasons.values()) == {
+        "there are no CPU kernels: no C++ compiler was found."
+    }
 
 
 def test_recurrent_states_are_counted() -> None:

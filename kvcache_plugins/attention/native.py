@@ -33,6 +33,7 @@ _MOST_PACKED_QUERIES = 16
 """The same where the heads of a group come as query tokens of one head."""
 _PASS_QUERIES = 64
 """Query tokens of one of several passes: as many rows as the kernels take at once."""
+_UNREADABLE = "no native kernel reads these codecs or head sizes"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,21 +51,29 @@ def attend_handles(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
             kernels, and none of them reads its codecs.
     """
     layer = key.layer
-    kind = query.device.type
-    if layer.config.kernel != "torch" and value.layer is layer and _is_served(query, key):
-        output = (_attend_on_cpu if kind == "cpu" else _attend_on_cuda)(query, key, value, options)
-        if output is not None:
-            layer.kernel = kind
-            return output
-    layer.kernel = "torch"
+    if layer.config.kernel == "torch":
+        reason = "kernel='torch' was given"
+    elif value.layer is not layer or not _is_served(query, key):
+        reason = (
+            f"there is no native kernel for {query.dtype} queries on {query.device} and keys on {key.device}"
+        )
+    else:
+        served = (_attend_on_cpu if query.is_cpu else _attend_on_cuda)(query, key, value, options)
+        if isinstance(served, Tensor):
+            layer.kernel, layer.kernel_reason = query.device.type, None
+            return served
+        reason = served
+    layer.kernel, layer.kernel_reason = "torch", reason
     return attend(query, key.tokens, value.tokens, options)
 
 
-def _attend_on_cpu(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor | None:
-    """Attend by a native kernel; `None` if none serves this."""
+def _attend_on_cpu(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor | str:
+    """Attend by a native kernel; the reason if none serves this."""
     sides = _sides(key, value)
-    if sides is None or not loader.try_load():
-        return None
+    if sides is None:
+        return _UNREADABLE
+    if not loader.try_load():
+        return f"there are no CPU kernels: {loader.status().reason}"
     keys, values = sides
     query_length, length = query.shape[2], keys.length
     is_decode = _is_decode(query, key, options)
@@ -76,23 +85,19 @@ def _attend_on_cpu(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
     if can_attend_tiles(options, length, query_length):
         records = key.tokens.stream.records.data
         return attend_tiles(query, records, keys, values, options, _sink_start(key.tokens, keys, values))
-    return None
+    return f"no native kernel attends from {query_length} tokens at once with these masks and biases"
 
 
-def _attend_on_cuda(
-    query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions
-) -> Tensor | None:
-    """Attend by the CUDA kernels; `None` if they cannot serve this, or there are none."""
+def _attend_on_cuda(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor | str:
+    """Attend by the CUDA kernels; the reason if they cannot serve this, or there are none."""
     sides = _sides(key, value)
     if sides is None:
-        return None
+        return _UNREADABLE
     if not cuda_loader.try_load(query.device):
+        reason = f"there are no CUDA kernels: {cuda_loader.status().reason}"
         if key.layer.config.kernel == "native":
-            reason = cuda_loader.status().reason
-            raise KernelUnavailableError(
-                f"kernel='native' was given, but there are no CUDA kernels: {reason}"
-            )
-        return None
+            raise KernelUnavailableError(f"kernel='native' was given, but {reason}")
+        return reason
     return attend_on_device(query, key.tokens, value.tokens, sides, options)
 
 

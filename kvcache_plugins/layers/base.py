@@ -53,6 +53,7 @@ class PackedLayer(CacheLayerMixin):
         self.final_length: int | None = None
         self.fallback_reads = 0
         self.kernel = "torch"
+        self.kernel_reason: str | None = None
         self.record_past = False
         self._prepared: tuple[tuple[int, int, int], StreamSpec, StreamSpec] | None = None
         self._forget()
