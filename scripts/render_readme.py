@@ -180,7 +180,7 @@ def evaluation_table(document: dict[str, Any], columns: Sequence[tuple[str, str,
     """Return one evaluation as a table, the accuracy of each length of a passkey run beside the mean."""
     rows = document["results"]
     shown = [column for column in columns if any(row.get(column[0]) is not None for row in rows)]
-    lengths = list(dict.fromkeys(length for row in rows for length in row.get("by_length") or {}))
+    lengths = sorted({length for row in rows for length in row.get("by_length") or {}}, key=int)
     heads = ["cache", *(title for _, title, _ in shown), *(f"{length} tokens" for length in lengths)]
     lines = [f"| {' | '.join(heads)} |", f"|---|{'--:|' * (len(heads) - 1)}"]
     for row in rows:
