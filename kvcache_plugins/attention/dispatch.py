@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from ..layers.base import joined
 from ..layers.handle import KVHandle, intercept
+from .exact import reads_exact_tokens_faster
 from .native import attend_handles
 from .reference import AttentionOptions, DenseView, TokenView, attend
 
@@ -148,7 +149,11 @@ def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         if isinstance(key, KVHandle) and isinstance(value, KVHandle) and not _needs_dropout(module, kwargs):
-            if _is_exact(key, value) and _mask_fits(key, *args, **kwargs):
+            if (
+                _is_exact(key, value)
+                and _mask_fits(key, *args, **kwargs)
+                and not reads_exact_tokens_faster(query, key.layer.config.kernel)
+            ):
                 return _original_over_exact(original, module, query, key, value, *args, **kwargs)
             return forward_over_handles(module, query, key, value, *args, **kwargs)
         return original(module, query, key, value, *args, **kwargs)

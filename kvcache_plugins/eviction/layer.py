@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..attention.exact import reads_exact_tokens_faster
 from ..attention.reference import AttentionOptions
 from ..config import BackendConfig
 from ..errors import UnsupportedOperationError
@@ -138,8 +139,8 @@ class EvictingLayer(PackedLayer):
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: Keys and values of shape `(B, H, m + q, D)`, for the `m`
-            tokens held before: plain tensors where nothing is packed and nobody needs to see the queries,
-            else two [`KVHandle`]s.
+            tokens held before: plain tensors where nothing is packed, nobody needs to see the queries and
+            no kernel reads exact tokens faster, else two [`KVHandle`]s.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -172,7 +173,9 @@ class EvictingLayer(PackedLayer):
         if is_exact and self.scored_after != "attention" and not self.is_ragged:
             if keys.length == key_states.shape[2]:
                 return key_states, value_states
-            return joined(keys), joined(values)
+            # until it shows that the model's attention, which asks for tensors, does not know handles
+            if self.is_read_as_tensors or not reads_exact_tokens_faster(key_states, self.config.kernel):
+                return joined(keys), joined(values)
         return KVHandle(self, keys), KVHandle(self, values)
 
     def attended(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:

@@ -52,6 +52,7 @@ class PackedLayer(CacheLayerMixin):
         self.padding = Padding(config.sink_length)
         self.final_length: int | None = None
         self.fallback_reads = 0
+        self.is_read_as_tensors = False
         self.kernel = "torch"
         self.kernel_reason: str | None = None
         self.record_past = False

@@ -72,9 +72,12 @@ class KVHandle(Tensor):
         return handle
 
     def dense(self) -> Tensor:
-        """Decode everything into one tensor; the layer counts the read."""
+        """Bring everything into one tensor; the layer counts the read if anything had to be decoded."""
         if self._dense is None:
-            self.layer.fallback_reads += 1
+            if self.tokens.packed_length:
+                self.layer.fallback_reads += 1
+            else:
+                self.layer.is_read_as_tensors = True
             with torch.no_grad():
                 self._dense = self.tokens.dense(self.tokens.segments[-1].dtype)
         return self._dense

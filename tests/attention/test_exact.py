@@ -1,0 +1,64 @@
+"""Exact tokens in half precision: read by the native kernel where the model's attention lets it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache_plugins import build_cache
+from kvcache_plugins.attention.exact import reads_exact_tokens_faster
+from kvcache_plugins.kernels import loader
+from kvcache_plugins.testing import tiny_model
+
+CONFIG = {"backend": "streaming_llm", "budget": 40, "chunk_size": 16, "sink_length": 2}
+
+
+def run(dtype: torch.dtype, kernel: str = "auto", attention: str = "sdpa") -> tuple[list[torch.Tensor], Any]:
+    model = tiny_model("llama", dtype=dtype)
+    model.set_attn_implementation(attention)
+    cache = build_cache(model, {**CONFIG, "kernel": kernel})
+    cache.bind(model, prompt_length=64)
+    ids = torch.randint(3, 120, (2, 72), generator=torch.Generator().manual_seed(1))
+    logits = []
+    with torch.no_grad():
+        for start, stop in [*((i, i + 16) for i in range(0, 64, 16)), *((i, i + 1) for i in range(64, 72))]:
+            logits.append(model(ids[:, start:stop], past_key_values=cache).logits.float())
+    return logits, cache
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+def test_half_precision_is_read_by_the_kernel(dtype: torch.dtype) -> None:
+    if not loader.try_load():
+        pytest.skip("there are no CPU kernels")
+    (fast, cache), (plain, other) = run(dtype), run(dtype, kernel="torch")
+    assert set(cache.report().kernel) == {"cpu"} and set(other.report().kernel) == {"dense"}
+    exact, _ = run(torch.float32)
+    # both are as near to single precision as that dtype is
+    for ours, theirs, reference in zip(fast[-8:], plain[-8:], exact[-8:], strict=True):
+        norm = reference.norm()
+        assert (ours - reference).norm() / norm < 1.5 * (theirs - reference).norm() / norm + 1e-3
+
+
+def test_single_precision_is_left_to_torch() -> None:
+    _, cache = run(torch.float32)
+    assert set(cache.report().kernel) == {"dense"}
+    assert not reads_exact_tokens_faster(torch.zeros(1, 2, 1, 16), "auto")
+
+
+def test_an_attention_that_wants_tensors_is_given_tensors() -> None:
+    expected, _ = run(torch.bfloat16, kernel="torch", attention="eager")
+    got, cache = run(torch.bfloat16, attention="eager")
+    assert all(layer.is_read_as_tensors for layer in cache.packed_layers)
+    assert cache.report().fallback_reads == 0, "nothing was decoded"
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("count", "kernel"), [(9, "auto"), (1, "torch")], ids=["many queries", "kernel='torch'"]
+)
+def test_who_else_is_left_to_torch(count: int, kernel: str) -> None:
+    states = torch.zeros(1, 2, count, 16, dtype=torch.bfloat16)
+    assert not reads_exact_tokens_faster(states, kernel)
+    assert reads_exact_tokens_faster(states[:, :, :8], "auto") is loader.try_load()
