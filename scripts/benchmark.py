@@ -3,6 +3,7 @@
 
 python scripts/benchmark.py attention --preset llama3-8b --lengths 4096 32768
 python scripts/benchmark.py generate --lengths 16384 --max_new_tokens 64
+python scripts/benchmark.py generate --device cuda --preset llama3-8b --lengths 16384 --batch_sizes 8
 """
 
 from __future__ import annotations

@@ -1,37 +1,109 @@
 #!/bin/bash
-# Build the CUDA kernels on a machine with a GPU, check, benchmark, test and sanitize them, in under ten minutes.
-# Run in the repository root: scripts/check_cuda.sh; logs and benchmark.json go to $OUT (default outputs/cuda).
+# Build the CUDA kernels on a machine with a GPU, then benchmark, test and sanitize them.
+#
+#   scripts/check_cuda.sh [stage ...]     stages: build attention generate tests sanitize; all of them by default
+#
+# Run in the repository root. What is written goes to $OUT (default outputs/cuda): check.log, attention/ and
+# generate/ (results.json and a picture each). After LIMIT seconds (default 590) no stage goes on, so where a
+# command may take ten minutes, ask for a few stages at a time: "build attention tests", "generate", "sanitize".
+# DEVICE, PRESET, CONTEXT (tokens of one layer), PROMPT (tokens of generate), BATCH (rows of both) and LAYERS (of
+# the model that generates) shorten it.
 set -u
-: "${OUT:=outputs/cuda}"; mkdir -p "$OUT"
-export KVCACHE_CUDA_KERNELS=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+STAGES="build attention generate tests sanitize"
+: "${OUT:=outputs/cuda}" "${LIMIT:=590}" "${DEVICE:=cuda}" "${PRESET:=llama3-8b}" "${PYTHON:=python3}"
+: "${CONTEXT:=32768}" "${PROMPT:=16384}" "${BATCH:=8}"
+for name in "$@"; do
+  case " $STAGES " in *" $name "*) ;; *) echo "no stage '$name'; there are: $STAGES" >&2; exit 2 ;; esac
+done
+[ $# -eq 0 ] && set -- $STAGES
+
+export KVCACHE_CUDA_KERNELS=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PATH=${CUDA_HOME:-/usr/local/cuda}/bin:$PATH
-small=$(mktemp --suffix .py)
-python3 -c "import kvcache_plugins" 2>/dev/null || export PYTHONPATH=$PWD
-nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv,noheader
-python3 -c "import torch, transformers; print(torch.__version__, torch.version.cuda, transformers.__version__)"
-stage() { local name=$1 limit=$2; shift 2; local t=$SECONDS
-  [ $SECONDS -gt 530 ] && { echo "== $name: no time left"; return; }
-  [ $((590 - SECONDS)) -lt $limit ] && limit=$((590 - SECONDS))
-  timeout "$limit" "$@" > "$OUT/$name.log" 2>&1; local rc=$?
-  echo "== $name: rc $rc, $((SECONDS - t)) s"; tail -n "${LINES_OF:-12}" "$OUT/$name.log"; }
-LINES_OF=20 stage build 180 python3 -c "
+mkdir -p "$OUT"
+LOG=$OUT/check.log
+failed=0
+: > "$LOG"
+
+# run NAME SECONDS LINES command...: everything is logged, the last lines are shown
+run() {
+  local name=$1 limit=$2 lines=$3 begun=$SECONDS part code
+  shift 3
+  local left=$((LIMIT - SECONDS))
+  [ "$left" -lt 15 ] && { echo "== $name: no time left"; failed=1; return; }
+  [ "$left" -lt "$limit" ] && limit=$left
+  part=$(mktemp)
+  timeout "$limit" "$@" > "$part" 2>&1
+  code=$?
+  [ "$code" -ne 0 ] && failed=1
+  { echo "== $name: status $code, $((SECONDS - begun)) s"; cat "$part"; } >> "$LOG"
+  echo "== $name: status $code, $((SECONDS - begun)) s"
+  tail -n "$lines" "$part"
+  rm -f "$part"
+}
+
+build() {
+  run build 200 20 "$PYTHON" -c "
 import time, torch
 from kvcache_plugins.kernels import cuda_loader
-t = time.time(); print(cuda_loader.build()); print('build s', round(time.time() - t, 1))
-t = time.time(); print('check', cuda_loader.try_load(torch.device('cuda', 0)), round(time.time() - t, 1), 's'); print(cuda_loader.status())"
-LINES_OF=30 stage benchmark 140 python3 scripts/benchmark_cuda.py --preset llama3-8b --batch_sizes 1 8 --lengths 32768 --output "$OUT/benchmark.json"
-LINES_OF=25 KVCACHE_REQUIRE_CUDA=1 stage tests 170 python3 -m pytest tests/kernels/cuda/test_device.py -m cuda -q --maxfail=10 -p no:cacheprovider
-cat > "$small" <<'PY'
+started = time.time()
+print(cuda_loader.build(), round(time.time() - started, 1), 's to build')
+started = time.time()
+serve = cuda_loader.try_load(torch.device('cuda', 0))
+print('check passed:', serve, round(time.time() - started, 1), 's')
+print(cuda_loader.status())
+raise SystemExit(not serve)"
+}
+
+attention() {
+  run attention 300 80 "$PYTHON" scripts/benchmark.py attention --device "$DEVICE" --preset "$PRESET" \
+    --dtype bf16 --batch_sizes 1 "$BATCH" --lengths "$CONTEXT" --output "$OUT/attention" --cache_config \
+    '{"backend": "int8"}' '{"backend": "int4"}' '{"backend": "float8"}' \
+    '{"backend": "kivi", "nbits": 4}' '{"backend": "kivi", "nbits": 4, "q_group_size": 64}' \
+    '{"backend": "kivi", "nbits": 2}' \
+    '{"backend": "kivi", "nbits": 4, "rope_mode": "block"}' \
+    '{"backend": "kivi", "nbits": 4, "q_group_size": 64, "rope_mode": "block"}' \
+    '{"backend": "kivi", "nbits": 2, "rope_mode": "block"}' \
+    '{"backend": "kvquant", "nbits": 4, "calibration": "normal_float"}'
+}
+
+generate() {
+  run generate 570 40 "$PYTHON" scripts/benchmark.py generate --device "$DEVICE" --preset "$PRESET" \
+    --dtype bf16 --batch_sizes "$BATCH" --lengths "$PROMPT" --max_new_tokens 48 --output "$OUT/generate" \
+    ${LAYERS:+--num_layers "$LAYERS"} --cache_config '{"backend": "int8"}' '{"backend": "int4"}' '{"backend": "float8"}' \
+    '{"backend": "kivi", "nbits": 4}' '{"backend": "kivi", "nbits": 2}' \
+    '{"backend": "kivi", "nbits": 4, "rope_mode": "block"}'
+}
+
+tests() {
+  export KVCACHE_REQUIRE_CUDA=1
+  run tests 300 25 "$PYTHON" -m pytest -m cuda -q --maxfail=10 -p no:cacheprovider \
+    tests/kernels/cuda/test_device.py tests/evaluation/test_benchmark_device.py tests/retaining/test_heads.py
+}
+
+sanitize() {
+  local small tool
+  small=$(mktemp --suffix .py)
+  cat > "$small" <<'PY'
 import torch
-from kvcache_plugins.kernels import cuda_loader, cuda_check
+from kvcache_plugins.kernels import cuda_check, cuda_loader
+
 cuda_loader.build()
+device = torch.device("cuda", 0)
 with torch.inference_mode():
     for dtype in (torch.bfloat16, torch.float32):
-        for i, sample in enumerate(cuda_check.samples(dtype, 128, blocks=6)):
-            if i in (0, 1, 4, 12):
-                print(sample.name, cuda_check._attention_deviation(sample, dtype, torch.device("cuda", 0)), cuda_check._tokens_deviation(sample.to(torch.device("cuda", 0))))
+        for index, sample in enumerate(cuda_check.samples(dtype, 128, blocks=6)):
+            if index in (0, 1, 4, 12):
+                attention = cuda_check._attention_deviation(sample, dtype, device)
+                print(sample.name, attention, cuda_check._tokens_deviation(sample.to(device)))
 PY
-LINES_OF=8 stage memcheck 60 compute-sanitizer --tool memcheck python3 "$small"
-LINES_OF=8 stage racecheck 60 compute-sanitizer --tool racecheck python3 "$small"
-LINES_OF=8 stage initcheck 60 compute-sanitizer --tool initcheck python3 "$small"
+  for tool in memcheck racecheck initcheck; do
+    run "$tool" 180 8 compute-sanitizer --tool "$tool" "$PYTHON" "$small"
+  done
+  rm -f "$small"
+}
+
+nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv,noheader
+"$PYTHON" -c "import torch, transformers; print(torch.__version__, torch.version.cuda, transformers.__version__)"
+for name in "$@"; do "$name"; done
 echo "total $SECONDS s"
+exit "$failed"

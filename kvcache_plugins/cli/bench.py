@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..evaluation.labels import cache_label
 from ..evaluation.speed_options import DTYPES, AttentionOptions, GenerationOptions
 from ..models.presets import PRESETS
 from .display import show
@@ -31,10 +33,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "attention",
         argument_default=argparse.SUPPRESS,
         help="one decode step of one layer",
-        description="Time one decode step of one layer (append, encode, attend) against dense attention.",
+        description="Time one decode step of one layer (append, encode, attend) against dense attention. "
+        "On a GPU: the device's time, as part of a CUDA graph, also as a fraction of a copy's bandwidth.",
     )
-    attention.add_argument("--preset", help=f"one of {', '.join(sorted(PRESETS))} (default: llama3-8b)")
-    _add_common(attention, "int8, int4, kivi 4- and 2-bit (also block rope), float8", "4096 32768")
+    _add_common(
+        attention, "int8, int4, kivi 4- and 2-bit (also block rope), float8", "4096 32768", "llama3-8b"
+    )
     attention.add_argument("--repeats", type=int, metavar="N", help="timed rounds (default: 30)")
     attention.add_argument("--warm_up", type=int, metavar="N", help="rounds before them (default: 3)")
     generate = kinds.add_parser(
@@ -43,12 +47,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="prefill, time per token and memory of generate()",
         description="Measure generate() with every cache, each point in a fresh process: the time to the "
         "first token, the time per token, the bytes of the cache beside their estimate, and the peak memory. "
-        "Without --model: a random Llama of 50 million parameters.",
+        "A preset has random weights, made on the device.",
     )
-    _add_common(generate, "int8, int4, kivi 4- and 2-bit, float8, and transformers' own", "4096")
+    _add_common(
+        generate,
+        "int8, int4, kivi 4- and 2-bit, float8, and transformers' own",
+        "4096",
+        "a random Llama of 50 million parameters",
+    )
+    generate.add_argument("--num_layers", type=int, metavar="N", help="layers of the preset (default: all)")
     generate.add_argument("--max_new_tokens", type=int, metavar="N", help="default: 64")
     generate.add_argument("--repeats", type=int, metavar="N", help="processes per point (default: 1)")
-    generate.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     generate.add_argument(
         "--memory_gb",
         type=float,
@@ -62,7 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, and write `results.json` and a picture."""
+    """Measure, print the table, and write `results.json` and a picture; 1 if a cache of ours failed."""
     given = {name: value for name, value in vars(args).items() if name not in _NOT_MEASURED}
     merged = merge_options(given, getattr(args, "config", None))
     output = Path(getattr(args, "output", "."))
@@ -77,12 +86,19 @@ def run(args: argparse.Namespace) -> int:
         speed_plots.check_plotting()  # before the measurement, not after it
     document = _measure(args.benchmark, options)
     _show(args.benchmark, document, output, plots=not hasattr(args, "no_plots"))
-    return 0
+    failed = [entry for entry in document["skipped"] if entry.get("is_failure")]
+    for entry in failed:
+        print(f"error: {cache_label(entry['cache_config'])} {entry['reason']}", file=sys.stderr)
+    return 1 if failed else 0
 
 
-def _add_common(parser: argparse.ArgumentParser, caches: str, lengths: str) -> None:
+def _add_common(parser: argparse.ArgumentParser, caches: str, lengths: str, preset: str) -> None:
     parser.add_argument("--config", metavar="FILE.yaml", help="options of this command, by name")
     parser.add_argument("--model", metavar="PATH_OR_HUB_ID")
+    parser.add_argument("--preset", help=f"one of {', '.join(sorted(PRESETS))} (default: {preset})")
+    parser.add_argument(
+        "--device", help="auto, cpu, cuda or cuda:N (default: auto, a GPU where there is one)"
+    )
     add_cache_config_option(parser, caches)
     parser.add_argument("--lengths", nargs="+", type=int, metavar="N", help=f"tokens (default: {lengths})")
     parser.add_argument("--batch_sizes", nargs="+", type=int, metavar="B", help="rows (default: 1)")

@@ -62,6 +62,8 @@ def make_job(
         "length": length,
         "batch_size": batch_size,
         "model": options.model,
+        "preset": options.preset,
+        "num_layers": options.num_layers,
         "dtype": DTYPES[options.dtype],
         "device": str(device),
         "max_new_tokens": options.max_new_tokens if max_new_tokens is None else max_new_tokens,

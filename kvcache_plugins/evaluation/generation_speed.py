@@ -13,6 +13,7 @@ import torch
 
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import why_unavailable
+from .devices import choose_device, device_settings
 from .generation_process import DidNotFitError, WorkerError, make_job, peak_above_model, run_job
 from .generation_worker import model_config
 from .labels import DENSE, cache_label
@@ -29,8 +30,8 @@ __all__ = ["measure_generation"]
 def measure_generation(options: GenerationOptions, progress: Progress = silent) -> dict[str, Any]:
     """Generate with every cache at every length and batch size.
 
-    A failure of a cache of transformers' is noted under `skipped`; one of ours stops the run. A point that
-    needs more memory than there is becomes a result with `fits` false and a `reason`, and stops nothing.
+    A cache that fails is noted under `skipped`, and one of ours there as `is_failure`; the dense cache stops
+    the run. A point that needs more memory than there is becomes a result with `fits` false and a `reason`.
 
     Args:
         options (`GenerationOptions`): What to measure.
@@ -41,19 +42,19 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
         and batch size.
 
     Raises:
-        ValueError: If an option of a cache is wrong.
-        RuntimeError: If a measurement failed, or none fitted; the message ends with what its process said
-            last.
+        ValueError: If an option of a cache is wrong, or the device does not exist.
+        RuntimeError: If the dense cache failed, or nothing fitted; the message ends with what its process
+            said last.
     """
-    config = model_config(options.model)
-    skipped = [
+    device = choose_device(options.device)
+    config = model_config(options.model, options.preset, options.num_layers)
+    skipped: list[dict[str, Any]] = [
         {"cache_config": cache_config, "reason": reason}
         for cache_config in options.cache_configs
         if (reason := why_unavailable(config, cache_config))
     ]
     left_out = [entry["cache_config"] for entry in skipped]
     cache_configs = [c for c in options.cache_configs if c not in left_out]
-    device = _device(options)
     results: list[dict[str, Any]] = []
     any_answer: dict[str, Any] | None = None
     too_large: dict[int, list[tuple[int, int, str]]] = {}
@@ -74,12 +75,14 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
                         answers.pop(index, None)
                         too_large.setdefault(index, []).append((length, batch_size, str(error)))
                     except WorkerError as error:
-                        if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
-                            raise
+                        if cache_config == DENSE:
+                            raise  # there would be nothing to compare with
                         failed.add(index)
                         answers.pop(index, None)
                         reason = f"failed at {length} tokens: {error}"
-                        skipped.append({"cache_config": cache_config, "reason": reason})
+                        is_ours = cache_config["backend"] not in TRANSFORMERS_BACKENDS
+                        entry = {"cache_config": cache_config, "reason": reason}
+                        skipped.append(entry | ({"is_failure": True} if is_ours else {}))
                     progress(f"{length} tokens", advance=1)
             rows = []
             for index, cache_config in enumerate(cache_configs):
@@ -96,7 +99,7 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
     document = build_document(
         "bench generate",
         results,
-        settings=options.settings() | facts | {"device": str(device)},
+        settings=options.settings() | facts | device_settings(options.device, device),
         skipped=skipped,
         device=device,
         threads=any_answer["threads"],
@@ -113,16 +116,6 @@ _MEASURED = (
     "memory_before_bytes", "peak_memory_bytes", "peak_above_model_bytes", "device_peak_bytes", "kernel",
     "fallback_reads", "seconds",
 )  # fmt: skip
-
-
-def _device(options: GenerationOptions) -> torch.device:
-    if options.device is not None:
-        device = torch.device(options.device)
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            count = torch.cuda.device_count()
-            raise ValueError(f"--device {options.device!r} is not there: torch sees {count} GPUs.")
-        return device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _refuse_what_cannot_fit(too_large: list[tuple[int, int, str]], length: int, batch_size: int) -> None:

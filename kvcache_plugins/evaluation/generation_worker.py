@@ -19,11 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ..artifacts.files import read_json, write_json
 from ..cache import KVCache
+from ..models.presets import preset_config
 from .caches import cache_bytes, generate
 from .generation_process import OUT_OF_MEMORY
 from .timing import StepTimer
 
-__all__ = ["main", "measure", "model_config"]
+__all__ = ["DeviceMemory", "main", "measure", "model_config"]
 
 WARM_UP_STEPS = 4
 """Decode steps left out of the time per token: first-use allocations, and a first look at a fresh cache."""
@@ -47,11 +48,21 @@ _RANDOM_MODEL: dict[str, Any] = {
 }
 
 
-def model_config(model: str | None) -> PreTrainedConfig:
-    """Return the configuration of a model, or of the random one that stands in for it."""
+def model_config(
+    model: str | None, preset: str | None = None, num_layers: int | None = None
+) -> PreTrainedConfig:
+    """Return the configuration of a model, of a preset, or of the random model that stands in for both.
+
+    Args:
+        model (`str`, *optional*): Path or hub id.
+        preset (`str`, *optional*): A name of `models.presets.PRESETS`.
+        num_layers (`int`, *optional*): Layers of the preset.
+    """
     config: PreTrainedConfig
     if model is not None:
         config = AutoConfig.from_pretrained(model)
+    elif preset is not None:
+        config = preset_config(preset, num_layers)
     else:
         config = AutoConfig.for_model("llama", **_RANDOM_MODEL)
     return config
@@ -60,9 +71,13 @@ def model_config(model: str | None) -> PreTrainedConfig:
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Generate from a random prompt with one cache.
 
+    The prompt is read by the model like any other, in one call unless the cache wants chunks. A step is timed
+    from one token's arrival on the CPU to the next one's, so it ends when the device has finished it.
+
     Args:
-        job (`dict`): `model` (path, hub id or None), `dtype` (torch's name), `device`, `cache_config`,
-            `length`, `batch_size`, `max_new_tokens` and `threads`.
+        job (`dict`): `model` (path, hub id or None), `preset` and `num_layers` (or None; for random weights,
+            made on the device), `dtype` (torch's name), `device`, `cache_config`, `length`, `batch_size`,
+            `max_new_tokens` and `threads`.
 
     Returns:
         `dict`: `ttft_ms` (from the call to the first token) and `prefill_ms` (from the prompt's entry into
@@ -76,27 +91,25 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(job["threads"])
     torch.manual_seed(0)
     dtype = getattr(torch, job["dtype"])
+    device = torch.device(job["device"])
+    memory = DeviceMemory(device) if device.type == "cuda" else None
     if job["model"] is not None:
         model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype)
     else:
-        model = AutoModelForCausalLM.from_config(model_config(None), dtype=dtype)
-    device = torch.device(job["device"])
+        config = model_config(None, job["preset"], job["num_layers"])
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = model.eval().to(device)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     prompt = torch.randint(10, vocabulary, (job["batch_size"], job["length"])).to(device)
     # kernels and quanto's extension are built at their first use
     generate(model, prompt[:, :_WARM_UP_PROMPT], job["cache_config"], WARM_UP_STEPS)
     before, load_peak = resident_bytes("VmRSS"), resident_bytes("VmHWM")
-    device_before = device_peak = None
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        device_before = torch.cuda.memory_allocated(device)
+    device_before = None if memory is None else memory.begin()
     timer = StepTimer()
     started = time.perf_counter()
     output = generate(model, prompt, job["cache_config"], job["max_new_tokens"], timer)
-    if device.type == "cuda":
-        device_peak = torch.cuda.max_memory_allocated(device)
+    device_peak = None if memory is None else memory.peak()
     cache = output.past_key_values
     report = cache.report() if isinstance(cache, KVCache) else None
     return {
@@ -116,6 +129,29 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "parameters": model.num_parameters(),
         "new_tokens": output.sequences.shape[1] - job["length"],
     }
+
+
+class DeviceMemory:
+    """What tensors take of a GPU's memory, as torch's allocator counts it in this process.
+
+    Args:
+        device (`torch.device`): The GPU; it becomes the current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        torch.cuda.set_device(device)
+
+    def begin(self) -> int:
+        """Return the bytes allocated now, and count the peak from here."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        """Return the most bytes allocated at once since [`begin`]."""
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device)
 
 
 def model_bytes(model: torch.nn.Module) -> int:

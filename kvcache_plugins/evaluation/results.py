@@ -5,7 +5,7 @@
  "task": "bench attention",
  "settings": {...},                          the merged options of the run
  "results": [{"cache_config": {"backend": "dense"}, ...}, {"cache_config": {...}, ...}, ...],
- "skipped": [{"cache_config": {...}, "reason": "not installed"}, ...],
+ "skipped": [{"cache_config": {...}, "reason": "not installed"}, ...],    with "is_failure" what broke down
  "environment": {"versions", "device", "cpu", "threads", "commit", "dirty", "command"}}
 ```
 

@@ -41,8 +41,10 @@ class SpeedOptions(Options):
         lengths (`Sequence[int]`): Tokens in the cache.
         batch_sizes (`Sequence[int]`): Rows.
         dtype (`str`): Of the model and its states, one of `DTYPES`.
-        threads (`int`, *optional*): CPU threads; torch's choice by default.
+        threads (`int`, *optional*): CPU threads, whatever the device; torch's choice by default.
         model (`str`, *optional*): Path or hub id of a model.
+        preset (`str`, *optional*): A name of `models.presets.PRESETS` in place of a model.
+        device (`str`): `"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`, a GPU where there is one.
     """
 
     lengths: Sequence[int]
@@ -50,6 +52,8 @@ class SpeedOptions(Options):
     dtype: str = "bf16"
     threads: int | None = None
     model: str | None = None
+    preset: str | None = None
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         check_counts("lengths", self.lengths)
@@ -57,6 +61,14 @@ class SpeedOptions(Options):
         check_choice("dtype", self.dtype, DTYPES)
         if self.threads is not None:
             check_count("threads", self.threads)
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"--device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r}.")
+        if self.preset is not None:
+            check_choice("preset", self.preset, PRESETS)
+            if self.model is not None:
+                raise ValueError(
+                    f"--preset and --model exclude each other, got {self.preset!r} and {self.model!r}."
+                )
 
     def settings(self) -> dict[str, Any]:
         """Return the merged options for the result file."""
@@ -65,18 +77,15 @@ class SpeedOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions(SpeedOptions):
-    """Options of `bench attention`.
+    """Options of `bench attention`. The preset is Llama 3 8B, unless another or a `model` is named.
 
     Args:
-        preset (`str`, *optional*): Whose attention layer; a name of `models.presets.PRESETS`. Llama 3 8B by
-            default, unless a `model` is named.
         repeats (`int`): Timed rounds.
         warm_up (`int`): Rounds before them.
     """
 
     cache_config: Sequence[dict[str, Any]] = field(default=(*_OURS, *_BLOCK_ROPE))
     lengths: Sequence[int] = (4096, 32768)
-    preset: str | None = None
     repeats: int = 30
     warm_up: int = 3
 
@@ -84,24 +93,18 @@ class AttentionOptions(SpeedOptions):
         super().__post_init__()
         check_count("repeats", self.repeats)
         check_count("warm_up", self.warm_up, least=0)
-        if self.preset is not None and self.model is not None:
-            raise ValueError(
-                f"--preset and --model exclude each other, got {self.preset!r} and {self.model!r}."
-            )
         if self.preset is None and self.model is None:
             object.__setattr__(self, "preset", "llama3-8b")
-        if self.preset is not None:
-            check_choice("preset", self.preset, PRESETS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions(SpeedOptions):
-    """Options of `bench generate`.
+    """Options of `bench generate`. With neither a `model` nor a preset: a random Llama of 50M parameters.
 
     Args:
+        num_layers (`int`, *optional*): Layers of a preset; all of them by default.
         max_new_tokens (`int`): Tokens to generate.
         repeats (`int`): Processes per point, in rounds over all caches.
-        device (`str`, *optional*): `"cpu"`, `"cuda"` or `"cuda:N"`; a GPU where there is one.
         memory_gb (`float`, *optional*): Memory in units of 10^9 bytes; the largest context whose model and
             cache fit it is predicted for every cache.
         verify_memory (`bool`): Generate at those lengths too, and report the peak.
@@ -111,7 +114,7 @@ class GenerationOptions(SpeedOptions):
     lengths: Sequence[int] = (4096,)
     max_new_tokens: int = 64
     repeats: int = 1
-    device: str | None = None
+    num_layers: int | None = None
     memory_gb: float | None = None
     verify_memory: bool = False
 
@@ -119,10 +122,10 @@ class GenerationOptions(SpeedOptions):
         super().__post_init__()
         check_count("max_new_tokens", self.max_new_tokens, least=8)
         check_count("repeats", self.repeats)
-        if self.device is not None and (
-            not isinstance(self.device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", self.device)
-        ):
-            raise ValueError(f"--device must be 'cpu', 'cuda' or 'cuda:N', got {self.device!r}.")
+        if self.num_layers is not None:
+            check_count("num_layers", self.num_layers)
+            if self.preset is None:
+                raise ValueError("--num_layers needs --preset, whose layers it counts.")
         if self.memory_gb is not None:
             is_number = isinstance(self.memory_gb, (int, float)) and not isinstance(self.memory_gb, bool)
             if not is_number or not 0 < self.memory_gb < math.inf:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .labels import DENSE
+from .speed_tables import model_name
 
 __all__ = ["check_plotting", "plot_attention", "plot_generation"]
 
@@ -44,7 +45,7 @@ def plot_attention(document: dict[str, Any], path: Path) -> None:
         rows = [row for row in results if row["batch_size"] == batch_size]
         dense = [row for row in rows if row["cache_config"] == DENSE]
         lengths = [row["length"] for row in dense]
-        for name, colour, dash in zip(dense[0]["baseline_ms"], _GREYS, _DASHES, strict=True):
+        for name, colour, dash in zip(_fastest(dense), _GREYS, _DASHES, strict=False):
             heights = [row["baseline_ms"][name] for row in dense]
             times.plot(lengths, heights, dash, color=colour, marker="s", markersize=4, label=f"dense {name}")
         labels = _labels(rows)
@@ -110,10 +111,16 @@ def plot_generation(document: dict[str, Any], path: Path) -> None:
             entries = [entry for entry in contexts if entry["batch_size"] == batch_size]
             _context_bars(line[-1], entries, settings["memory_gb"], batch_size)
     figure.suptitle(
-        f"{settings['model'] or 'random Llama'} of {settings['parameters'] / 1e6:.0f}M parameters, "
+        f"{model_name(settings)} of {settings['parameters'] / 1e6:.0f}M parameters, "
         f"{settings['dtype']}: {document['environment']['device']}"
     )
     _save(figure, grid.flat, path)
+
+
+def _fastest(dense: list[dict[str, Any]]) -> list[str]:
+    """Dense ways that ran at every length, those first that are fastest at the last one; a GPU has many."""
+    common = [name for name in dense[-1]["baseline_ms"] if all(name in row["baseline_ms"] for row in dense)]
+    return sorted(common, key=lambda name: dense[-1]["baseline_ms"][name])
 
 
 def _context_bars(axes: Any, entries: list[dict[str, Any]], memory_gb: float, batch_size: int) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["attention_table", "context_table", "footnotes", "generation_table"]
+__all__ = ["attention_table", "context_table", "footnotes", "generation_table", "model_name"]
 
 _Column = tuple[str, Callable[[dict[str, Any]], str]]
 
 _ATTENTION_COLUMNS: tuple[_Column, ...] = (
     ("median\nms", lambda row: f"{row['median_ms']:.3f}"),
     ("p20 - p80", lambda row: f"{row['p20_ms']:.3f} - {row['p80_ms']:.3f}"),
+    ("attend\nms", lambda row: _or_dash(row, "attention_ms", ".4f")),
+    ("append\nms", lambda row: _or_dash(row, "append_ms", ".4f")),
+    ("launched\nby CPU ms", lambda row: _or_dash(row, "host_ms", ".3f")),
     ("of best\ndense", lambda row: f"{row['ratio_to_best_dense']:.2f}"),
-    ("of sdpa\ngqa", lambda row: f"{row['ratio_to_sdpa_gqa']:.3f}"),
+    ("of sdpa\ngqa", lambda row: _or_dash(row, "ratio_to_sdpa_gqa", ".3f")),
     ("GB/s", lambda row: _or_dash(row, "gb_per_s", ".1f")),
+    ("of copy", lambda row: _or_dash(row, "fraction_of_copy", ".0%")),
     ("bytes", lambda row: _or_dash(row, "kv_bytes", ",")),
     ("bits per\nvalue", lambda row: _or_dash(row, "bits_per_value", ".2f")),
     ("kernel\nerror", lambda row: _or_dash(row, "max_rel_error", ".1e")),
@@ -62,9 +66,11 @@ def attention_table(document: dict[str, Any]) -> Table:
             if name == row["kernel"]:
                 rows.append(row | {"label": f"dense {name}", "kernel": "best dense"})
                 continue
+            gqa = row["baseline_ms"].get("sdpa_enable_gqa")
             ratios = {
                 "ratio_to_best_dense": ms / row["median_ms"],
-                "ratio_to_sdpa_gqa": ms / row["baseline_ms"]["sdpa_enable_gqa"],
+                "ratio_to_sdpa_gqa": None if gqa is None else ms / gqa,
+                "attention_ms": row.get("baseline_attention_ms", {}).get(name),
             }
             point = {"length": row["length"], "batch_size": row["batch_size"], "median_ms": ms}
             spread = dict(zip(("p20_ms", "p80_ms"), row["baseline_spread_ms"][name], strict=True))
@@ -81,12 +87,18 @@ def attention_table(document: dict[str, Any]) -> Table:
 def generation_table(document: dict[str, Any]) -> Table:
     """Show each length: the dense cache first, then the others."""
     settings = document["settings"]
-    name = settings["model"] or "random Llama"
     title = (
-        f"generate(), {name} of {settings['parameters'] / 1e6:.0f}M parameters, {settings['dtype']}, "
+        f"generate(), {model_name(settings)} of {settings['parameters'] / 1e6:.0f}M parameters, "
+        f"{settings['dtype']}, "
         f"{settings['max_new_tokens']} new tokens; memory in MiB"
     )
     return _table(title, _GENERATION_COLUMNS, document["results"])
+
+
+def model_name(settings: Mapping[str, Any]) -> str:
+    """Return the name of the model that generated, from the settings of a run."""
+    preset = settings.get("preset")
+    return str(settings["model"] or f"random {preset or 'Llama'}")
 
 
 def context_table(document: dict[str, Any]) -> Table:
@@ -109,7 +121,19 @@ def footnotes(document: dict[str, Any]) -> list[str]:
         for row in document["results"]
         if row.get("fits") is False
     ]
-    return [*notes, f"{place['device']}, {threads}, torch {place['versions']['torch']}"]
+    for row in document["results"]:
+        point = f"{row.get('length')} tokens, batch of {row.get('batch_size')}"
+        if row.get("note"):
+            notes.append(f"{row['label']}, {point}: {row['note']}")
+        for name, reason in row.get("baselines_not_run", {}).items():
+            notes.append(f"dense {name}, {point}: not run: {reason}")
+    where = f"{place['device']}, {threads}, torch {place['versions']['torch']}"
+    settings = document["settings"]
+    if settings.get("copy_gb_per_s") is not None:
+        where += f", copy {settings['copy_gb_per_s']:,.0f} GB/s"
+    if settings.get("cuda_kernels") is not None:
+        where += f", CUDA kernels {settings['cuda_kernels'].splitlines()[0]}"
+    return [*notes, where]
 
 
 def _label(entry: dict[str, Any]) -> str:
@@ -123,7 +147,7 @@ def _table(title: str, columns: Iterable[_Column], rows: list[dict[str, Any]]) -
     from rich.table import Table
     from rich.text import Text
 
-    # A column without a single value, such as a GPU's memory on a CPU, only takes room.
+    # A column without a single value, such as a GPU's memory or a part of its time on a CPU, only takes room.
     columns = [(name, show) for name, show in columns if any(show(row) not in ("-", "") for row in rows)]
     places = [("tokens", "length")] if "length" in rows[0] else []
     if any(row["batch_size"] != 1 for row in rows):

@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-__all__ = ["CacheFlusher", "Spread", "StepTimer", "time_in_turn"]
+__all__ = ["CacheFlusher", "HostStopwatch", "Spread", "StepTimer", "time_in_turn"]
+
+_Work = TypeVar("_Work")
 
 _LEAST_FLUSH_BYTES = 64 << 20
 
@@ -37,58 +40,66 @@ class Spread:
         p20, median, p80 = np.percentile(np.asarray(times_ms, dtype=np.float64), [20, 50, 80])
         return cls(float(median), float(p20), float(p80), float(np.mean(times_ms)))
 
+    def plus(self, ms: float) -> Spread:
+        """Add what every call takes besides."""
+        return Spread(self.median_ms + ms, self.p20_ms + ms, self.p80_ms + ms, self.mean_ms + ms)
+
 
 class CacheFlusher:
     """Evicts everything from the processor's caches by writing to a buffer twice the size of the largest.
 
     In a model, a layer's keys and values are touched once per token, after those of all other layers, so they
     never are in a cache; a benchmark of a single layer has to see to that.
-
-    Args:
-        device (`torch.device`): Whose caches. A GPU's are assumed to be below 64 MB.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        largest = 2 * _largest_cache_bytes() if device.type == "cpu" else 0
-        self._buffer = torch.zeros(max(largest, _LEAST_FLUSH_BYTES) // 4, dtype=torch.int32, device=device)
+    def __init__(self) -> None:
+        size = max(2 * _largest_cache_bytes(), _LEAST_FLUSH_BYTES)
+        self._buffer = torch.zeros(size // 4, dtype=torch.int32)
 
     def __call__(self) -> None:
         self._buffer.add_(1)
 
 
+class HostStopwatch:
+    """Times a call on the CPU by the clock on the wall, with nothing of it in the processor's caches."""
+
+    def __init__(self) -> None:
+        self._flush = CacheFlusher()
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        self._flush()
+        started = time.perf_counter()
+        call()
+        return 1000 * (time.perf_counter() - started)
+
+
 def time_in_turn(
-    candidates: Mapping[str, Callable[[], object]],
+    candidates: Mapping[str, _Work],
     *,
     repeats: int,
     warm_up: int,
-    device: torch.device,
+    stopwatch: Callable[[_Work], float],
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Spread]:
     """Time every candidate `repeats` times, in rounds of one call each, every round in an order of its own.
 
     Whatever slows the machine for a while then slows all of them alike, and so does whatever the call before
-    leaves behind (the first packed step after a dense one is a fifth slower than after another). The
-    processor's caches are emptied before each call.
+    leaves behind (the first packed step after a dense one is a fifth slower than after another).
 
     Args:
-        candidates (`Mapping[str, Callable]`): What to time, by name.
+        candidates (`Mapping`): What to time, by name.
         repeats (`int`): Timed rounds.
         warm_up (`int`): Rounds before them that are not counted.
-        device (`torch.device`): Where the candidates run.
+        stopwatch (`Callable`): Runs a candidate once and returns the milliseconds it took.
         advance (`Callable`): Called after every round, for a progress bar.
     """
-    flush = CacheFlusher(device)
     times: dict[str, list[float]] = {name: [] for name in candidates}
     order = random.Random(0)
     for turn in range(warm_up + repeats):
-        for name, call in order.sample(list(candidates.items()), len(candidates)):
-            flush()
-            _synchronize(device)
-            started = time.perf_counter()
-            call()
-            _synchronize(device)
+        for name, work in order.sample(list(candidates.items()), len(candidates)):
+            ms = stopwatch(work)
             if turn >= warm_up:
-                times[name].append(1000 * (time.perf_counter() - started))
+                times[name].append(ms)
         advance()
     return {name: Spread.of(samples) for name, samples in times.items()}
 
@@ -124,8 +135,3 @@ def _largest_cache_bytes() -> int:
         if number.isdigit() and unit is not None:
             sizes.append(int(number) << unit)
     return max(sizes)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -12,11 +12,27 @@ __all__ = ["PRESETS", "preset_config"]
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2-7b": (
         "llama",
-        {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32},
+        {
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "intermediate_size": 11008,
+            "vocab_size": 32000,
+            "max_position_embeddings": 4096,
+        },
     ),
     "llama3-8b": (
         "llama",
-        {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+        {
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "vocab_size": 128256,
+            "max_position_embeddings": 8192,
+        },
     ),
     "mistral-7b": (
         "mistral",
@@ -26,24 +42,50 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
             "sliding_window": None,
+            "intermediate_size": 14336,
+            "vocab_size": 32000,
+            "max_position_embeddings": 32768,
         },
     ),
     "qwen2.5-7b": (
         "qwen2",
-        {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+        {
+            "num_hidden_layers": 28,
+            "hidden_size": 3584,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "intermediate_size": 18944,
+            "vocab_size": 152064,
+            "max_position_embeddings": 32768,
+        },
     ),
     "tiny": (
         "llama",
-        {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2},
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 256,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 512,
+            "vocab_size": 2048,
+            "max_position_embeddings": 4096,
+        },
     ),
 }
-"""Model type, then the fields of its configuration that decide the shape of a cache."""
+"""Model type, then the fields of its configuration that decide the shape of a cache and the model's size."""
 
 
-def preset_config(name: str) -> PreTrainedConfig:
-    """Build the configuration of a preset, in bfloat16."""
+def preset_config(name: str, num_layers: int | None = None) -> PreTrainedConfig:
+    """Build the configuration of a preset, in bfloat16.
+
+    Args:
+        name (`str`): One of `PRESETS`.
+        num_layers (`int`, *optional*): Layers; the model's own number by default.
+    """
     from transformers import AutoConfig
 
     model_type, fields = PRESETS[name]
+    if num_layers is not None:
+        fields = fields | {"num_hidden_layers": num_layers}
     config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields, dtype="bfloat16")
     return config

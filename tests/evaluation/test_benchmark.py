@@ -21,7 +21,10 @@ from transformers.utils import logging as transformers_logging
 from kvcache_plugins.cli import main
 from kvcache_plugins.estimation import estimate
 from kvcache_plugins.evaluation import (
+    attention_layers,
+    attention_on_host,
     attention_speed,
+    attention_states,
     generation_process,
     generation_speed,
     generation_worker,
@@ -33,7 +36,7 @@ from kvcache_plugins.evaluation.dense_attention import BASELINES, exact_attentio
 from kvcache_plugins.evaluation.memory_prediction import most_tokens, predicted_bytes, predicted_peak_bytes
 from kvcache_plugins.evaluation.results import check_document, read_results
 from kvcache_plugins.evaluation.speed_options import AttentionOptions, GenerationOptions
-from kvcache_plugins.evaluation.timing import Spread, StepTimer, time_in_turn
+from kvcache_plugins.evaluation.timing import HostStopwatch, Spread, StepTimer, time_in_turn
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
@@ -84,7 +87,7 @@ def test_candidates_are_timed_in_turn() -> None:
         {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")},
         repeats=3,
         warm_up=1,
-        device=torch.device("cpu"),
+        stopwatch=HostStopwatch(),
         advance=lambda: rounds.append(None),
     )
     turns = [tuple(calls[i : i + 2]) for i in range(0, len(calls), 2)]
@@ -112,6 +115,7 @@ ATTENTION_METRICS = {
     "ratio_to_sdpa_gqa", "gb_per_s", "bits_per_value", "memory_fraction", "max_rel_error", "kernel",
     "encode_ms", "seconds",
 }  # fmt: skip
+DEVICE_METRICS = {"attention_ms", "append_ms", "host_ms", "fraction_of_copy", "baselines_not_run"}
 
 
 def test_attention_writes_results_table_and_picture(
@@ -120,13 +124,14 @@ def test_attention_writes_results_table_and_picture(
     kivi = {"backend": "kivi", "nbits": 4, "residual_length": 32, "rope_mode": "block"}
     torch_int8 = {"backend": "int8", "kernel": "torch"}
     sizes = ["--preset", "tiny", "--lengths", "96", "200", "--batch_sizes", "1", "2", "--repeats", "2"]
-    arguments = [*sizes, "--threads", "1", *_caches({"backend": "INT8"}, torch_int8, kivi)]
+    arguments = [*sizes, "--device", "cpu", "--threads", "1", *_caches({"backend": "INT8"}, torch_int8, kivi)]
     assert main(["bench", "attention", *arguments, "--output", str(tmp_path)]) == 0
 
     document = read_results(tmp_path)
     assert document["task"] == "bench attention"
     assert document["environment"]["threads"] == 1
     assert document["settings"]["num_attention_heads"] == 4
+    assert (document["settings"]["device"], document["settings"]["requested_device"]) == ("cpu", "cpu")
     rows = document["results"]
     caches = [DENSE, {"backend": "int8"}, torch_int8, kivi]
     assert [row["cache_config"] for row in rows] == caches * 4
@@ -134,6 +139,7 @@ def test_attention_writes_results_table_and_picture(
     assert points == [(96, 1), (96, 2), (200, 1), (200, 2)]
     for row in rows:
         assert set(row) >= ATTENTION_METRICS
+        assert not set(row) & DEVICE_METRICS, "a CPU's results are what they were"
         assert set(row["baseline_ms"]) == set(BASELINES)
         best = min(row["baseline_ms"].values())
         assert row["ratio_to_best_dense"] == pytest.approx(row["median_ms"] / best)
@@ -160,7 +166,13 @@ def test_attention_writes_results_table_and_picture(
 
 def test_bytes_are_the_prediction_for_the_tokens_held() -> None:
     options = AttentionOptions(
-        cache_config=[{"backend": "int4"}], lengths=[300], preset="tiny", dtype="fp32", repeats=2, warm_up=0
+        cache_config=[{"backend": "int4"}],
+        lengths=[300],
+        preset="tiny",
+        device="cpu",
+        dtype="fp32",
+        repeats=2,
+        warm_up=0,
     )
     dense, int4 = attention_speed.measure_attention(options)["results"]
     assert dense["kv_bytes"] == 2 * 2 * 301 * 64 * 4
@@ -172,7 +184,7 @@ def test_bytes_are_the_prediction_for_the_tokens_held() -> None:
 def test_attention_of_a_model_and_of_transformers_own_cache() -> None:
     fp8 = {"backend": "fp8"}
     options = AttentionOptions(
-        cache_config=[fp8], lengths=[150], model=str(BUNDLED_MODEL), repeats=1, warm_up=0
+        cache_config=[fp8], lengths=[150], model=str(BUNDLED_MODEL), device="cpu", repeats=1, warm_up=0
     )
     document = attention_speed.measure_attention(options)
     if document["skipped"]:
@@ -187,16 +199,17 @@ def test_encoding_that_comes_rarely_is_not_lost(monkeypatch: pytest.MonkeyPatch)
     calls = [0]
 
     class Layer:
-        def update(self, *states: object) -> None:
+        def update(self, *states: object) -> tuple[object, ...]:
             calls[0] += 1
             clock[0] += 1.0 if calls[0] % 8 == 0 else 0.0
             clock[0] += 3.0 if calls[0] == 5 else 0.0  # an interruption, which is no encoding
+            return states
 
-    monkeypatch.setattr(attention_speed.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(attention_speed._Step, "period", 8)
-    step = attention_speed._Step.__new__(attention_speed._Step)
-    step.layer, step.new = Layer(), ()
-    assert step.encode_ms() == pytest.approx(1000 / 8)
+    monkeypatch.setattr(attention_on_host.time, "perf_counter", lambda: clock[0])
+    states = attention_states.States(*torch.zeros(3, 1, 1, 2, 4))
+    step = attention_layers.LayerStep(Layer(), states)
+    assert attention_on_host.encode_ms(step, 8) == pytest.approx(1000 / 8)
+    assert attention_on_host.encode_ms(step, 1) == 0
 
 
 # ---- generation ----
@@ -310,7 +323,27 @@ def test_generation_is_compared_and_failures_of_transformers_are_rows(
     assert document["skipped"] == [{"cache_config": {"backend": "hqq"}, "reason": reason}]
 
 
-def test_a_failure_of_ours_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_ours_is_told_after_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(job: dict[str, Any]) -> dict[str, Any]:
+        if job["cache_config"]["backend"] == "int8":
+            raise generation_speed.WorkerError("int8 ended with -6: illegal address")
+        return _answer(job)
+
+    monkeypatch.setattr(generation_speed, "run_job", answer)
+    arguments = ["--lengths", "64", "--no_plots", "--output", str(tmp_path)]
+    assert main(["bench", "generate", *arguments, *_caches({"backend": "int8"}, {"backend": "int4"})]) == 1
+    document = read_results(tmp_path)
+    assert [row["label"] for row in document["results"]] == ["dense", "int4"]
+    reason = "failed at 64 tokens: int8 ended with -6: illegal address"
+    assert document["skipped"] == [
+        {"cache_config": {"backend": "int8"}, "reason": reason, "is_failure": True}
+    ]
+    assert f"error: int8 {reason}" in capsys.readouterr().err
+
+
+def test_a_failure_of_the_dense_cache_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(job: dict[str, Any]) -> None:
         raise generation_speed.WorkerError(f"{job['cache_config']['backend']} ended with -9: nothing")
 
@@ -481,7 +514,13 @@ def test_no_process_is_started_that_the_machine_cannot_hold(monkeypatch: pytest.
 
 
 def test_a_process_that_fails_says_why() -> None:
-    job = {"model": "no/such/model", "cache_config": DENSE, "threads": None, "dtype": "float32"}
+    job = {
+        "model": "no/such/model",
+        "cache_config": DENSE,
+        "threads": None,
+        "dtype": "float32",
+        "device": "cpu",
+    }
     with pytest.raises(generation_speed.WorkerError, match=r"dense ended with 1: .*no/such/model"):
         generation_process.run_job(job)
 
@@ -510,6 +549,8 @@ def test_random_model_is_the_one_promised() -> None:
         (["attention", "--threads", "0"], ["--threads", "0"]),
         (["attention", "--preset", "tiny", "--model", "x"], ["--preset", "--model"]),
         (["attention", "--model", "no/such/model"], ["no/such/model"]),
+        (["attention", "--device", "gpu"], ["--device", "auto", "cuda", "'gpu'"]),
+        (["attention", "--device", "cuda:99"], ["--device", "cuda:99", "GPUs"]),
         (["attention", "--cache_config", "{"], ["--cache_config", "JSON"]),
         (["attention", *_caches({"backend": "kivvi"})], ["kivvi", "kivi"]),
         (["attention", *_caches({"backend": "kivi", "nbits": 5})], ["nbits", "5"]),
@@ -518,6 +559,10 @@ def test_random_model_is_the_one_promised() -> None:
         (["generate", "--max_new_tokens", "3"], ["--max_new_tokens", ">= 8", "3"]),
         (["generate", "--lengths", "0"], ["--lengths", "0"]),
         (["generate", "--device", "gpu"], ["--device", "cuda", "'gpu'"]),
+        (["generate", "--preset", "llama3"], ["--preset", "'llama3'", "llama3-8b"]),
+        (["generate", "--preset", "tiny", "--model", "x"], ["--preset", "--model"]),
+        (["generate", "--num_layers", "2"], ["--num_layers", "--preset"]),
+        (["generate", "--preset", "tiny", "--num_layers", "0"], ["--num_layers", ">= 1", "0"]),
         (["generate", "--device", "cuda:99"], ["--device", "cuda:99", "GPUs"]),
         (["generate", "--memory_gb", "0"], ["--memory_gb", "above 0", "0.0"]),
         (["generate", "--memory_gb", "nan"], ["--memory_gb", "nan"]),
@@ -546,7 +591,7 @@ def test_a_file_gives_options_and_the_command_line_overrides_them(
 ) -> None:
     file = tmp_path / "bench.yaml"
     file.write_text(
-        "preset: tiny\nlengths: [64]\nrepeats: 9\nwarm_up: 0\n"
+        "preset: tiny\ndevice: cpu\nlengths: [64]\nrepeats: 9\nwarm_up: 0\n"
         "cache_config:\n  - backend: Float8\n    format: e5m2\n"
     )
     arguments = ["--config", str(file), "--repeats", "1", "--no_plots", "--output", str(tmp_path / "out")]

@@ -84,6 +84,7 @@ def _with_baselines(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         point = {key: row.get(key) for key in ("length", "batch_size")}
         spreads = row.get("baseline_spread_ms")
         gqa = number(baselines.get("sdpa_enable_gqa"))
+        attention = row.get("baseline_attention_ms")
         for name, ms in baselines.items():
             if name == best or (value := number(ms)) is None:
                 continue
@@ -93,6 +94,7 @@ def _with_baselines(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             found.append(
                 {"cache_config": DENSE, "label": f"dense {name}", **point, "median_ms": value}
                 | {"p20_ms": low, "p80_ms": high}
+                | {"attention_ms": attention.get(name) if isinstance(attention, dict) else None}
                 | {"ratio_to_best_dense": value / fastest if fastest else None}
                 | {"ratio_to_sdpa_gqa": value / gqa if gqa else None}
             )
@@ -154,6 +156,10 @@ def _skipped(file: ResultFile) -> list[Markup]:
             point = f", {plain(row.get('length'))} tokens, batch of {plain(row.get('batch_size'))}: "
             reason = plain(row.get("reason"))
             entries.append(element("li", element("b", label_of(row)), point, reason))
+        ways = row.get("baselines_not_run")
+        for name, why in ways.items() if isinstance(ways, dict) else ():
+            point = f", {plain(row.get('length'))} tokens, batch of {plain(row.get('batch_size'))}: "
+            entries.append(element("li", element("b", f"dense {name}"), point, plain(why)))
     if not entries:
         return []
     return [element("h4", "Not measured"), element("ul", *entries, class_="skipped")]

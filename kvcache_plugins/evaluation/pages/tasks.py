@@ -107,18 +107,25 @@ TASKS: dict[str, TaskView] = {
     "bench attention": TaskView(
         "Speed of attention",
         "One decode step of one layer (append, encode, attend): median of the rounds, against the fastest "
-        "dense way of the same run and against all of them.",
+        "dense way of the same run and against all of them. On a GPU it is the device's time, of attention "
+        "and of appending; the CPU's time to launch a step stands beside it.",
         (
             *_POINT,
             ("median_ms", "median ms", "three"),
             ("p20_ms", "p20", "three"),
             ("p80_ms", "p80", "three"),
+            ("attention_ms", "attend ms", "small"),
+            ("append_ms", "append ms", "small"),
+            ("append_host_ms", "append, launched by the CPU, ms", "three"),
+            ("host_ms", "step, launched by the CPU, ms", "three"),
             ("ratio_to_best_dense", "of best dense", "two"),
             ("ratio_to_sdpa_gqa", "of sdpa gqa", "three"),
             ("gb_per_s", "GB/s", "one"),
+            ("fraction_of_copy", "attend, of a copy's bandwidth", "percent"),
             *_MEMORY,
             ("max_rel_error", "kernel error", "power"),
             *_END,
+            ("note", "note", "any"),
         ),
         speed=(
             ("median_ms", "milliseconds per step, median"),

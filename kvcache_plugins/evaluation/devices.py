@@ -1,0 +1,53 @@
+"""Where a benchmark runs: the option `--device`, and what the results say of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..kernels import cuda_loader
+
+__all__ = ["choose_device", "device_settings"]
+
+
+def choose_device(given: str) -> torch.device:
+    """Return the device of an option.
+
+    Args:
+        given (`str`): `"cpu"`, `"cuda"` (the first GPU), `"cuda:N"`, or `"auto"`: the first GPU where torch
+            sees one, the CPU elsewhere. Whether CUDA kernels serve there does not matter to `auto`: without
+            them a GPU runs plain torch, which the results say.
+
+    Raises:
+        ValueError: If torch does not see that GPU.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if given == "auto":
+        return torch.device("cuda", 0) if count else torch.device("cpu")
+    device = torch.device(given)
+    if device.type != "cuda":
+        return device
+    index = device.index or 0
+    if index >= count:
+        why = " (this build of torch has no CUDA)" if torch.version.cuda is None else ""
+        raise ValueError(f"--device {given!r} is not there: torch sees {count} GPUs{why}.")
+    return torch.device("cuda", index)
+
+
+def device_settings(given: str, device: torch.device) -> dict[str, Any]:
+    """Say for a result file where it was measured.
+
+    Args:
+        given (`str`): The option.
+        device (`torch.device`): What it was understood as.
+
+    Returns:
+        `dict`: `device`, `requested_device`, and on a GPU `cuda_kernels`: the state of this package's
+        kernels, with the reason if they do not serve.
+    """
+    settings: dict[str, Any] = {"device": str(device), "requested_device": given}
+    if device.type == "cuda":
+        status = cuda_loader.status()
+        settings["cuda_kernels"] = status.state + (f": {status.reason}" if status.reason else "")
+    return settings
