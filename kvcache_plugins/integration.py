@@ -293,13 +293,18 @@ def _is_flash(name: str) -> bool:
 
 def _lazy_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `original` by `attention.dispatch`, which is imported with the first cache of ours."""
+    name = f"{__package__}.attention.dispatch"
+    wrapped: tuple[Any, Callable[..., Any]] | None = None
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        dispatch = sys.modules.get(f"{__package__}.attention.dispatch")
+        nonlocal wrapped
+        dispatch = sys.modules.get(name)
         if dispatch is None:  # no cache of ours has been built, so nothing can be a handle
             return original(*args, **kwargs)
-        return dispatch.wrap_attention_function(original)(*args, **kwargs)
+        if wrapped is None or wrapped[0] is not dispatch:
+            wrapped = dispatch, dispatch.wrap_attention_function(original)
+        return wrapped[1](*args, **kwargs)
 
     return forward
 

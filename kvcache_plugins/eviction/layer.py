@@ -153,8 +153,7 @@ class EvictingLayer(PackedLayer):
         phase, has_drafts = self._phase(seen, count), self._has_drafts(seen + count)
         with storing():
             scores = self.score(key_states, value_states)
-            keys = self.key_stream_.append(key_states, defer=has_drafts)
-            values = self.value_stream_.append(value_states, defer=has_drafts)
+            keys, values = self._append(key_states, value_states, defer=has_drafts)
             self.ledger.append(scores, seen)
         self.cumulative_length += count
         read = self._returned(keys, values, key_states, value_states)

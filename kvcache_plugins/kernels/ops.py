@@ -6,6 +6,8 @@ device on top of the defaults; nothing here builds or loads one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,14 @@ from .decoding import attend_dense, decode_side
 from .gathering import gather_records
 from .layout import Side, SideLayout
 
-__all__ = ["SCHEMAS", "decode_attention", "decode_tokens", "encode_tokens", "gather_tokens"]
+__all__ = ["SCHEMAS", "append_tokens", "decode_attention", "decode_tokens", "encode_tokens", "gather_tokens"]
 
 SCHEMAS = {
+    "append_tokens": (
+        "(Tensor(a!) records, Tensor key_states, Tensor value_states, Tensor(b!) key_tail, "
+        "Tensor(c!) value_tail, int[] key_plan, int[] value_plan, Tensor? cos=None, Tensor? sin=None, "
+        "Tensor? factors=None) -> bool"
+    ),
     "decode_attention": (
         "(Tensor query, Tensor records, Tensor[] key_segments, Tensor[] value_segments, "
         "Tensor?[] key_extras, Tensor?[] value_extras, Tensor? sink_start, int[] key_layout, "
@@ -36,6 +43,46 @@ SCHEMAS = {
     ),
 }
 """Name and signature of every operator; a native library is built for exactly these."""
+
+
+def append_tokens(
+    records: Tensor,
+    key_states: Tensor,
+    value_states: Tensor,
+    key_tail: Tensor,
+    value_tail: Tensor,
+    key_plan: list[int],
+    value_plan: list[int],
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> bool:
+    """Put new tokens into the exact tails, and encode those of `[tail | new tokens]` that are due.
+
+    Args:
+        records (`torch.Tensor` of shape `(B, H, N, record_bytes)`): uint8, zero where nothing is written yet.
+        key_states (`torch.Tensor` of shape `(B, H, n, D)`): The new keys.
+        value_states (`torch.Tensor` of shape `(B, H, n, Dv)`): The new values.
+        key_tail (`torch.Tensor` of shape `(B, H, capacity, D)`): Exact keys, in the dtype of the new ones.
+        value_tail (`torch.Tensor` of shape `(B, H, capacity, Dv)`): The same of the values.
+        key_plan (`list[int]`): `[write, first, count, slot]`: place in the tail of the first new token, place
+            of the first token that is due, how many are (new ones among them or not), and the slot of the
+            first; then the integers of a layout, see `encode_tokens`, which may be left out if `count` is 0.
+        value_plan (`list[int]`): The same of the values.
+        cos (`torch.Tensor`, *optional*): Rotation to be undone of keys, see `encode_tokens`.
+        sin (`torch.Tensor`, *optional*): Given with `cos`.
+        factors (`torch.Tensor` of shape `(B, H, 1, D)`, *optional*): fp32; keys are divided by them before
+            they are encoded. Not together with a rotation.
+
+    Returns:
+        `bool`: Whether all that was due is encoded. If not, the tails hold the new tokens and the records are
+        what they were: see `encode_tokens`. On a GPU nobody waits for the numbers: metadata beyond fp16
+        saturate there, which a later call reports by a `RuntimeError`.
+    """
+    done: bool = torch.ops.kvcache_plugins.append_tokens(
+        records, key_states, value_states, key_tail, value_tail, key_plan, value_plan, cos, sin, factors
+    )
+    return done
 
 
 def decode_attention(
@@ -188,6 +235,33 @@ def gather_tokens(
     )
 
 
+def _append_tokens(
+    records: Tensor,
+    key_states: Tensor,
+    value_states: Tensor,
+    key_tail: Tensor,
+    value_tail: Tensor,
+    key_plan: list[int],
+    value_plan: list[int],
+    *preparation: Tensor | None,
+) -> bool:
+    """Fill the tails, and leave the encoding to the codecs, which are the torch implementation."""
+    with torch.no_grad():  # what a tail holds has no history
+        for tail, states, plan in ((key_tail, key_states, key_plan), (value_tail, value_states, value_plan)):
+            tail[:, :, plan[0] : plan[0] + states.shape[2]] = states
+    return _is_nothing_due(key_plan, value_plan)
+
+
+def _append_tokens_shape(*args: object) -> bool:
+    key_plan, value_plan = args[5], args[6]
+    assert isinstance(key_plan, (list, tuple)) and isinstance(value_plan, (list, tuple))
+    return _is_nothing_due(key_plan, value_plan)
+
+
+def _is_nothing_due(key_plan: Sequence[int], value_plan: Sequence[int]) -> bool:
+    return key_plan[2] == 0 and value_plan[2] == 0
+
+
 def _encode_tokens(*args: object) -> bool:
     """Leave the encoding to the codecs, which are the torch implementation."""
     return False
@@ -271,6 +345,7 @@ def _register() -> None:
     if hasattr(torch.ops.kvcache_plugins, "decode_attention"):
         return
     for name, default, shape in (
+        ("append_tokens", _append_tokens, _append_tokens_shape),
         ("decode_attention", _decode_attention, _decode_attention_shape),
         ("decode_tokens", _decode_tokens, _decode_tokens_shape),
         ("encode_tokens", _encode_tokens, _encode_tokens),

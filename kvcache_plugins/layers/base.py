@@ -13,8 +13,6 @@ Invariants, tested by the conformance suite:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +25,8 @@ from ..quantizers.packing import BLOCK_TOKENS
 from .handle import KVHandle
 from .padding import Padding
 from .records import RecordLayout, Records
+from .stepping import take_step
+from .storing import storing
 from .stream import Stream, StreamSpec
 from .view import StreamView
 
@@ -164,15 +164,27 @@ class PackedLayer(CacheLayerMixin):
         self._check(key_states)
         self.prefetch()
         is_first = self.cumulative_length == 0
-        with storing():
-            keys = self.key_stream_.append(key_states, defer=self.record_past)
-            values = self.value_stream_.append(value_states, defer=self.record_past)
+        keys, values = self._append(key_states, value_states, defer=self.record_past)
         self.cumulative_length += key_states.shape[-2]
         if is_first:
             return key_states, value_states
         if keys.packed_length == values.packed_length == 0:
             return joined(keys), joined(values)
         return KVHandle(self, keys), KVHandle(self, values)
+
+    def _append(
+        self, key_states: Tensor, value_states: Tensor, *, defer: bool
+    ) -> tuple[StreamView, StreamView]:
+        """Hand the new tokens to both streams, and return what attention reads of them in this call."""
+        if not defer:
+            views = take_step(self.key_stream_, self.value_stream_, key_states, value_states)
+            if views is not None:
+                return views
+        with storing():
+            return (
+                self.key_stream_.append(key_states, defer=defer),
+                self.value_stream_.append(value_states, defer=defer),
+            )
 
     def room(self, limit: int) -> int:
         """Tokens, from 1 to `limit`, that may come in one call and are read as if they came one by one."""
@@ -367,17 +379,6 @@ class PackedLayer(CacheLayerMixin):
                 f"The cache was bound to an attention mask of {len(self.padding.lengths)} rows, got a batch "
                 f"of {expected[0]}."
             )
-
-
-@contextmanager
-def storing() -> Iterator[None]:
-    """Record no gradients, and make ordinary tensors even in inference mode.
-
-    A cache filled inside `torch.inference_mode()` may be continued outside of it, where tensors made inside
-    cannot be written to.
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def joined(view: StreamView) -> Tensor:

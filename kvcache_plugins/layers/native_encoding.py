@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..kernels import cuda_loader, loader
@@ -13,43 +12,95 @@ from .codec import Codec, RotatedCodec, ScaledCodec, code_format_of
 from .padding import Padding
 from .records import Records
 
-__all__ = ["encode_native"]
+__all__ = ["NativeEncoder"]
 
 
-def encode_native(
-    codec: Codec, side: str, records: Records, states: Tensor, start: int, interleaved: bool, padding: Padding
-) -> bool:
-    """Encode tokens and write them into the records, with the same bytes as the codec would give.
+class NativeEncoder:
+    """What native kernels must know of one side of a layer's records to encode it, looked up once.
+
+    It depends on the codec, the layout of the records and the device, and serves as long as these are the
+    same objects (see `is_for`). What changes from call to call is read from them.
 
     Args:
         codec (`Codec`): What encodes the stream.
         side (`str`): `"key"` or `"value"`.
-        records (`Records`): Where to write.
-        states (`torch.Tensor` of shape `(B, H, n, D)`): Whole groups of tokens.
-        start (`int`): Slot of the first.
+        records (`Records`): Where codes and metadata go.
         interleaved (`bool`): Whether rotary pairs are neighbours, for the order of key codes.
-        padding (`Padding`): Pads and sinks take no part in statistics, which is the codec's to respect.
 
-    Returns:
-        `bool`: Whether it was done; if not, nothing was written.
+    Attributes:
+        layout (`list[int]`): As `encode_tokens` takes it; empty if no kernel encodes what the codec does.
+        rotation (`tuple`): `cos` and `sin` as `encode_tokens` takes them, or `None` twice.
     """
-    factors = codec.factors if isinstance(codec, ScaledCodec) else None
+
+    def __init__(self, codec: Codec, side: str, records: Records, interleaved: bool) -> None:
+        self.codec, self.is_key = codec, side == "key"
+        self.record_layout, self.device = records.layout, records.data.device
+        self._device_type = self.device.type
+        self.layout = _layout(codec, side, records, interleaved)
+        self.rotation: tuple[Tensor | None, Tensor | None] = (None, None)
+        if self.layout and isinstance(codec, RotatedCodec):
+            self.rotation = rotation_tables(codec.rotary, codec.period, self.device)
+
+    def is_for(self, codec: Codec, records: Records) -> bool:
+        """Whether what was looked up still holds."""
+        return (
+            self.codec is codec
+            and self.record_layout is records.layout
+            and self.device == records.data.device
+        )
+
+    @property
+    def factors(self) -> Tensor | None:
+        """What numbers are divided by before they are encoded: fp32 `(B, H, 1, D)`, or nothing."""
+        return self.codec.factors if isinstance(self.codec, ScaledCodec) else None
+
+    def may_step(self) -> bool:
+        """Whether `append_tokens` may be called on the device: not if its kernels have failed their check."""
+        return self._device_type != "cuda" or cuda_loader.try_load(self.device)
+
+    def can_encode(self, start: int, padding: Padding) -> bool:
+        """Whether there is a kernel for tokens from slot `start` on; the first question may build it.
+
+        Pads and sinks take no part in statistics, which is the codec's to respect.
+        """
+        if not self.layout or start < padding.first_plain_slot:
+            return False
+        if self._device_type == "cuda":
+            return cuda_loader.try_load(self.device)
+        return self._device_type == "cpu" and loader.try_load()
+
+    def encode(self, records: Records, states: Tensor, start: int, padding: Padding) -> bool:
+        """Encode tokens and write them into the records, with the same bytes as the codec would give.
+
+        Args:
+            records (`Records`): Where to write.
+            states (`torch.Tensor` of shape `(B, H, n, D)`): Whole groups of tokens.
+            start (`int`): Slot of the first.
+            padding (`Padding`): Pads and sinks of every row.
+
+        Returns:
+            `bool`: Whether it was done; if not, nothing was written.
+        """
+        if states.device != self.device or not self.can_encode(start, padding):
+            return False
+        if self.factors is not None:
+            states = states.float() / self.factors
+        states = states if states.stride(-1) == 1 else states.contiguous()
+        return encode_tokens(records.data, states, self.is_key, self.layout, start, *self.rotation)
+
+
+def _layout(codec: Codec, side: str, records: Records, interleaved: bool) -> list[int]:
     inner = codec.inner if isinstance(codec, (RotatedCodec, ScaledCodec)) else codec
     code_format = code_format_of(inner)
-    head_dim = states.shape[3]
+    _, head_dim = records.layout.codecs[side]
     if code_format is None or "scale" not in inner.metadata_names or inner.granularity.across_heads:
-        return False
-    device = records.data.device
-    if states.device != device or head_dim > MAX_HEAD_DIM or start < padding.first_plain_slot:
-        return False
+        return []
+    if head_dim > MAX_HEAD_DIM:
+        return []
     if isinstance(codec, RotatedCodec) and codec.rotary.interleaved != interleaved:
-        return False
-    if not _has_kernels(device):
-        return False
-    if factors is not None:
-        states = states.float() / factors
+        return []
     fields = records.layout.fields
-    layout = [
+    return [
         inner.nbits,
         code_format,
         head_dim,
@@ -59,12 +110,3 @@ def encode_native(
         int(interleaved),
         *(fields.get(f"{side}_{name}", (-1, 0))[0] for name in ("codes", "scale", "minimum")),
     ]
-    states = states if states.stride(-1) == 1 else states.contiguous()
-    tables = rotation_tables(codec.rotary, codec.period, device) if isinstance(codec, RotatedCodec) else ()
-    return encode_tokens(records.data, states, side == "key", layout, start, *tables)
-
-
-def _has_kernels(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return cuda_loader.try_load(device)
-    return device.type == "cpu" and loader.try_load()

@@ -28,10 +28,11 @@ from ..quantizers.packing import (
     unpack_values,
 )
 from .codec import Codec, Encoded
-from .native_encoding import encode_native
+from .native_encoding import NativeEncoder
 from .outliers import OutlierStore
 from .padding import Padding
 from .records import Records
+from .storing import storing
 from .tail import Tail
 from .view import StreamView
 
@@ -94,13 +95,8 @@ class Stream:
         interleaved: bool = False,
         use_native: bool = True,
     ) -> None:
-        self.side, self.spec, self.codec, self.records, self.padding = (
-            side,
-            spec,
-            spec.codec,
-            records,
-            padding,
-        )
+        self.side, self.spec, self.codec = side, spec, spec.codec
+        self.records, self.padding = records, padding
         self.head_dim, self.interleaved, self.use_native = head_dim, interleaved, use_native
         self.packed_length = 0
         self.final_length: int | None = None
@@ -110,6 +106,7 @@ class Stream:
         capacity = spec.codec.outlier_capacity
         self.outliers = OutlierStore(batch_size, num_heads, capacity, device) if capacity else None
         self.is_calibrated = spec.codec.warmup_tokens == 0
+        self._encoder: NativeEncoder | None = None
 
     @property
     def length(self) -> int:
@@ -122,6 +119,13 @@ class Stream:
         batch_size, num_heads = self.records.data.shape[:2]
         unit = max(BLOCK_TOKENS, self.codec.unit_tokens)
         return max(unit, _SLAB_VALUES // (batch_size * num_heads * self.head_dim) // unit * unit)
+
+    @property
+    def encoder(self) -> NativeEncoder:
+        """What native kernels must know to encode the stream as it is now."""
+        if self._encoder is None or not self._encoder.is_for(self.codec, self.records):
+            self._encoder = NativeEncoder(self.codec, self.side, self.records, self.interleaved)
+        return self._encoder
 
     def append(self, states: Tensor, *, defer: bool = False) -> StreamView:
         """Take new tokens, pack what is due, and return what attention reads in this call.
@@ -268,14 +272,20 @@ class Stream:
                 return count
         return limit
 
+    def reserve(self, stop: int) -> None:
+        """Make room for the codes of the tokens up to `stop`."""
+        if stop > self.records.num_blocks * BLOCK_TOKENS:
+            final = self.spec.packed_length(self.final_length) if self.final_length else None
+            with storing():
+                self.records.ensure(stop, final)
+        if self.outliers is not None:
+            self.outliers.ensure(self.records.num_blocks)
+
     def _pack(self, source: StreamView, start: int, stop: int) -> None:
         """Encode tokens `[start, stop)` of `source` in slabs and write them into the records."""
         if start >= stop:
             return
-        final = self.spec.packed_length(self.final_length) if self.final_length else None
-        self.records.ensure(stop, final)
-        if self.outliers is not None:
-            self.outliers.ensure(self.records.num_blocks)
+        self.reserve(stop)
         if not self.is_calibrated:
             self._calibrate(source)
         if self.padding.sink_length and start < self.padding.first_plain_slot:
@@ -286,9 +296,7 @@ class Stream:
         for begin in () if is_shape_only else range(start - start % step, stop, step):
             low, high = max(begin, start), min(begin + step, stop)
             states = source.read(low, high)
-            if self.use_native and encode_native(
-                self.codec, self.side, self.records, states, low, self.interleaved, self.padding
-            ):
+            if self.use_native and self.encoder.encode(self.records, states, low, self.padding):
                 continue
             states = states.float()
             self._write(low, self.codec.encode(states, low, self.padding.plain_mask(low, states)))

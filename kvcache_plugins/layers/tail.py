@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .records import size_class
+from .storing import storing
 
 __all__ = ["Tail"]
 
@@ -47,25 +48,29 @@ class Tail:
 
     def room(self, seen: int) -> int:
         """Capacity after `seen` tokens: a function of their number alone, however they arrived."""
-        return min(size_class(seen), self.limit) + self.slack
+        return (self.limit if seen >= self.limit else min(size_class(seen), self.limit)) + self.slack
 
     def view(self) -> Tensor:
         """The tokens held, as a view."""
-        return self.buffer[:, :, self.start : self.start + self.length]
+        return self.buffer.narrow(2, self.start, self.length)
 
     def append(self, states: Tensor, seen: int) -> None:
         """Add tokens at the end. What `view` returned before stays intact until the next call of `append`."""
-        count = states.shape[2]
-        needed = self.length + count
-        if self.start + needed > self.capacity or self.capacity < self.room(seen):
-            self._move(max(needed, self.room(seen)))
-        self.buffer[:, :, self.start + self.length : self.start + needed] = states
-        self.length = needed
+        place = self.make_room(states.shape[2], seen)
+        self.buffer[:, :, place : place + states.shape[2]] = states
+        self.length += states.shape[2]
+
+    def make_room(self, count: int, seen: int) -> int:
+        """Make `count` tokens, the last of `seen`, fit behind those held; return where they go."""
+        needed, room = self.length + count, self.room(seen)
+        if self.start + needed > self.capacity or self.capacity < room:
+            self._move(max(needed, room))
+        return self.start + self.length
 
     def drop(self, count: int) -> None:
         """Forget the `count` oldest tokens."""
-        self.start += count
         self.length -= count
+        self.start = self.start + count if self.length else 0
 
     def truncate(self, count: int) -> None:
         """Forget the `count` newest tokens."""
@@ -97,7 +102,8 @@ class Tail:
         held = self.view()
         if capacity != self.capacity:
             shape = (*self.buffer.shape[:2], capacity, self.buffer.shape[3])
-            self.buffer = self.buffer.new_empty(shape)
+            with storing():
+                self.buffer = self.buffer.new_empty(shape)
         elif self.start < self.length:  # the two ranges overlap
             held = held.clone()
         self.buffer[:, :, : self.length] = held

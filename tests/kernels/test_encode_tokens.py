@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcache_plugins import build_cache
 from kvcache_plugins.kernels import loader
-from kvcache_plugins.layers import native_encoding
+from kvcache_plugins.layers import native_encoding, stepping
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.testing import tiny_model
@@ -88,15 +88,22 @@ def check(
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the native op answered, call by call."""
+    """What the native ops that encode answered, call by call."""
     answers: list[bool] = []
-    original = native_encoding.encode_tokens
+    original, step = native_encoding.encode_tokens, stepping.append_tokens
 
     def record(*args: Any) -> bool:
         answers.append(original(*args))
         return answers[-1]
 
+    def record_step(*args: Any) -> bool:
+        done = step(*args)
+        if args[5][2] or args[6][2]:
+            answers.append(done)
+        return done
+
     monkeypatch.setattr(native_encoding, "encode_tokens", record)
+    monkeypatch.setattr(stepping, "append_tokens", record_step)
     return answers
 
 
@@ -233,7 +240,7 @@ def test_rotated_keys_that_are_rare_are_left_to_torch(number: float, encoded: li
 def test_rotated_keys_beside_pads_and_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of tokens that holds a pad or a sink of any row is left to torch."""
     starts: set[int] = set()
-    original = native_encoding.encode_tokens
+    original, step = native_encoding.encode_tokens, stepping.append_tokens
 
     def record(*args: Any) -> bool:
         if args[2]:
@@ -242,7 +249,14 @@ def test_rotated_keys_beside_pads_and_sinks(monkeypatch: pytest.MonkeyPatch) -> 
             return True
         return original(*args)
 
+    def record_step(*args: Any) -> bool:
+        if args[5][2]:
+            starts.add(args[5][3])
+        assert step(*args)
+        return True
+
     monkeypatch.setattr(native_encoding, "encode_tokens", record)
+    monkeypatch.setattr(stepping, "append_tokens", record_step)
     mask = (torch.arange(333) >= torch.tensor([[3], [70]])).long()
     options = {**BLOCK, "q_group_size": 16, "residual_length": 16, "sink_length": 2}
     check(options, *states(64, torch.float32), mask, turning=rotary(64, False))
