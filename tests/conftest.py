@@ -22,6 +22,9 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before torch is imported: where tests of threading have more threads than there are cores, OpenMP's must not
+# spend their time spinning at barriers.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import logging
 import random

@@ -6,18 +6,55 @@ Nothing here reads device memory, so a decode step waits for nothing and can be 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from ..kernels.cuda_inputs import MAX_QUERIES, on_device
+from ..kernels.cuda_inputs import MAX_QUERIES, is_fast, on_device
 from ..kernels.layout import Side
 from ..kernels.ops import decode_attention, decode_tokens
+from ..layers.records import RecordLayout
 from ..layers.view import StreamView
 from .bias import logit_bias, per_head
+from .description import describe
 from .reference import AttentionOptions, attend
 
-__all__ = ["attend_on_device"]
+__all__ = ["attend_on_device", "why_not_fast"]
+
+_GENERAL = (
+    "the general CUDA kernel serves {dtype} queries over this layout, many times slower than the one on "
+    "tensor cores (kernels.cuda_inputs.is_fast says what that takes)"
+)
+_reasons: WeakKeyDictionary[RecordLayout, dict[torch.dtype, str | None]] = WeakKeyDictionary()
+
+
+def why_not_fast(query: Tensor, tokens: StreamView, value_tokens: StreamView) -> str | None:
+    """Why the tensor cores do not read what is packed; `None` if they do, or nothing is.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, Hq, q, D)`): On the GPU.
+        tokens (`StreamView`): The keys.
+        value_tokens (`StreamView`): The values.
+    """
+    if min(tokens.packed_length, value_tokens.packed_length) == 0 or query.shape[2] > MAX_QUERIES:
+        return None
+    layout = tokens.stream.records.layout
+    known = _reasons.setdefault(layout, {})
+    if query.dtype not in known:  # the same for every step of a layer
+        keys, values = describe(tokens), describe(value_tokens)
+        assert keys is not None and values is not None
+        is_served = is_fast(query.dtype, layout.record_bytes, keys, values, _shared_bytes(query.device))
+        known[query.dtype] = None if is_served else _GENERAL.format(dtype=query.dtype)
+    return known[query.dtype]
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory a thread block may have; the least of served GPUs where torch cannot tell."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 101376))
 
 
 @dataclass(frozen=True)

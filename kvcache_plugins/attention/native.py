@@ -20,7 +20,7 @@ from ..kernels.ops import decode_attention
 from ..layers.handle import KVHandle
 from ..layers.view import StreamView
 from .bias import LogitBias, logit_bias, per_head
-from .cuda import attend_on_device
+from .cuda import attend_on_device, why_not_fast
 from .description import describe
 from .reference import AttentionOptions, attend
 from .tiles import attend_tiles, can_attend_tiles
@@ -60,7 +60,8 @@ def attend_handles(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
     else:
         served = (_attend_on_cpu if query.is_cpu else _attend_on_cuda)(query, key, value, options)
         if isinstance(served, Tensor):
-            layer.kernel, layer.kernel_reason = query.device.type, None
+            layer.kernel = query.device.type
+            layer.kernel_reason = None if query.is_cpu else why_not_fast(query, key.tokens, value.tokens)
             return served
         reason = served
     layer.kernel, layer.kernel_reason = "torch", reason

@@ -9,12 +9,16 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from ..kernels import cuda_loader
+from ..kernels.gathering import gather_records
 from ..kernels.ops import gather_tokens
 from ..layers.field_layout import side_layout
 from ..layers.padding import Padding
 from ..layers.records import Records
+from ..layers.stream import Stream
 from .renumbering import turn_to_slots
 
 if TYPE_CHECKING:
@@ -51,8 +55,14 @@ def _gathered_records(layer: EvictingLayer, index: Tensor) -> Records:
     chosen.ensure(index.shape[2], keys.spec.packed_length(final) if final else None)
     if not index.is_meta:  # `estimate` runs on shapes alone
         fields = [side_layout(stream, stream.packed_length, 0) for stream in layer.streams]
-        gather_tokens(old.data, chosen.data, index.contiguous(), *fields)
+        gather = gather_tokens if _may_gather(keys, old.data.device) else gather_records
+        gather(old.data, chosen.data, index.contiguous(), *fields)
     return chosen
+
+
+def _may_gather(stream: Stream, device: torch.device) -> bool:
+    """Whether `gather_tokens` may be called on a device: not if its kernels have failed their check."""
+    return stream.use_native and (device.type != "cuda" or cuda_loader.try_load(device))
 
 
 def _pads_among(layer: EvictingLayer, count: int) -> Tensor | None:

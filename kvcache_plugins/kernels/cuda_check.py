@@ -19,13 +19,24 @@ from ..quantizers.packing import BLOCK_TOKENS, pack_keys, pack_values, packed_by
 from .decoding import attend_dense, decode_side
 from .gathering import gather_records
 from .layout import FORMATS, Side, SideLayout
-from .ops import decode_attention, decode_tokens, encode_tokens, gather_tokens
+from .level_sample import random_levels
+from .ops import append_tokens, decode_attention, decode_tokens, encode_tokens, gather_tokens
 
 __all__ = ["Sample", "find_deviation", "samples"]
 
 _BLOCKS = 6
 _EXACT = 37
 _HEADS, _GROUP, _ROWS = 2, 4, 2
+_CALLS = (
+    (torch.bfloat16, 128, _BLOCKS, 2),
+    (torch.bfloat16, 80, _BLOCKS, 2),
+    (torch.bfloat16, 256, 2, 2),
+    (torch.float16, 128, _BLOCKS, 2),
+    (torch.float16, 128, 2, 3),
+    (torch.float32, 128, _BLOCKS, 2),
+)
+"""Dtype, channels, packed blocks, query tokens. Up to 8 query rows or more, values of up to 128 channels or
+more, half precision or fp32: each has a kernel of its own."""
 _BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 """Largest relative deviation, root mean square. Broken layouts deviate by about 1."""
 
@@ -75,28 +86,31 @@ def samples(
     for name in ("symmetric", "e4m3", "e5m2"):
         token = _Stored(name, 8, 1, 1)
         yield _sample(f"{name} per token", token, token, head_dim, blocks, dtype, generator)
+    for nbits in (2, 3, 4):
+        exact = list(torch.randn(2, _ROWS, _HEADS, _EXACT, head_dim, generator=generator).to(dtype))
+        levels = random_levels((_ROWS, _HEADS, blocks), nbits, head_dim, exact, generator)
+        yield Sample(f"{nbits} bit levels with outliers", *levels)
 
 
 def find_deviation(device: torch.device) -> str | None:
     """Run the kernels on a device; return what is wrong with them, or `None`."""
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for head_dim in (128, 80) if dtype == torch.bfloat16 else (128,):
-                for sample in samples(dtype, head_dim):
-                    deviation = _attention_deviation(sample, dtype, device)
-                    if deviation is not None:
-                        return f"{sample.name}, {head_dim} channels, {dtype}: {deviation}"
+        for dtype, head_dim, blocks, tokens in _CALLS:
+            for sample in samples(dtype, head_dim, blocks):
+                deviation = _attention_deviation(sample, dtype, tokens, device)
+                if deviation is not None:
+                    return f"{sample.name}, {head_dim} channels, {tokens} queries, {dtype}: {deviation}"
         for sample in samples(torch.float32):
             deviation = _tokens_deviation(sample.to(device))
             if deviation is not None:
                 return f"{sample.name}: {deviation}"
-        return _encoding_deviation(device)
+        return _encoding_deviation(device) or _step_deviation(device)
 
 
-def _attention_deviation(sample: Sample, dtype: torch.dtype, device: torch.device) -> str | None:
+def _attention_deviation(sample: Sample, dtype: torch.dtype, tokens: int, device: torch.device) -> str | None:
     moved = sample.to(device)
     head_dim = sample.keys.layout.head_dim
-    query = torch.randn(_ROWS, _HEADS * _GROUP, 2, head_dim).to(dtype).to(device)
+    query = torch.randn(_ROWS, _HEADS * _GROUP, tokens, head_dim).to(dtype).to(device)
     got = decode_attention(
         query, moved.records, moved.keys, moved.values, scaling=head_dim**-0.5, is_causal=True, softcap=30.0
     )
@@ -144,12 +158,8 @@ def _encoding_deviation(device: torch.device) -> str | None:
         tokens = 2 * BLOCK_TOKENS + (granularity.tokens == 1)
         states = torch.randn(_ROWS, _HEADS, tokens, head_dim)
         for is_rotated in (False, True)[: 1 + is_key]:
-            size = packed_bytes(head_dim, nbits)
-            width = granularity.width(head_dim)
-            row_bytes = BLOCK_TOKENS // granularity.tokens * width * 2
-            layout = [nbits, FORMATS[name], head_dim, granularity.tokens, width, 2, 0, 0, size]
-            layout.append(size + row_bytes if name == "affine" else -1)
-            records = torch.zeros(_ROWS, _HEADS, 3, size + 2 * row_bytes, dtype=torch.uint8, device=device)
+            layout, record_bytes = _encode_layout(name, nbits, granularity, head_dim)
+            records = torch.zeros(_ROWS, _HEADS, 3, record_bytes, dtype=torch.uint8, device=device)
             turning = tuple(table.to(device) for table in tables) if is_rotated else ()
             moved = states.to(device)
             done = [encode_tokens(records, moved[:, :, :128], is_key, layout, 0, *turning)]
@@ -163,11 +173,56 @@ def _encoding_deviation(device: torch.device) -> str | None:
             else:
                 states_there = states
             expected = _expected_codes(name, nbits, granularity, states_there, is_key)
-            found = records[:, :, : expected.shape[2], :size].cpu()
+            found = records[:, :, : expected.shape[2], : expected.shape[3]].cpu()
             # a rotation may be rounded otherwise on a GPU, which moves a code in thousands
             if float((found != expected).float().mean()) > (1e-2 if is_rotated else 0.0):
                 return f"encoded {name} {'keys' if is_key else 'values'} differ"
     return None
+
+
+def _step_deviation(device: torch.device) -> str | None:
+    """Append a few tokens, and compare with copies and with `encode_tokens`, which has passed its check."""
+    head_dim, new = 64, 3
+    rotary = Rotary(tuple(0.9**i for i in range(head_dim // 2)))
+    rotation = tuple(table.to(device) for table in rotary.tables(torch.arange(32)))
+    for name, nbits, granularity in (
+        ("affine", 4, per_channel_group(32)),
+        ("affine", 3, per_token_group(32)),
+        ("symmetric", 8, per_token_head()),
+        ("e5m2", 8, per_token_head()),
+    ):
+        keys, offset = _encode_layout(name, nbits, granularity, head_dim)
+        values, record_bytes = _encode_layout(name, nbits, granularity, head_dim, offset)
+        tails = [torch.randn(_ROWS, _HEADS, 80, head_dim, device=device) for _ in range(4)]
+        states = [torch.randn(_ROWS, _HEADS, new, head_dim, device=device) for _ in range(2)]
+        records = torch.zeros(2, _ROWS, _HEADS, 3, record_bytes, dtype=torch.uint8, device=device)
+        tails[2:] = [tail.clone() for tail in tails[:2]]
+        # a block of which the last tokens are new, and, where tokens are packed singly, two over an edge
+        for write, first, count, slot in ((62, 1, 64, 64), (65, 66, 2, 127))[: 1 + (granularity.tokens == 1)]:
+            key_plan, value_plan = ([write, first, count, slot, *layout] for layout in (keys, values))
+            done = append_tokens(
+                records[0], states[0], states[1], tails[0], tails[1], key_plan, value_plan, *rotation
+            )
+            for tail, given, layout in zip(tails[2:], states, (keys, values), strict=True):
+                tail[:, :, write : write + new] = given
+                due, turning = tail[:, :, first : first + count], rotation if layout is keys else ()
+                done &= encode_tokens(records[1], due, layout is keys, layout, slot, *turning)
+            if not done:
+                return f"a step of {name} was refused"
+            if not all(map(torch.equal, [records[0], *tails[:2]], [records[1], *tails[2:]])):
+                return f"what a step of {name} writes differs"
+    return None
+
+
+def _encode_layout(
+    name: str, nbits: int, granularity: Granularity, head_dim: int, offset: int = 0
+) -> tuple[list[int], int]:
+    """Integers of a layout whose fields begin at `offset`, as `encode_tokens` takes them, and their end."""
+    size, width = packed_bytes(head_dim, nbits), granularity.width(head_dim)
+    row_bytes = BLOCK_TOKENS // granularity.tokens * width * 2
+    layout = [nbits, FORMATS[name], head_dim, granularity.tokens, width, 2, 0, offset, offset + size]
+    layout.append(offset + size + row_bytes if name == "affine" else -1)
+    return layout, offset + size + 2 * row_bytes
 
 
 def _expected_codes(name: str, nbits: int, granularity: Granularity, states: Tensor, is_key: bool) -> Tensor:

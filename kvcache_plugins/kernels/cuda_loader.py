@@ -21,12 +21,10 @@ import hashlib
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
 import threading
 import warnings
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -34,6 +32,7 @@ import torch
 from ..errors import KernelUnavailableError
 from . import cuda_check, loader
 from .compiler import file_lock
+from .cuda_toolkit import find_toolkit, used_by_torch
 from .ops import SCHEMAS
 
 __all__ = ["CUDA_FLAGS", "build", "sources", "status", "try_load"]
@@ -60,8 +59,8 @@ def sources() -> list[Path]:
 def try_load(device: torch.device) -> bool:
     """Make the kernels available for tensors of a device, building and checking them if need be.
 
-    Never raises. Without `KVCACHE_CUDA_KERNELS=1` there are none. The first failure of a process is told in
-    one warning and remembered; later calls return false at once.
+    Never raises, whatever building and checking raise. Without `KVCACHE_CUDA_KERNELS=1` there are none. The
+    first failure of a process is told in one warning and remembered; later calls return false at once.
     """
     if os.environ.get(_OPT_IN) != "1":
         return False
@@ -107,8 +106,8 @@ def build(*, force: bool = False) -> Path:
             if _failure is not None and not force:
                 raise KernelUnavailableError(_failure)
             path = _find_or_build(force)
-        except (OSError, KernelUnavailableError) as error:
-            _failure = str(error)
+        except Exception as error:  # whatever it is, torch serves instead
+            _failure = _reason(error)
             raise KernelUnavailableError(_failure) from error
         _path, _failure = path, None
         return path
@@ -142,7 +141,7 @@ def _check(device: torch.device) -> None:
     try:
         deviation = cuda_check.find_deviation(device)
     except Exception as error:  # a launch that fails, an illegal address: torch serves instead
-        deviation = f"{type(error).__name__}: {error}"
+        deviation = _reason(error)
     if deviation is not None:
         _failure = f"the kernels failed their check on {device}: {deviation}"
         raise KernelUnavailableError(_failure)
@@ -191,22 +190,29 @@ def _compile(target: Path) -> None:
 
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-cuda-") as directory:
         try:
-            cpp_extension.load(
-                name=_NAME,
-                sources=[str(path) for path in sources()],
-                extra_cflags=["-O2"],
-                extra_cuda_cflags=list(CUDA_FLAGS),
-                build_directory=directory,
-                with_cuda=True,
-                is_python_module=False,
-            )
-        except (RuntimeError, OSError, subprocess.SubprocessError, ImportError) as error:
-            lines = str(error).splitlines()[-20:]
+            with used_by_torch(find_toolkit()):
+                cpp_extension.load(
+                    name=_NAME,
+                    sources=[str(path) for path in sources()],
+                    extra_cflags=["-O2"],
+                    extra_cuda_cflags=list(CUDA_FLAGS),
+                    build_directory=directory,
+                    with_cuda=True,
+                    is_python_module=False,
+                )
+            (built,) = Path(directory).glob(f"{_NAME}*.so")
+        except Exception as error:  # torch documents none, and raises many
+            lines = _reason(error).splitlines()[-20:]
             raise KernelUnavailableError("\n".join(["the CUDA kernels do not build:", *lines])) from error
-        built = next(Path(directory).glob(f"{_NAME}*.so"))
         sealed = Path(directory) / "sealed.so"
         sealed.write_bytes(loader._sealed(built.read_bytes()))
         sealed.replace(target)
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, with the name of an exception whose message needs it."""
+    speaks = type(error) in (RuntimeError, KernelUnavailableError) or isinstance(error, OSError)
+    return str(error) if speaks and str(error) else f"{type(error).__name__}: {error}"
 
 
 def _why_no_device() -> str | None:
@@ -236,19 +242,9 @@ def _has_ninja_module() -> bool:
     return bool(cpp_extension.is_ninja_available())
 
 
-@cache
 def _nvcc_release() -> str | None:
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    names = [*([f"{home}/bin/nvcc"] if home else []), "nvcc", "/usr/local/cuda/bin/nvcc"]
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        return None
-    try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = [line for line in answer.stdout.splitlines() if "release" in line]
-    return f"{path} ({lines[0].strip()})" if answer.returncode == 0 and lines else None
+    toolkit = find_toolkit()
+    return None if toolkit is None else toolkit.description
 
 
 def _target() -> Path:

@@ -129,7 +129,7 @@ def _decode_nonuniform(side: Side, records: Tensor, codes: Tensor) -> Tensor:
     if side.inv_freq is None:
         return states
     rotary = Rotary(tuple(side.inv_freq.tolist()), bool(layout.interleaved))
-    positions = torch.arange(states.shape[2])[None]
+    positions = torch.arange(states.shape[2], device=states.device)[None]
     if side.positions is not None:
         positions = positions + side.positions[:, None]
     cos, sin = (table.view(*positions.shape, -1)[:, None] for table in rotary.tables(positions.flatten()))

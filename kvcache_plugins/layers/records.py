@@ -71,8 +71,9 @@ class RecordLayout:
             row_bytes = codec.granularity.width(head_dim) * metadata_bytes
             sizes |= dict.fromkeys(codec.metadata_names, codec.rows_per_block * row_bytes)
             for name, size in sizes.items():
-                # fp32 metadata needs its offset aligned to 4 bytes; codes always are a multiple of 128 bytes.
-                offset = -(-offset // 4) * 4
+                # kernels copy codes 16 bytes at a time; fp32 metadata need 4
+                alignment = 16 if name == "codes" else 4
+                offset = -(-offset // alignment) * alignment
                 self.fields[f"{side}_{name}"] = (offset, size)
                 offset += size
         self.record_bytes = -(-offset // _ALIGNMENT) * _ALIGNMENT

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kvcache_plugins
+from kvcache_plugins.eviction import keeping
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.view import StreamView
 from kvcache_plugins.quantizers.packing import BLOCK_TOKENS, unpack_keys, unpack_values
@@ -120,6 +121,36 @@ def _same(got: Tensor, expected: Tensor, held: Tensor, sinks: int, pads: list[in
     first = torch.tensor(pads or [0, 0])[:, None, None] + sinks
     counts = held[..., : got.shape[2]] >= first
     assert torch.equal(got[counts], expected[counts])
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_what_has_failed_its_check_moves_no_codes(is_trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose kernels are loaded and must not be called; the CPU has no part in it."""
+    config = {"backend": "knorm", "budget": 150, "storage": {"backend": "int8"}}
+    layer = bound_cache(model_of(), config, 300).evicting_layers[0]
+    layer.update(*_states(100))
+    asked: list[torch.device] = []
+    monkeypatch.setattr(keeping.cuda_loader, "try_load", lambda device: asked.append(device) or is_trusted)
+    gpu = torch.device("cuda", 0)
+    assert keeping._may_gather(layer.key_stream_, gpu) == is_trusted and asked == [gpu]
+    assert keeping._may_gather(layer.key_stream_, torch.device("cpu")) and asked == [gpu]
+
+
+@pytest.mark.parametrize(("kernel", "is_trusted"), [("torch", True), ("auto", False)])
+def test_torch_moves_codes(kernel: str, is_trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decoded() -> tuple[Tensor, ...]:
+        config = {"backend": "knorm", "budget": 150, "storage": {"backend": "int8"}, "kernel": kernel}
+        layer = bound_cache(model_of(), config, 300).evicting_layers[0]
+        keys, values = _states(300)
+        for start in range(0, 300, 100):
+            layer.update(keys[:, :, start : start + 100], values[:, :, start : start + 100])
+        return _decoded(layer)
+
+    expected = decoded()
+    if not is_trusted:
+        monkeypatch.setattr(keeping, "_may_gather", lambda stream, device: False)
+    monkeypatch.setattr(keeping, "gather_tokens", lambda *args: pytest.fail("a kernel was called"))
+    assert all(map(torch.equal, decoded(), expected))
 
 
 @pytest.mark.parametrize("storage", STORAGES)

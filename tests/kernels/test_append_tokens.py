@@ -152,7 +152,7 @@ def test_gradients_stop_at_the_tails() -> None:
         ({"preparation": [None, None, torch.ones(2, 3, 32)]}, "Invalid factors"),
         ({"preparation": [torch.ones(4, 4), torch.ones(4, 4), torch.ones(2, 3, 1, 32)]}, "Invalid factors"),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     """And then nothing has been written."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvcache_plugins.artifacts.scales import Scales, save_scales
-from kvcache_plugins.attention.native import attend_handles, describe
+from kvcache_plugins.attention.description import describe
+from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.backends.kvquant import NORMAL_FLOAT
 from kvcache_plugins.eviction.layer import EvictingLayer

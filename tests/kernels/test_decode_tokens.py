@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_plugins.attention.native import describe
+from kvcache_plugins.attention.description import describe
 from kvcache_plugins.kernels import ops
 from kvcache_plugins.kernels.layout import Side
 from kvcache_plugins.kernels.ops import decode_tokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_plugins.attention.native import describe
+from kvcache_plugins.attention.description import describe
 from kvcache_plugins.kernels import gathering, loader
 from kvcache_plugins.kernels.gathering import gather_records
 from kvcache_plugins.kernels.layout import SideLayout

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
+import re
 import subprocess
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,31 +38,59 @@ def build(sources: Path, directory: Path) -> Path:
         pytest.skip("no C++ compiler")
     directory.mkdir(parents=True, exist_ok=True)
     with compiler.file_lock(directory / "lock"):
-        objects = [
-            _compiled(found, file, directory)
-            for file in sorted([*sources.glob("*.cu"), *sources.glob("*_binding.cpp")])
-        ]
-        target = directory / f"{_key([path.name for path in objects])}.so"
-        if not target.exists():
-            library = str(Path(torch.__file__).parent / "lib")
-            files = [*map(str, objects), f"-L{library}", "-ltorch_cpu", "-lc10"]
-            _run([found.path, "-shared", "-o", f"{target}.new", *files])
-            Path(f"{target}.new").replace(target)
-    return target
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # other test processes are waiting for this one
+            objects = list(pool.map(lambda file: _compiled(found, file, directory), _units(sources)))
+        return _linked(found, objects, directory)
 
 
-def _compiled(found: compiler.Compiler, file: Path, directory: Path) -> Path:
-    is_binding = file.suffix == ".cpp"  # these include no device code
-    headers = sorted(
-        p for p in file.parent.iterdir() if p.suffix == ".h" or (p.suffix == ".cuh" and not is_binding)
+def build_changed(sources: Path, units: Collection[str], directory: Path, intact: Path) -> Path:
+    """Compile `units` (stems) of changed sources into `directory`, and link them with the intact others.
+
+    Of inline functions that several units have, the linker takes the first, hence the changed ones. `intact`
+    is where `build` has built the intact sources, or builds them now.
+    """
+    build(SOURCES, intact)
+    found = compiler.find_compiler()
+    assert found is not None
+    changed = [_compiled(found, file, directory, "-O1") for file in _units(sources) if file.stem in units]
+    assert len(changed) == len(units), f"no such unit among {units}"
+    others = [_compiled(found, file, intact) for file in _units(SOURCES) if file.stem not in units]
+    return _linked(found, changed + others, directory)
+
+
+def _units(sources: Path) -> list[Path]:
+    return sorted([*sources.glob("*.cu"), *sources.glob("*_binding.cpp")])
+
+
+def _compiled(found: compiler.Compiler, file: Path, directory: Path, *flags: str) -> Path:
+    options = [*(compiler._binding_options() if file.suffix == ".cpp" else []), *flags]
+    read = [path.read_text() for path in included(file)]
+    output = (
+        directory / f"{file.stem}-{_key([torch.__version__, found.description, *_FLAGS, *flags, *read])}.o"
     )
-    options = compiler._binding_options() if is_binding else []
-    parts = [torch.__version__, found.description, *_FLAGS, *(p.read_text() for p in (file, *headers))]
-    output = directory / f"{file.stem}-{_key(parts)}.o"
     if not output.exists():
         _run([found.path, *_FLAGS, *options, "-c", str(file), "-o", f"{output}.new"])
         Path(f"{output}.new").replace(output)
     return output
+
+
+def included(file: Path) -> list[Path]:
+    """A file and what of its folder it includes, directly or not, in a fixed order."""
+    found = [file]
+    for path in found:  # which grows meanwhile
+        names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+        found += [new for name in names if (new := path.with_name(name)) not in found]
+    return found
+
+
+def _linked(found: compiler.Compiler, objects: list[Path], directory: Path) -> Path:
+    target = directory / f"{_key([path.name for path in objects])}.so"
+    if not target.exists():
+        library = str(Path(torch.__file__).parent / "lib")
+        files = [*map(str, objects), f"-L{library}", "-ltorch_cpu", "-lc10"]
+        _run([found.path, "-shared", "-o", f"{target}.new", *files])
+        Path(f"{target}.new").replace(target)
+    return target
 
 
 def _key(parts: list[str]) -> str:

@@ -12,12 +12,14 @@ from torch import Tensor
 from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.kernels import cuda_check, cuda_loader
+from kvcache_plugins.kernels.ops import append_tokens
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.models.facts import LayerFacts
 from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.registry import get_backend
 from kvcache_plugins.testing.comparison import relative_rms
+from tests.kernels.append_cases import CODES, Case, due_cases
 from tests.kernels.test_decode_attention import CASES, states
 
 pytestmark = pytest.mark.cuda
@@ -27,8 +29,10 @@ HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    cuda_loader.build()
-    assert cuda_loader.try_load(torch.device("cuda", 0)), cuda_loader.status().reason
+    with pytest.MonkeyPatch.context() as patch:  # before the fixture that does so for every test
+        patch.setenv("KVCACHE_CUDA_KERNELS", "1")
+        cuda_loader.build()
+        assert cuda_loader.try_load(torch.device("cuda", 0)), cuda_loader.status().reason
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +155,37 @@ def test_records_are_those_of_the_cpu(name: str) -> None:
     layers[1].update(*given)
     found, expected = (layer.records.data[:, :, :10].cpu() for layer in layers)
     assert (found != expected).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("new", [1, 3, 8])
+@pytest.mark.parametrize("name", CODES)
+def test_a_step_writes_the_bytes_of_the_cpu(name: str, new: int) -> None:
+    for place in due_cases(CODES[name], new):
+        case = Case(CODES[name], new, *place)
+        done, records, tails = case.to("cuda").run(append_tokens)
+        _, expected, expected_tails = case.expected(torch.ops.kvcache_plugins.encode_tokens)
+        assert done and torch.equal(records.cpu(), expected)
+        assert all(torch.equal(*pair) for pair in zip((t.cpu() for t in tails), expected_tails, strict=True))
+
+
+def test_faults_are_reported_by_the_next_call() -> None:
+    case = Case(CODES["int8"], 1, 1, 8, 8, 3, dtype=torch.float32)
+    loud = case.to("cuda")
+    loud.states[0] *= 1e8
+    assert loud.run(append_tokens)[0]
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="beyond fp16"):
+        case.to("cuda").run(append_tokens)
+    assert case.to("cuda").run(append_tokens)[0]
+
+
+@pytest.mark.parametrize(("place", "name"), [(0, "key_tail"), (1, "value_tail")])
+def test_tensors_elsewhere_are_refused(place: int, name: str) -> None:
+    """On the CPU here; another GPU would be refused as well."""
+    case = Case(CODES["int8"], 1, 1, 8, 8, 3).to("cuda")
+    case.tails[place] = case.tails[place].cpu()
+    with pytest.raises(ValueError, match=f"device of {name}: expected cuda:0, got cpu"):
+        case.run(append_tokens)
 
 
 def test_a_step_in_a_graph() -> None:

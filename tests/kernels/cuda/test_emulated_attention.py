@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("emulated")
 # fp16: queries and outputs have 11 bits, decoded keys and weights in between too
 BOUNDS = {torch.float32: FP32_ERROR, torch.float16: 6e-4, torch.bfloat16: 2.5e-3}
 # layouts that only the general kernel reads
-GENERAL = ("kvquant", "int8-group", "int8-tensor")
+GENERAL = ("int8-group",)
 
 
 def check(
@@ -93,6 +93,16 @@ def test_groups(nbits: int, group: int, interleaved: bool) -> None:
     options = {"backend": "kivi", "nbits": nbits, "q_group_size": group, "residual_length": 128}
     layer = build_layer(options, 400, head_dim=128, dtype=torch.float16, interleaved=interleaved)
     check(*step(layer, 1, 4), AttentionOptions(), fast=True)
+
+
+@pytest.mark.parametrize("query_length", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
+@pytest.mark.parametrize("group", [8, 16, 32])
+def test_scales_of_a_part_of_a_token(group: int, head_dim: int, query_length: int) -> None:
+    options = {"backend": "int8", "granularity": "group", "q_group_size": group}
+    layer = build_layer(options, 300, head_dim=head_dim, dtype=torch.float16)
+    case = step(layer, query_length, 6)
+    check(*case, AttentionOptions(is_causal=query_length > 1), fast=group > 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

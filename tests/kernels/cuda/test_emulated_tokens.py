@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcache_plugins.kernels import ops
 from kvcache_plugins.kernels.gathering import gather_records
-from kvcache_plugins.layers import native_encoding
+from kvcache_plugins.layers import native_encoding, stepping
 from kvcache_plugins.layers.handle import KVHandle
 from tests.kernels import test_encode_tokens as encoding
 from tests.kernels.test_decode_attention import CASES, build_layer, step
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("emulated")
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Layers encode by the emulated kernel; its answers, call by call."""
+    """Layers encode by the emulated kernels; their answers, call by call."""
     answers: list[bool] = []
 
     def encode(records: Any, given: Any, is_key: bool, layout: Any, start: int, *tables: Any) -> bool:
@@ -36,7 +36,14 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         answers.append(done)
         return bool(done)
 
+    def append(*args: Any) -> bool:
+        done = torch.ops.kvcache_emulated.append_tokens(*args)
+        if args[5][2] or args[6][2]:
+            answers.append(done)
+        return bool(done)
+
     monkeypatch.setattr(native_encoding, "encode_tokens", encode)
+    monkeypatch.setattr(stepping, "append_tokens", append)
     return answers
 
 
@@ -86,9 +93,14 @@ def test_metadata_that_saturate_are_reported(encoded: list[bool]) -> None:
     encode = native_encoding.encode_tokens
     assert encode(records, tokens, True, layout, 0)
     assert records[0, 0, 0, 2048:2050].view(torch.float16).item() == 65504
+    for count in (1, 64):  # by the next call, whatever it does, and once
+        with pytest.raises(RuntimeError, match=r"beyond fp16.*kernel='torch'"):
+            encode(records, torch.zeros(1, 1, count, 32), True, layout, 64)
+        assert encode(records, torch.zeros(1, 1, count, 32), True, layout, 64)
+        assert encode(records, tokens, True, layout, 0)
+    slots, sides = torch.zeros(1, 1, 1, dtype=torch.long), [1, 8, 1, 32, 1, 1, 2, 0, 0, 2048, -1, 0, 0]
     with pytest.raises(RuntimeError, match="beyond fp16"):
-        encode(records, torch.zeros(1, 1, 64, 32), True, layout, 64)
-    assert encode(records, torch.zeros(1, 1, 64, 32), True, layout, 64)
+        torch.ops.kvcache_emulated.gather_tokens(records, records.clone(), slots, sides, sides)
 
 
 def test_every_8_bit_float(encoded: list[bool]) -> None:
@@ -159,6 +171,10 @@ def test_slots_that_are_not_there_become_zeros() -> None:
         layer.records.data, got, index, keys.integers(), values.integers()
     )
     gather_records(layer.records.data, zeros, torch.full((2, 2, 3), 7), keys, values)
+    with pytest.raises(RuntimeError, match=r"no packed token.*kernel='torch'"):
+        torch.ops.kvcache_emulated.gather_tokens(
+            layer.records.data, zeros, index, keys.integers(), values.integers()
+        )
     codes = got[..., : 64 * 64].view(2, 2, 1, 16, 64, 4)
     expected = zeros[..., : 64 * 64].view(2, 2, 1, 16, 64, 4)
     assert not codes[..., :2, :].any() and torch.equal(codes[..., 2, :], expected[..., 2, :])

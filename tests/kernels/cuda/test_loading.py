@@ -13,6 +13,7 @@ from kvcache_plugins.attention.description import describe
 from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.kernels import cuda_check, cuda_inputs, cuda_loader, loader
 from kvcache_plugins.kernels.cuda_inputs import on_device
+from kvcache_plugins.kernels.layout import Side
 from tests.kernels.test_decode_attention import CASES, build_layer, step
 
 DEVICE = torch.device("cuda", 0)
@@ -97,28 +98,80 @@ def test_a_build_is_sealed_and_found_again(fresh: Path, monkeypatch: pytest.Monk
     assert cuda_loader.build() == path and loaded == [str(path)]
 
 
-def test_a_build_that_fails_says_why(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("ninja: nvcc fatal: the disk is made of cheese"), "do not build:\\nninja: .* cheese"),
+        (ValueError("Unknown CUDA arch (9.x)"), r"ValueError: Unknown CUDA arch \(9\.x\)"),
+        (KeyError("sm_90"), "KeyError: 'sm_90'"),
+        (IndexError("list index out of range"), "IndexError: list index"),
+        (FileNotFoundError(2, "No such file", "/no/bin/nvcc"), "No such file: '/no/bin/nvcc'"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_build_that_fails_says_why(
+    error: Exception, said: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.utils import cpp_extension
 
     def build(**options: Any) -> None:
-        raise RuntimeError("ninja: nvcc fatal: the disk is made of cheese")
+        raise error
 
     monkeypatch.setattr(cpp_extension, "load", build)
-    with pytest.warns(RuntimeWarning, match="made of cheese"):
+    with pytest.warns(RuntimeWarning, match=said):
         assert not cuda_loader.try_load(DEVICE)
-    assert not list(fresh.glob("*.so"))
+    assert not list(fresh.iterdir()) or [path.suffix for path in fresh.iterdir()] == [".lock"]
+    with pytest.raises(KernelUnavailableError, match=said):
+        cuda_loader.build()
+
+
+def test_a_build_without_a_library_fails(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(cpp_extension, "load", lambda **options: None)
+    with pytest.raises(KernelUnavailableError, match="do not build"):
+        cuda_loader.build()
+
+
+def test_a_driver_that_fails_is_no_end(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise AssertionError("Invalid device id")
+
+    monkeypatch.setattr(cuda_loader, "_why_no_device", fail)
+    with pytest.warns(RuntimeWarning, match="AssertionError: Invalid device id"):
+        assert not cuda_loader.try_load(DEVICE)
 
 
 def test_the_check_of_working_kernels(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check itself, with the emulated kernels in the place of a GPU's."""
     emulate(monkeypatch)
+    attend, kernels = cuda_check.decode_attention, set()
+
+    def watched(query: torch.Tensor, records: torch.Tensor, keys: Side, values: Side, **options: Any) -> Any:
+        if cuda_inputs.is_fast(query.dtype, records.shape[3], keys, values, 232448):
+            rows = query.shape[1] // records.shape[1] * query.shape[2]
+            kernels.add(
+                ("levels" if keys.levels is not None else "codes", rows > 8, values.layout.head_dim > 128)
+            )
+        else:
+            kernels.add("general")
+        return attend(query, records, keys, values, **options)
+
+    monkeypatch.setattr(cuda_check, "decode_attention", watched)
     assert cuda_check.find_deviation(torch.device("cpu")) is None
+    codes = {("codes", False, False), ("codes", True, False), ("codes", False, True)}
+    assert kernels >= codes | {"general", ("levels", False, False), ("levels", False, True)}
 
 
-@pytest.mark.parametrize("name", ["decode_attention", "decode_tokens", "gather_tokens", "encode_tokens"])
+_OPERATORS = ("append_tokens", "decode_attention", "decode_tokens", "encode_tokens", "gather_tokens")
+
+
+@pytest.mark.parametrize("name", _OPERATORS)
 def test_the_check_of_broken_kernels(name: str, emulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the kernel read codes of the record beside the right one."""
     emulate(monkeypatch)
+    if name != "decode_attention":  # which comes first, and takes longest
+        monkeypatch.setattr(cuda_check, "_CALLS", ())
     working = getattr(cuda_check, name)
 
     def broken(*args: Any, **options: Any) -> Any:
@@ -126,7 +179,7 @@ def test_the_check_of_broken_kernels(name: str, emulated: Path, monkeypatch: pyt
         moved = args[place].clone()
         moved[..., :-1] = args[place][..., 1:]
         result = working(*args[:place], moved, *args[place + 1 :], **options)
-        if name == "encode_tokens":
+        if name in ("append_tokens", "encode_tokens"):
             args[0][..., 1:] = moved[..., :-1]
         return result
 
@@ -146,7 +199,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         ops = Emulated
         Tensor = torch.Tensor
 
-    for name in ("decode_attention", "decode_tokens", "gather_tokens", "encode_tokens"):
+    for name in _OPERATORS:
         function = getattr(ops, name)
         copy = type(function)(function.__code__, {**function.__globals__, "torch": Torch}, name)
         copy.__kwdefaults__, copy.__defaults__ = function.__kwdefaults__, function.__defaults__

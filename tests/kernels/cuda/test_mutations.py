@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.kernels import fresh_process
 from tests.kernels.cuda import emulation
 
 WEIGHTS = "0x7632)};\n    }"
@@ -19,23 +18,31 @@ MUTATIONS = {
     "the tokens of the weights": ("fast_attention.cuh", WEIGHTS, WEIGHTS.replace("7632", "5410")),
     "a unit used before it is there": ("fast_attention.cuh", "copy_wait<1>();", "copy_wait<2>();"),
     "a missing barrier": ("fast_attention.cuh", BARRIER, "    if (unit > 0) warp_barrier();  // every"),
-    "a scale per channel": ("fast_keys.cuh", "low, high, 0x7632)};", "low, high, 0x5410)};"),
-    "the order of rotations": ("fast_keys.cuh", "unit.phase + 16 * k", "unit.phase"),
+    "a scale per channel": ("key_units.cuh", "0x7654u : 0x7632u", "0x7654u : 0x5410u"),
+    "the order of rotations": ("rotated_keys.cuh", "unit.phase + 16 * k", "unit.phase"),
+    "the upper levels": ("level_codes.cuh", "and_or(word >> 1, 0x44444444u, 0x32103210u)", "0x32103210u"),
+    "the turn of an odd token": ("level_attention.cuh", "uint64_t>(token)", "uint64_t>(token & ~1)"),
+    "what a patch of keys leaves": ("level_keys.cuh", "entry.patch >> 1 == which", "false"),
+    "the place of an outlying value": ("level_values.cuh", "(token << 1 & 2)", "0"),
+    "the first new token": ("encoding.cuh", "slot >= a.newer_start", "slot > a.newer_start"),
+    "the words of an odd token": ("encode_words.cuh", "thin_out(2, low % 2)", "thin_out(2, 0)"),
+    "the lanes of a key": ("encode_words.cuh", "first_ = 2 * low, wrap_ = 31", "first_ = 0, wrap_ = 31"),
     "a place of the codes": ("code_places.h", "(4 * (pair % parts) + token / 16)", "(4 * (pair % parts))"),
 }
-SCRIPT = """
-import sys
-from pathlib import Path
+START = """
 import torch
-sys.path.insert(0, {root!r})
+from pathlib import Path
 from tests.kernels.cuda import emulation
+
+emulation.load(Path({library!r}))
+"""
+ATTENTION = """
 from tests.kernels.test_decode_attention import CASES, build_layer, step
 from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.testing.comparison import relative_rms
 
-emulation.load(Path({library!r}))
 worst = 0.0
-for name in ("kivi-default", "kivi-2bit-block", "kivi-4bit-block-g128"):
+for name in ("kivi-default", "kivi-2bit-block", "kivi-4bit-block-g128", "kvquant-k4v2"):
     for dtype in (torch.float16, torch.float32):
         torch.manual_seed(0)
         layer = build_layer(CASES[name], 600, dtype=dtype, head_dim=128)
@@ -46,6 +53,27 @@ for name in ("kivi-default", "kivi-2bit-block", "kivi-4bit-block-g128"):
         worst = max(worst, error if error == error else 1e9)
 print(worst)
 """
+STEPS = """
+from kvcache_plugins.kernels import loader
+from tests.kernels.append_cases import CODES, Case, due_cases
+
+loader.build()
+emulated, native = torch.ops.kvcache_emulated, torch.ops.kvcache_plugins
+wrong = 0
+for name in ("4bit-token", "2bit-channel-g32"):
+    for place in due_cases(CODES[name], 3):
+        case = Case(CODES[name], 3, *place)
+        _, records, _ = case.run(emulated.append_tokens)
+        wrong += not torch.equal(records, case.expected(native.encode_tokens)[1])
+print(wrong)
+"""
+
+
+# What a script runs, and the only units that are compiled again for it.
+SCRIPTS = {
+    "steps": (STEPS, ["append_tokens"]),
+    "attention": (ATTENTION, ["attend_8_rows", "attend_general", "attend_levels"]),
+}
 
 
 @pytest.mark.slow
@@ -57,9 +85,8 @@ def test_a_broken_kernel_is_caught(name: str, tmp_path: Path, request: pytest.Fi
     content = (sources / file).read_text()
     assert content.count(text) == 1, f"{file} has changed"
     (sources / file).write_text(content.replace(text, replacement))
-    for path in request.config.cache.mkdir("emulated_cuda").glob("*_binding-*.o"):  # the slow half of a build
-        shutil.copy(path, tmp_path)
-    library = emulation.build(sources, tmp_path)
-    code = SCRIPT.format(root=str(Path(__file__).parents[3]), library=str(library))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    script, units = SCRIPTS["steps" if file.startswith("enc") else "attention"]
+    intact = request.config.cache.mkdir("emulated_cuda")
+    library = emulation.build_changed(sources, units, tmp_path, intact)
+    done = fresh_process.run(START.format(library=str(library)) + script)
     assert done.returncode != 0 or float(done.stdout) > 1e-2

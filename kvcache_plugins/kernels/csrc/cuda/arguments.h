@@ -69,11 +69,13 @@ struct AttentionArguments {
   int64_t bias_batch_stride, bias_head_stride, bias_token_stride;
   const float *sink_logits, *alibi;
   // The plan: which thread block attends to which 64-slot blocks.
-  int32_t fast_begin, fast_end, fast_splits;           // whole packed blocks, by tensor cores
+  int32_t fast_begin, fast_end, fast_splits;           // packed blocks, by tensor cores
+  int64_t fast_stop;                                   // their last slots may be left to `general`: those from here on
   int32_t general_begin, general_end, general_splits;  // everything else
   int32_t sink_splits;  // 1 if one more thread block attends to what `fast` leaves out because it holds sinks
   // Of the fast path: bytes copied of a record's keys and of its values, room for either, and how to lay them down.
   int32_t key_copy, value_copy, unit_bytes, key_swizzle, value_swizzle;
+  int32_t unit_slots;  // units of a warp in shared memory: one that is worked on, one or two on the way
   // Results of every split: [rows][splits] maximum and sum, [rows][splits][value.head_dim]
   float *partial_sums, *partial_outputs;
   void* output;
@@ -103,23 +105,50 @@ struct GatherArguments {
   int64_t to_batch_stride, to_head_stride;
   Fields key, value;
   const int64_t* index;  // [batch][heads][count]
-  int64_t count, length;  // slots from `length` on, or negative ones, are taken as zero
+  int64_t count, length;  // slots from `length` on, or negative ones, are taken as zero,
+  int32_t* fault;         // and set this to 1
 };
 
+// Exact tokens of all rows and heads; strides in elements, the channels lie next to each other.
+struct Exact {
+  const void* data;
+  int64_t batch_stride, head_stride, token_stride;
+};
+
+// Tokens of one side to be encoded: those of slots [start, newer_start) from `states`, the others from `newer`.
 struct EncodeArguments {
   uint8_t* records;
   int64_t record_bytes, batch_stride, head_stride;
-  const void* states;
-  int64_t state_batch_stride, state_head_stride, state_token_stride;
+  Exact states, newer;
+  int64_t newer_start;
   int32_t dtype, is_key, nbits, format, head_dim, padded_dim, group_tokens, width, metadata_bytes, interleaved;
   int32_t codes_offset, scale_offset, minimum_offset;
   int64_t start, count;
   const float *cos, *sin;  // [period][pairs]: a key of slot t is first rotated back by row t % period; or null
   int32_t period, pairs, is_fused;  // whether its sums of products are rounded once
+  const float* factors;             // [batch][heads][head_dim] by which numbers are divided instead; or null
   int32_t* overflow;                // set to 1 where metadata do not fit fp16
 
   KVCACHE_BOTH int unit_tokens() const { return group_tokens > kBlockTokens ? group_tokens : kBlockTokens; }
   KVCACHE_BOTH int unit_rows() const { return unit_tokens() / group_tokens; }
+  KVCACHE_BOTH int units() const {
+    const int64_t unit = count > 0 ? unit_tokens() : 1;
+    return static_cast<int>((start + count + unit - 1) / unit - start / unit);
+  }
+};
+
+// New tokens to be copied into a tail, in words of 16 bits; strides in words.
+struct PlaceArguments {
+  const uint16_t* from;
+  int64_t from_batch_stride, from_head_stride, from_token_stride;
+  uint16_t* to;
+  int64_t to_batch_stride, to_head_stride, to_token_stride;
+  int32_t tokens, words;  // of a token
+};
+
+struct AppendArguments {
+  PlaceArguments key_new, value_new;
+  EncodeArguments key, value;  // `count` is 0 where nothing is due
 };
 
 }  // namespace kvcache

@@ -5,11 +5,14 @@ namespace kvcache {
 // No fast path: fp32 queries, and layouts that it does not know.
 KVCACHE_KERNEL(kThreads, 4) attend_general_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
-  const int split = static_cast<int>(blockIdx.x);
+  const int split = static_cast<int>(blockIdx.y);
   attend_general<true>(a, Rows::mine(a), shared, split, split);
 }
 
-KVCACHE_KERNEL(kThreads, 8) merge_kernel(const AttentionArguments a) { merge_splits(a); }
+KVCACHE_KERNEL(kMergeThreads, 2) merge_kernel(const AttentionArguments a) {
+  KVCACHE_SHARED(shared);
+  merge_splits(a, shared);
+}
 
 int attend_general_rows(const AttentionArguments& a, int batch, void* stream) {
   return launch(attend_general_kernel, attention_grid(a, batch), kThreads, shared_bytes(a, 0), stream, a);
@@ -18,7 +21,7 @@ int attend_general_rows(const AttentionArguments& a, int batch, void* stream) {
 int merge_rows(const AttentionArguments& a, int batch, void* stream) {
   dim3 grid;
   grid.x = static_cast<unsigned>(static_cast<int64_t>(batch) * a.records.heads * a.group * a.query_length);
-  return launch(merge_kernel, grid, kThreads, 0, stream, a);
+  return launch(merge_kernel, grid, kMergeThreads, merge_bytes(a), stream, a);
 }
 
 int attention_shared_bytes(const AttentionArguments& a, int columns) { return shared_bytes(a, columns); }

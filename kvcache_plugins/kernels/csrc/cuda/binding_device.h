@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <string>
 
 #define KVCACHE_CHECK(condition, what, name, expected, got) \
@@ -18,16 +20,20 @@
 namespace kvcache {
 namespace {
 
-constexpr const char* kDeviceName = "cpu";
-inline bool is_served(const at::Tensor& tensor) { return tensor.device().is_cpu(); }
+inline at::Device served_device() { return at::kCPU; }
 
 class Device {
  public:
   explicit Device(const at::Tensor&) {}
   void* stream() const { return nullptr; }
+  int index() const { return 0; }
   int multiprocessors() const { return 2; }
-  int shared_bytes() const { return 232448; }
+  int shared_bytes() const {
+    const char* given = std::getenv("KVCACHE_EMULATED_SHARED_BYTES");
+    return given != nullptr ? std::atoi(given) : 232448;
+  }
   bool is_capturing() const { return false; }
+  int32_t* shared_words(size_t count) const { return static_cast<int32_t*>(std::calloc(count, sizeof(int32_t))); }
   void check(int status) const { TORCH_CHECK(status == 0, "emulation failed"); }
 };
 
@@ -46,13 +52,14 @@ class Device {
 namespace kvcache {
 namespace {
 
-constexpr const char* kDeviceName = "cuda";
-inline bool is_served(const at::Tensor& tensor) { return tensor.device().is_cuda(); }
+// The GPU that a `Device` has made the current one; tensors of others lie where its kernels must not reach.
+inline at::Device served_device() { return {at::kCUDA, c10::cuda::current_device()}; }
 
 // Makes the GPU of a tensor the current one for as long as it lives.
 class Device {
  public:
   explicit Device(const at::Tensor& tensor) : guard_(tensor.device()), index_(tensor.get_device()) {}
+  int index() const { return index_; }
   void* stream() const { return c10::cuda::getCurrentCUDAStream(index_).stream(); }
   int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   int shared_bytes() const { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
@@ -60,6 +67,13 @@ class Device {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream()), &status));
     return status != cudaStreamCaptureStatusNone;
+  }
+  // Zeroed words that kernels write and the host reads, at one address for both; never given back.
+  int32_t* shared_words(size_t count) const {
+    void* words = nullptr;
+    check(cudaHostAlloc(&words, count * sizeof(int32_t), cudaHostAllocPortable | cudaHostAllocMapped));
+    std::memset(words, 0, count * sizeof(int32_t));
+    return static_cast<int32_t*>(words);
   }
   void check(int status) const {
     const auto error = static_cast<cudaError_t>(status);
@@ -82,3 +96,15 @@ class Device {
 }  // namespace kvcache
 
 #endif
+
+namespace kvcache {
+namespace {
+
+inline bool is_served(const at::Tensor& tensor) { return tensor.device() == served_device(); }
+
+inline void check_device(const at::Tensor& tensor, const std::string& name) {
+  KVCACHE_CHECK(is_served(tensor), "device", name, served_device(), tensor.device());
+}
+
+}  // namespace
+}  // namespace kvcache

@@ -40,7 +40,7 @@ inline int32_t dtype_of(const at::Tensor& tensor, const std::string& name) {
 }
 
 inline void check_tensor(const at::Tensor& tensor, const std::string& name, at::IntArrayRef shape) {
-  KVCACHE_CHECK(is_served(tensor), "device", name, kDeviceName, tensor.device());
+  check_device(tensor, name);
   KVCACHE_CHECK(tensor.sizes() == shape, "shape", name, shape, tensor.sizes());
   KVCACHE_CHECK(tensor.numel() == 0 || shape.empty() || tensor.size(-1) == 1 || tensor.stride(-1) == 1,
                 "stride of the last dimension", name, 1, tensor.stride(-1));

@@ -2,8 +2,8 @@
 // row and head; a second merges what they found.
 #pragma once
 
-#include "fast_attention.cuh"
 #include "launches.h"
+#include "level_attention.cuh"
 
 namespace kvcache {
 
@@ -12,11 +12,25 @@ template <int kColumns, int kTiles>
 KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 3 : 2)) attend_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
   const Rows rows = Rows::mine(a);
-  const int split = static_cast<int>(blockIdx.x);
-  if (split < a.fast_splits) {
-    attend_fast<kColumns, kTiles>(a, rows, shared);
+  // The general splits come first: they take longest, and would be waited for at the end.
+  const int split = static_cast<int>(blockIdx.y), general = a.general_splits + a.sink_splits;
+  if (split < general) {
+    attend_general<false>(a, rows, shared, split, split);
   } else {
-    attend_general<false>(a, rows, shared, split - a.fast_splits, split);
+    attend_fast<kColumns, kTiles>(a, rows, shared, split - general, split);
+  }
+}
+
+// KVQuant: up to 8 query rows, values of up to `16 kTiles` channels.
+template <int kTiles>
+KVCACHE_KERNEL(kThreads, 2) attend_levels_kernel(const AttentionArguments a) {
+  KVCACHE_SHARED(shared);
+  const Rows rows = Rows::mine(a);
+  const int split = static_cast<int>(blockIdx.y), general = a.general_splits + a.sink_splits;
+  if (split < general) {
+    attend_general<true>(a, rows, shared, split, split);
+  } else {
+    attend_over_levels<kTiles>(a, rows, shared, split - general, split);
   }
 }
 
@@ -24,15 +38,14 @@ KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 3 : 2)) attend_kernel(const A
 inline int shared_bytes(const AttentionArguments& a, int columns) {
   const int general = GeneralMemory::bytes(a);
   if (columns == 0) return general;
-  const int fast = FastMemory(a, columns).bytes;
+  const int fast = a.key.format == kNonUniform ? LevelMemory(a).bytes : FastMemory(a, columns).bytes;
   return fast > general ? fast : general;
 }
 
 inline dim3 attention_grid(const AttentionArguments& a, int batch) {
   dim3 grid;
-  grid.x = static_cast<unsigned>(a.splits());
-  grid.y = static_cast<unsigned>(a.records.heads * a.chunks);
-  grid.z = static_cast<unsigned>(batch);
+  grid.x = static_cast<unsigned>(static_cast<int64_t>(batch) * a.records.heads * a.chunks);  // fastest
+  grid.y = static_cast<unsigned>(a.splits());
   return grid;
 }
 

@@ -3,6 +3,8 @@
 // so it can be captured in a CUDA graph.
 #include <ATen/ops/empty.h>
 
+#include <limits>
+
 #include "binding_inputs.h"
 
 namespace kvcache {
@@ -33,20 +35,31 @@ bool is_laid_out_for_copies(const Side& side, int64_t record_bytes) {
   return side.codes_offset + unit_bytes(side) <= record_bytes;
 }
 
+// What follows is mirrored by `is_fast` in kvcache_plugins/kernels/cuda_inputs.py.
 bool are_keys_fast(const Side& side, int64_t record_bytes) {
-  if (!is_laid_out_for_copies(side, record_bytes) || side.format == kNonUniform || side.inv_freq != nullptr ||
-      side.outliers != nullptr)
-    return false;
+  if (!is_laid_out_for_copies(side, record_bytes)) return false;
+  if (side.format == kNonUniform) {
+    // pairs that rotate are those whose codes lie together
+    const bool is_paired = side.inv_freq == nullptr || side.interleaved || side.rotary_dim == side.head_dim;
+    return is_paired && side.packed_length % kBlockTokens == 0 && side.channel_scale != nullptr &&
+           side.cos == nullptr && side.factors == nullptr;
+  }
+  if (side.inv_freq != nullptr || side.outliers != nullptr) return false;
   const bool is_per_channel = side.width == side.head_dim && side.format == kAffine && side.scale_offset >= 0 &&
                               side.minimum_offset >= 0 && side.group_tokens >= 16;
   if (side.cos != nullptr)
     return is_per_channel && side.nbits < 8 && side.rotary_dim == side.head_dim && side.period % 16 == 0;
-  return is_per_channel || side.width == 1;
+  const bool is_grouped = side.format == kSymmetric && side.group_tokens == 1 && side.scale_offset >= 0 &&
+                          side.head_dim / side.width % 16 == 0;
+  return is_per_channel || is_grouped || side.width == 1;
 }
 
 bool are_values_fast(const Side& side, int64_t record_bytes) {
-  return is_laid_out_for_copies(side, record_bytes) && side.format != kNonUniform && side.cos == nullptr &&
-         side.inv_freq == nullptr && side.outliers == nullptr && side.head_dim / side.width % 16 == 0;
+  if (!is_laid_out_for_copies(side, record_bytes) || side.cos != nullptr || side.inv_freq != nullptr) return false;
+  if (side.format == kNonUniform)
+    return side.packed_length % kBlockTokens == 0 && side.width == 1 && side.group_tokens == 1 &&
+           side.scale_offset >= 0 && side.minimum_offset >= 0 && side.factors == nullptr;
+  return side.outliers == nullptr && side.head_dim / side.width % 16 == 0;
 }
 
 // How far lanes of neighbouring t lie apart in the codes, as the power of two that `swizzled` takes.
@@ -57,19 +70,38 @@ int swizzle_of(const Side& side, bool is_key) {
   return std::max(2, trailing_zeros(apart));
 }
 
+// Splits of `count` blocks for each of `row_groups` that take least time if thread blocks run `places` at a time and
+// take as long as their warps have blocks, and one block's time besides: to begin and to be merged. Not measured.
+int64_t even_splits(int64_t count, int64_t row_groups, int64_t places) {
+  int64_t best = 1, least = std::numeric_limits<int64_t>::max();
+  // blocks of a warp, from those of eight waves on; beyond one wave they only take longer
+  const int64_t begin = std::max<int64_t>(1, count * row_groups / (8 * kWarps * places));
+  const int64_t step = std::max<int64_t>(1, begin / 32);
+  for (int64_t blocks = begin;; blocks += step) {
+    const int64_t splits = (count + kWarps * blocks - 1) / (kWarps * blocks);
+    const int64_t waves = (splits * row_groups + places - 1) / places;
+    if (waves * (blocks + 1) < least) {
+      least = waves * (blocks + 1);
+      best = splits;
+    }
+    if (waves == 1 || splits == 1) return best;
+  }
+}
+
 // Divides the slots among thread blocks; returns the columns of the fast path, 0 for none.
 int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& device) {
   const int64_t rows = static_cast<int64_t>(a.group) * a.query_length;
-  int columns = rows > 8 && a.value.head_dim <= 128 ? 2 : 1;  // registers bound the product of the two
+  const bool are_levels = a.key.format == kNonUniform;
+  int columns = rows > 8 && a.value.head_dim <= 128 && !are_levels ? 2 : 1;  // registers bound the product of the two
   const int64_t first =
       a.window > 0 ? std::max<int64_t>(0, a.length - a.query_length - a.window + 1) / kBlockTokens : 0;
   const int64_t blocks = (a.length + kBlockTokens - 1) / kBlockTokens;
-  const int64_t packed = std::min(a.key.packed_length, a.value.packed_length) / kBlockTokens;
+  const int64_t packed = std::min(a.key.packed_length, a.value.packed_length);
   const Records& r = a.records;
   const bool is_aligned = reinterpret_cast<uintptr_t>(r.data) % 16 == 0 && r.record_bytes % 16 == 0 &&
                           r.batch_stride % 16 == 0 && r.head_stride % 16 == 0;
-  if (!is_half || !is_aligned || packed <= first || !are_keys_fast(a.key, r.record_bytes) ||
-      !are_values_fast(a.value, r.record_bytes))
+  if (!is_half || !is_aligned || packed <= first * kBlockTokens || are_levels != (a.value.format == kNonUniform) ||
+      !are_keys_fast(a.key, r.record_bytes) || !are_values_fast(a.value, r.record_bytes))
     columns = 0;
   // Of wide heads 8 rows, so that a thread block's shared memory fits GPUs that have 99 KB for it.
   const bool is_wide = std::max(a.key.head_dim, a.value.head_dim) > 128;
@@ -84,28 +116,43 @@ int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& devic
     a.unit_bytes = (std::max(a.key_copy, a.value_copy) + 127) / 128 * 128;
     a.key_swizzle = swizzle_of(a.key, true);
     a.value_swizzle = swizzle_of(a.value, false);
+  }
+  for (; columns > 0; --columns) {  // fewer rows at once need less memory
     a.chunk_rows = rows_at_once(columns);
-    const int bytes = attention_shared_bytes(a, columns);
-    if (bytes > device.shared_bytes()) columns = 0;
-    resident = std::max(1, std::min(3, device.shared_bytes() / (bytes + 1024)));
+    const int most = columns == 1 && a.value.head_dim <= 128 && !are_levels ? 3 : 2;  // by registers
+    resident = 0;
+    for (const int slots : {3, 2}) {  // three units of a warp unless two leave room for more thread blocks
+      const int32_t given = std::exchange(a.unit_slots, slots);
+      // a multiprocessor has 1 KB more than a thread block may have, and takes 1 KB for each of them
+      const int fitting = (device.shared_bytes() + 1024) / (attention_shared_bytes(a, columns) + 1024);
+      if (std::min(fitting, most) > resident) {
+        resident = std::min(fitting, most);
+      } else {
+        a.unit_slots = given;
+      }
+    }
+    if (resident > 0) break;
   }
   a.chunk_rows = rows_at_once(columns);
   a.chunks = static_cast<int32_t>((rows + a.chunk_rows - 1) / a.chunk_rows);
   const int64_t row_groups = batch * r.heads * a.chunks;
-  // Two thread blocks for every place: the last ones to finish cost less. Not measured.
-  const int64_t wanted = std::max<int64_t>(1, 2 * processors * resident / std::max<int64_t>(1, row_groups));
+  const int64_t places = processors * (columns > 0 ? resident : 2);
   a.fast_begin = a.fast_end = 0;
+  a.fast_stop = 0;
   a.general_begin = static_cast<int32_t>(first);
   a.general_end = static_cast<int32_t>(blocks);
   if (columns > 0) {
     a.fast_begin = static_cast<int32_t>(first);
-    a.fast_end = a.general_begin = static_cast<int32_t>(packed);
-    a.fast_splits = static_cast<int32_t>(std::max<int64_t>(1, std::min(wanted, (packed - first) / kWarps)));
+    a.fast_stop = packed;
+    a.fast_end = static_cast<int32_t>((packed + kBlockTokens - 1) / kBlockTokens);
+    a.general_begin = static_cast<int32_t>(std::max(first, packed / kBlockTokens));
+    a.fast_splits = static_cast<int32_t>(even_splits(a.fast_end - first, row_groups, places));
     a.sink_splits = a.key.sink_length > 0 || a.value.sink_length > 0;
   }
   const int64_t general = a.general_end - a.general_begin;
-  a.general_splits = static_cast<int32_t>(
-      std::min({general, kMostGeneralSplits, columns > 0 ? kMostGeneralSplits : std::max<int64_t>(wanted, 1)}));
+  const int64_t at_once = std::max<int64_t>(1, 2 * places / std::max<int64_t>(1, row_groups));
+  a.general_splits =
+      static_cast<int32_t>(std::min({general, kMostGeneralSplits, columns > 0 ? kMostGeneralSplits : at_once}));
   return columns;
 }
 
@@ -174,7 +221,9 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, 
   a.partial_outputs = a.partial_sums + 2 * partials;
   a.output = output.mutable_data_ptr();
   const bool is_wide = value_dim > 128;
+  const bool are_levels = a.key.format == kNonUniform;
   const auto attend = columns == 0   ? attend_general_rows
+                      : are_levels   ? (is_wide ? attend_levels_wide : attend_levels)
                       : columns == 2 ? attend_16_rows
                       : is_wide      ? attend_8_rows_wide
                                      : attend_8_rows;

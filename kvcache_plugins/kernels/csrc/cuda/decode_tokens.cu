@@ -13,7 +13,8 @@ KVCACHE_KERNEL(256, 2) decode_kernel(const DecodeArguments a) {
   const int64_t start = (a.start / kBlockTokens + blockIdx.x) * kBlockTokens;
   const int64_t low = start > a.start ? start : a.start;
   const int64_t high = start + kBlockTokens < a.stop ? start + kBlockTokens : a.stop;
-  load_tile<true>(a.side, a.records, a.is_key != 0, batch, head, start, static_cast<int>(high - start), tile, stride);
+  load_tile<true>(a.side, a.records, a.is_key != 0, batch, head, start, static_cast<int>(low - start),
+                  static_cast<int>(high - start), tile, stride);
   const int64_t row = (static_cast<int64_t>(batch) * a.records.heads + head) * (a.stop - a.start) + low - a.start;
   for (int64_t i = threadIdx.x; i < (high - low) * dim; i += blockDim.x)
     write_number(a.output, a.dtype, row * dim + i, tile[(low - start + i / dim) * stride + i % dim]);

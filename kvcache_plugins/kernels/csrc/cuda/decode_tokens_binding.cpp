@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 
 #include "binding_inputs.h"
+#include "device_faults.h"
 
 namespace kvcache {
 namespace {
@@ -10,6 +11,7 @@ at::Tensor decode_tokens(const at::Tensor& records, at::TensorList segments, con
                          const OptionalTensor& sink_start, at::IntArrayRef layout, bool is_key, int64_t start,
                          int64_t stop, at::ScalarType dtype) {
   const Device device(records);
+  report_faults(device);
   KVCACHE_CHECK(records.dim() == 4, "rank", "records", 4, records.dim());
   const int64_t batch = records.size(0), heads = records.size(1);
   DecodeArguments a{};

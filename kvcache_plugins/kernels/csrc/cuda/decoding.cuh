@@ -9,30 +9,59 @@ namespace kvcache {
 // Numbers of a row of a tile: one more than the channels, so that a column lies in different banks.
 KVCACHE_BOTH int tile_stride(int dim) { return dim + 1; }
 
-// What the codes of a token and channel stand for, before outliers and rotations.
-KVCACHE_DEVICE float decode_code(const Side& side, const uint8_t* record, bool is_key, int batch, int head, int heads,
-                                 int token, int channel) {
-  const uint32_t code = read_code(record + side.codes_offset, side.nbits, side.padded_dim, is_key,
-                                  side.interleaved != 0, token, channel);
-  const bool is_nonuniform = side.format == kNonUniform;
-  float value = is_nonuniform ? side.levels[code] : code_value(code, side.format);
-  float scale = 1.0f, minimum = 0.0f;
-  if (side.channel_scale != nullptr) {
-    const int64_t place = batch * side.channel_batch_stride + static_cast<int64_t>(head) * side.head_dim + channel;
-    scale = side.channel_scale[place];
-    minimum = side.channel_offset[place];
-  } else {
-    const int entry = token / side.group_tokens * side.width + channel / (side.head_dim / side.width);
-    scale = side.scale_offset >= 0 ? read_metadata(record + side.scale_offset, side.metadata_bytes, entry)
-                                   : side.static_scale[head];
-    if (side.minimum_offset >= 0) minimum = read_metadata(record + side.minimum_offset, side.metadata_bytes, entry);
-  }
-  value = add_rounded(multiply_rounded(value, scale), minimum);
-  if (side.factors != nullptr) {
+// What the codes of a channel stand for, token by token, before outliers and rotations.
+struct ChannelDecoder {
+  const Side& side;
+  ChannelPlaces places, third;  // of 3 bits, in planes of 2 bits and of 1
+  int group_shift, column;      // of metadata: 2^group_shift tokens share a row
+  float scale, minimum, factor;  // where they are the same for all tokens
+
+  KVCACHE_DEVICE ChannelDecoder(const Side& side, bool is_key, int batch, int head, int heads, int channel)
+      : side(side),
+        places(side.nbits == 3 ? 2 : side.nbits, side.padded_dim, is_key, side.interleaved != 0, channel),
+        third(1, side.padded_dim, is_key, side.interleaved != 0, channel),
+        group_shift(power_of(side.group_tokens)),
+        column(channel / (side.head_dim / side.width)),
+        scale(1.0f),
+        minimum(0.0f) {
+    if (side.channel_scale != nullptr) {
+      const int64_t at = batch * side.channel_batch_stride + static_cast<int64_t>(head) * side.head_dim + channel;
+      scale = side.channel_scale[at];
+      minimum = side.channel_offset[at];
+    } else if (side.scale_offset < 0) {
+      scale = side.static_scale[head];
+    }
     const int64_t row = static_cast<int64_t>(batch) * heads + head;
-    value = multiply_rounded(value, side.factors[row * side.head_dim + channel]);
+    factor = side.factors != nullptr ? side.factors[row * side.head_dim + channel] : 1.0f;
   }
-  return value;
+  KVCACHE_DEVICE float operator()(const uint8_t* record, int token) const {
+    const uint8_t* codes = record + side.codes_offset;
+    uint32_t code = places.read(codes, token);
+    if (side.nbits == 3) code |= third.read(codes + plane_bytes(2, side.padded_dim), token) << 2;
+    const float value = side.format == kNonUniform ? side.levels[code] : code_value(code, side.format);
+    float by = scale, plus = minimum;
+    if (side.channel_scale == nullptr) {
+      const int entry = (token >> group_shift) * side.width + column;
+      if (side.scale_offset >= 0) by = read_metadata(record + side.scale_offset, side.metadata_bytes, entry);
+      if (side.minimum_offset >= 0) plus = read_metadata(record + side.minimum_offset, side.metadata_bytes, entry);
+    }
+    return multiply_rounded(add_rounded(multiply_rounded(value, by), plus), factor);
+  }
+};
+
+// Brings the tokens [first, last) of a record into tile[token][channel]: a thread per channel, or several, so that what
+// is the same for all tokens is done once, and loads of several tokens are on the way at a time.
+KVCACHE_DEVICE void decode_record(const Side& side, const uint8_t* record, bool is_key, int batch, int head, int heads,
+                                  int first, int last, float* tile, int stride) {
+  const int dim = side.head_dim, threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+  const int sharing = dim < threads ? threads / dim : 1;  // threads of a channel
+  if (thread >= sharing * dim) return;
+  for (int channel = thread % dim; channel < dim; channel += threads) {
+    const ChannelDecoder decode(side, is_key, batch, head, heads, channel);
+#pragma unroll 4
+    for (int token = first + thread / dim; token < last; token += sharing)
+      tile[token * stride + channel] = decode(record, token);
+  }
 }
 
 // Adds what the codes of a block lack (kvcache_plugins/quantizers/outliers.py). Whatever the tensors hold, what is
@@ -45,7 +74,7 @@ KVCACHE_DEVICE void add_outliers(const Side& side, int batch, int head, int head
   const int32_t* list = side.outliers + (batch * side.outlier_blocks + block) * side.outlier_capacity;
   for (int i = first + static_cast<int>(threadIdx.x); i < last; i += static_cast<int>(blockDim.x)) {
     const int32_t entry = list[i];
-    const int token = entry >> 26 & (kBlockTokens - 1), channel = entry >> 16 & (kMaxHeadDim - 1);
+    const int token = entry >> 26 & (kBlockTokens - 1), channel = entry >> 16 & 1023;
     if (token < packed && channel < side.head_dim)
       tile[token * stride + channel] += half_float(static_cast<uint16_t>(entry));
   }
@@ -75,20 +104,40 @@ KVCACHE_DEVICE void rotate_tile(const Side& side, int batch, int64_t start, int 
   }
 }
 
-// Brings slots [start, start + count) of one side into tile[slot][channel]; all threads of the block take part.
-// `start` is a multiple of 64, `count` at most 64; rows beyond are left alone. `kPositions`: `inv_freq` may be given,
-// whose angles in fp64 cost registers.
+// Exact tokens from slot `low` on to the tile; several loads of a thread are on the way at a time.
+template <typename Word>
+KVCACHE_DEVICE void copy_exact(const Segment& segment, int dtype, int64_t base, int64_t low, int64_t start, int numbers,
+                               int dim, float* tile, int stride) {
+  constexpr int kBatch = 8;
+  const int threads = static_cast<int>(blockDim.x), first = static_cast<int>(low - start);
+  const Word* from = static_cast<const Word*>(segment.data) + base + (low - segment.start) * segment.token_stride;
+  for (int i = static_cast<int>(threadIdx.x); i < numbers; i += kBatch * threads) {
+    Word words[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int at = i + j * threads;
+      words[j] = at < numbers ? from[at / dim * segment.token_stride + at % dim] : Word{0};
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int at = i + j * threads;
+      if (at < numbers) tile[(first + at / dim) * stride + at % dim] = read_number(&words[j], dtype, 0);
+    }
+  }
+}
+
+// Brings slots [start + first, start + count) of one side into tile[slot][channel]; all threads of the block take part.
+// `start` is a multiple of 64, `count` at most 64; what other rows hold has no meaning. `kPositions`: `inv_freq` may be
+// given, whose angles in fp64 cost registers.
 template <bool kPositions>
 KVCACHE_DEVICE void load_tile(const Side& side, const Records& records, bool is_key, int batch, int head,
-                              int64_t start, int count, float* tile, int stride) {
+                              int64_t start, int first, int count, float* tile, int stride) {
   const int dim = side.head_dim, threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
   const int64_t left = side.packed_length - start;
   const int packed = left <= 0 ? 0 : left < count ? static_cast<int>(left) : count;
-  if (packed > 0) {
+  if (packed > first) {
     const uint8_t* record = records.of(batch, head) + (start / kBlockTokens) * records.record_bytes;
-    for (int i = thread; i < packed * dim; i += threads)
-      tile[i / dim * stride + i % dim] =
-          decode_code(side, record, is_key, batch, head, records.heads, i / dim, i % dim);
+    decode_record(side, record, is_key, batch, head, records.heads, first, packed, tile, stride);
     if (side.outliers != nullptr) {
       block_barrier();
       add_outliers(side, batch, head, records.heads, start / kBlockTokens, packed, tile, stride);
@@ -99,25 +148,25 @@ KVCACHE_DEVICE void load_tile(const Side& side, const Records& records, bool is_
     }
   }
   block_barrier();
-  if (packed > 0 && side.sinks != nullptr) {
-    const int64_t first = records.sink_start != nullptr ? records.sink_start[batch] : 0;
+  if (packed > first && side.sinks != nullptr) {
+    const int64_t sink_start = records.sink_start != nullptr ? records.sink_start[batch] : 0;
     const int64_t row = (static_cast<int64_t>(batch) * records.heads + head) * side.sink_length;
     for (int i = thread; i < packed * dim; i += threads) {
-      const int64_t sink = start + i / dim - first;
+      const int64_t sink = start + i / dim - sink_start;
       if (sink >= 0 && sink < side.sink_length)
         tile[i / dim * stride + i % dim] = read_number(side.sinks, side.dtype, (row + sink) * dim + i % dim);
     }
   }
   for (int n = 0; n < side.num_segments; ++n) {
     const Segment& segment = side.segments[n];
-    const int64_t low = segment.start > start ? segment.start : start;
+    const int64_t low = segment.start > start + first ? segment.start : start + first;
     const int64_t end = segment.start + segment.length, high = end < start + count ? end : start + count;
     const int64_t base = batch * segment.batch_stride + head * segment.head_stride;
     const int numbers = high > low ? static_cast<int>(high - low) * dim : 0;
-    for (int i = thread; i < numbers; i += threads) {
-      const int64_t slot = low + i / dim;
-      tile[(slot - start) * stride + i % dim] = read_number(
-          segment.data, side.dtype, base + (slot - segment.start) * segment.token_stride + i % dim);
+    if (side.dtype == kFloat32) {
+      copy_exact<uint32_t>(segment, side.dtype, base, low, start, numbers, dim, tile, stride);
+    } else {
+      copy_exact<uint16_t>(segment, side.dtype, base, low, start, numbers, dim, tile, stride);
     }
   }
   block_barrier();

@@ -28,6 +28,9 @@ struct dim3 {
 struct uint2 {
   uint32_t x, y;
 };
+struct float2 {
+  float x, y;
+};
 struct uint4 {
   uint32_t x, y, z, w;
 };
@@ -259,15 +262,24 @@ inline uint32_t half2_multiply(uint32_t a, uint32_t b) {
 inline uint32_t half2_fma(uint32_t a, uint32_t b, uint32_t c) {
   return half2_map([](double x, double y, double z) { return x * y + z; }, a, b, c);
 }
+inline uint32_t larger_halves(uint32_t a, uint32_t b) {
+  const uint32_t low = std::max(a & 0xffffu, b & 0xffffu), high = std::max(a >> 16, b >> 16);
+  return high << 16 | low;
+}
+inline uint32_t half2_negate(uint32_t a) { return a ^ 0x80008000u; }
+inline uint32_t low_twice(uint32_t a) { return (a & 0xffffu) * 0x10001u; }
+inline uint32_t high_twice(uint32_t a) { return (a >> 16) * 0x10001u; }
 inline uint32_t half2_pack(float low, float high) {
   return float_half(low) | static_cast<uint32_t>(float_half(high)) << 16;
 }
 inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
   uint32_t result = 0;
+  if ((selector & 0x8888u) != 0) emulation::fail("a byte permutation would replicate a sign");
   for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return result;
 }
+inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 
 inline float add_rounded(float a, float b) {
   volatile float sum = a + b;
@@ -282,6 +294,11 @@ inline float nearest_even(float x) { return std::nearbyintf(x); }
 inline void turn(double angle, float* cosine, float* sine) {
   *cosine = static_cast<float>(std::cos(angle));
   *sine = static_cast<float>(std::sin(angle));
+}
+inline void turn_part(uint32_t part, float* cosine, float* sine) {
+  const float angle = static_cast<float>(static_cast<int32_t>(part)) * 1.4629180792671596e-9f;
+  *cosine = std::cos(angle);
+  *sine = std::sin(angle);
 }
 inline float power_of_two(float x) { return std::exp2(x); }
 
@@ -310,6 +327,8 @@ inline uint32_t warp_max(uint32_t x) {
   for (int i = 0; i < emulation::kLanes; ++i) x = words[i][0] > x ? words[i][0] : x;
   return x;
 }
+
+inline void raise_flag(int32_t* flag) { *flag = 1; }
 
 inline uint32_t transpose_8x8(uint32_t x) {
   const auto* words = emulation::exchange(&x, 1, 6);

@@ -1,219 +1,21 @@
-// New tokens into their places in the records: statistics, metadata and codes in one launch, to the last bit what the
-// torch codecs on the CPU write (kvcache_plugins/quantizers).
-//
-// A thread block owns the records of a unit, 64 tokens or a longer group, so that no two write to one word; words that
-// already hold tokens are completed. Numbers are read twice, for the statistics and for the codes. Bound: for a long
-// prompt the bytes of the states; for one token the latency of two dependent passes; not measured.
+// New tokens into their places in the records, in one launch, and the search of a prompt for numbers that only torch
+// encodes. Bound: the bytes of the states; not measured.
+#include "encoding.cuh"
 #include "launches.h"
-#include "packed_codes.cuh"
 
 namespace kvcache {
 
-constexpr float kLargestHalf = 65504.0f;
-constexpr float kSmallestScale = 5.9604644775390625e-8f;  // 2^-24
-constexpr int kEncodeThreads = 256;
-
-// The tokens of one row and head.
-struct Tokens {
-  const EncodeArguments& a;
-  int64_t base;
-
-  KVCACHE_DEVICE float stored(int64_t slot, int channel) const {
-    return read_number(a.states, a.dtype, base + (slot - a.start) * a.state_token_stride + channel);
-  }
-  // What is encoded, the rotation undone.
-  KVCACHE_DEVICE float at(int64_t slot, int channel) const {
-    const float x = stored(slot, channel);
-    if (a.cos == nullptr || channel >= 2 * a.pairs) return x;
-    const bool interleaved = a.interleaved != 0;
-    const int pair = interleaved ? channel / 2 : channel % a.pairs;
-    const bool is_second = interleaved ? channel % 2 != 0 : channel >= a.pairs;
-    const int partner = interleaved ? channel ^ 1 : is_second ? channel - a.pairs : channel + a.pairs;
-    const int row = static_cast<int>(slot) % a.period * a.pairs + pair;
-    const float other = is_second ? -stored(slot, partner) : stored(slot, partner);
-    const float product = multiply_rounded(x, a.cos[row]);
-    if (a.is_fused != 0) return fmaf(other, a.sin[row], product);
-    return add_rounded(product, multiply_rounded(other, a.sin[row]));
-  }
-};
-
-KVCACHE_DEVICE bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
-
-KVCACHE_DEVICE float round_to_half(float x) {
-  const float half = half_float(float_half(x));
-  return is_finite(half) ? half : x;
-}
-
-KVCACHE_DEVICE float round_up_to_half(float x) {
-  uint16_t half = float_half(x);
-  if (half_float(half) < x) ++half;
-  const float up = half_float(half);
-  return is_finite(up) ? up : x;
-}
-
-KVCACHE_DEVICE float largest_code(const EncodeArguments& a) {
-  return a.format == kE4M3 ? 448.0f : a.format == kE5M2 ? 57344.0f : 127.0f;
-}
-
-struct Parameters {
-  float scale, minimum;
-};
-
-// From the smallest and largest finite number of a group; (inf, -inf) if there is none.
-KVCACHE_DEVICE Parameters choose(const EncodeArguments& a, float low, float high) {
-  if (a.format == kAffine) {
-    if (low > high) low = high = 0.0f;
-    const float levels = static_cast<float>((1 << a.nbits) - 1);
-    const float scale = round_to_half(divide_rounded(add_rounded(high, -low), levels));
-    return {is_finite(scale) ? scale : 0.0f, round_to_half(low)};
-  }
-  const float largest = low > high ? 0.0f : fmaxf(high, -low);
-  return {fmaxf(round_up_to_half(divide_rounded(largest, largest_code(a))), kSmallestScale), 0.0f};
-}
-
-// Nearest 8-bit float, ties to even; |x| is at most the largest number of the format.
-KVCACHE_DEVICE uint32_t to_float8(float x, int mantissa_bits, int bias) {
-  const uint32_t bits = float_bits(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
-  const float smallest_normal = bits_float(static_cast<uint32_t>(128 - bias) << 23);
-  const float size = bits_float(magnitude);
-  if (size < smallest_normal) {  // subnormal; rounding up to the first normal number gives its code
-    const float steps = size * bits_float(static_cast<uint32_t>(127 + bias - 1 + mantissa_bits) << 23);
-    return sign | static_cast<uint32_t>(nearest_even(steps));
-  }
-  const int dropped = 23 - mantissa_bits;
-  const uint32_t rounded = magnitude + (1u << (dropped - 1)) - 1 + (magnitude >> dropped & 1u);
-  return sign | ((rounded >> dropped) - (static_cast<uint32_t>(127 - bias) << mantissa_bits));
-}
-
-KVCACHE_DEVICE uint32_t encode(const EncodeArguments& a, float x, Parameters p) {
-  if (a.format == kAffine) {
-    const float divisor = p.scale > 0.0f ? p.scale : infinity();
-    const float code = nearest_even(divide_rounded(add_rounded(x, -p.minimum), divisor));
-    const float top = static_cast<float>((1 << a.nbits) - 1);
-    return static_cast<uint32_t>(fminf(fmaxf(code, 0.0f), top));  // what is not a number becomes 0
-  }
-  const float scaled = divide_rounded(x, p.scale);
-  const float number = scaled == scaled ? scaled : 0.0f;
-  if (a.format == kSymmetric)
-    return static_cast<uint32_t>(static_cast<int>(fminf(fmaxf(nearest_even(number), -127.0f), 127.0f)) + 128);
-  const float limit = largest_code(a), clamped = fminf(fmaxf(number, -limit), limit);
-  return a.format == kE4M3 ? to_float8(clamped, 3, 7) : to_float8(clamped, 2, 15);
-}
-
-KVCACHE_DEVICE void store_metadata(const EncodeArguments& a, uint8_t* field, int entry, float value) {
-  if (a.metadata_bytes == 4) {
-    reinterpret_cast<float*>(field)[entry] = value;
-    return;
-  }
-  if (fabsf(value) > kLargestHalf) {
-    *a.overflow = 1;
-    value = value > 0.0f ? kLargestHalf : -kLargestHalf;
-  }
-  reinterpret_cast<uint16_t*>(field)[entry] = float_half(value);
-}
-
-KVCACHE_DEVICE void widen_range(float x, float* low, float* high) {
-  if (!is_finite(x)) return;
-  *low = fminf(*low, x);
-  *high = fmaxf(*high, x);
-}
-
-// Parameters of every group that meets slots [low, high) of the unit from slot `first` on, to shared memory.
-KVCACHE_DEVICE void choose_parameters(const EncodeArguments& a, const Tokens& tokens, int64_t first, int64_t low,
-                                      int64_t high, Parameters* parameters) {
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  const int channels = a.head_dim / a.width;
-  const int begin = static_cast<int>(low - first) / a.group_tokens;
-  const int end = static_cast<int>(high - first + a.group_tokens - 1) / a.group_tokens;
-  if (channels == 1) {  // a thread per channel and group of tokens
-    for (int i = begin * a.width + thread; i < end * a.width; i += threads) {
-      float smallest = infinity(), largest = -infinity();
-      for (int t = 0; t < a.group_tokens; ++t)
-        widen_range(tokens.at(first + i / a.width * a.group_tokens + t, i % a.width), &smallest, &largest);
-      parameters[i] = choose(a, smallest, largest);
-    }
-    return;
-  }
-  for (int i = begin * a.width + thread / 32; i < end * a.width; i += threads / 32) {  // a warp per group
-    float smallest = infinity(), largest = -infinity();
-    for (int j = thread % 32; j < channels * a.group_tokens; j += 32)
-      widen_range(tokens.at(first + i / a.width * a.group_tokens + j / channels, i % a.width * channels + j % channels),
-                  &smallest, &largest);
-    for (int mask = 16; mask > 0; mask /= 2) {
-      smallest = fminf(smallest, shuffle_xor(smallest, mask));
-      largest = fmaxf(largest, shuffle_xor(largest, mask));
-    }
-    if (thread % 32 == 0) parameters[i] = choose(a, smallest, largest);
-  }
-}
-
-// Completes a plane of one record with the codes, shifted right by `drop`, of slots [low, high).
-KVCACHE_DEVICE void put_plane(const EncodeArguments& a, const Tokens& tokens, int64_t first, int64_t record_start,
-                              int64_t low, int64_t high, const Parameters* parameters, uint8_t* plane, int bits,
-                              int drop) {
-  const int words = plane_bytes(bits, a.padded_dim) / (bits == 8 ? 1 : 2), codes = bits == 8 ? 1 : 16 / bits;
-  const int channels = a.head_dim / a.width;
-  for (int word = static_cast<int>(threadIdx.x); word < words; word += static_cast<int>(blockDim.x)) {
-    uint32_t found = 0;
-    for (int i = 0; i < codes; ++i) {
-      const CodeOwner owner = code_owner(bits, a.padded_dim, a.is_key != 0, a.interleaved != 0, word, i);
-      const int64_t slot = record_start + owner.token;
-      if (slot < low || slot >= high || owner.channel >= a.head_dim) continue;
-      const int entry = static_cast<int>(slot - first) / a.group_tokens * a.width + owner.channel / channels;
-      const uint32_t code = encode(a, tokens.at(slot, owner.channel), parameters[entry]);
-      found |= (code >> drop & ((1u << bits) - 1)) << bits * i;
-    }
-    if (found == 0) continue;
-    if (bits == 8) {
-      plane[word] = static_cast<uint8_t>(plane[word] | found);
-    } else {
-      uint16_t* at = reinterpret_cast<uint16_t*>(plane) + word;
-      *at = static_cast<uint16_t>(*at | found);
-    }
-  }
-}
-
 KVCACHE_KERNEL(kEncodeThreads, 2) encode_kernel(const EncodeArguments a) {
   KVCACHE_SHARED(shared);
-  Parameters* parameters = reinterpret_cast<Parameters*>(shared);
-  const int64_t batch = blockIdx.z, head = blockIdx.y;
-  const Tokens tokens{a, batch * a.state_batch_stride + head * a.state_head_stride};
-  const int64_t unit = a.unit_tokens(), first = (a.start / unit + blockIdx.x) * unit;
-  const int64_t low = first > a.start ? first : a.start;
-  const int64_t high = first + unit < a.start + a.count ? first + unit : a.start + a.count;
-  choose_parameters(a, tokens, first, low, high, parameters);
-  block_barrier();
-  const int rows = kBlockTokens / (a.group_tokens < kBlockTokens ? a.group_tokens : kBlockTokens);
-  const int row_tokens = kBlockTokens / rows;
-  for (int64_t start = low / kBlockTokens * kBlockTokens; start < high; start += kBlockTokens) {
-    uint8_t* record = a.records + batch * a.batch_stride + head * a.head_stride + start / kBlockTokens * a.record_bytes;
-    const int64_t from = start > low ? start : low, to = start + kBlockTokens < high ? start + kBlockTokens : high;
-    const int begin = static_cast<int>(from - start) / row_tokens * a.width;
-    const int end = (static_cast<int>(to - start) + row_tokens - 1) / row_tokens * a.width;
-    for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += static_cast<int>(blockDim.x)) {
-      const int64_t slot = start + i / a.width * row_tokens;
-      const Parameters p = parameters[static_cast<int>(slot - first) / a.group_tokens * a.width + i % a.width];
-      store_metadata(a, record + a.scale_offset, i, p.scale);
-      if (a.minimum_offset >= 0) store_metadata(a, record + a.minimum_offset, i, p.minimum);
-    }
-    uint8_t* codes = record + a.codes_offset;
-    if (a.nbits == 3) {
-      put_plane(a, tokens, first, start, from, to, parameters, codes, 2, 0);
-      put_plane(a, tokens, first, start, from, to, parameters, codes + plane_bytes(2, a.padded_dim), 1, 2);
-    } else {
-      put_plane(a, tokens, first, start, from, to, parameters, codes, a.nbits, 0);
-    }
-  }
+  encode_unit(a, static_cast<int>(blockIdx.x), shared);
 }
 
 int encode_slots(const EncodeArguments& a, int batch, int heads, void* stream) {
-  const int64_t unit = a.unit_tokens();
   dim3 grid;
-  grid.x = static_cast<unsigned>((a.start + a.count + unit - 1) / unit - a.start / unit);
+  grid.x = static_cast<unsigned>(a.units());
   grid.y = static_cast<unsigned>(heads);
   grid.z = static_cast<unsigned>(batch);
-  const int shared_bytes = a.unit_rows() * a.width * static_cast<int>(sizeof(Parameters));
-  return launch(encode_kernel, grid, kEncodeThreads, shared_bytes, stream, a);
+  return launch(encode_kernel, grid, kEncodeThreads, encoding_shared_bytes(a), stream, a);
 }
 
 struct SearchArguments {
@@ -224,7 +26,7 @@ struct SearchArguments {
 
 KVCACHE_KERNEL(kEncodeThreads, 2) search_kernel(const SearchArguments s) {
   const EncodeArguments& a = s.states;
-  const Tokens tokens{a, blockIdx.z * a.state_batch_stride + blockIdx.y * a.state_head_stride};
+  const Tokens tokens{a, blockIdx.z, blockIdx.y};
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   bool is_plain = true;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < a.count * a.head_dim; i += step)

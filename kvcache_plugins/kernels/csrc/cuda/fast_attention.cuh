@@ -1,10 +1,10 @@
 // Decode attention over whole packed blocks by tensor cores, for bf16 and fp16 queries.
 //
 // A warp takes every fourth 64-token block of its thread block's range and meets the others only at the end. Keys and
-// values of a block travel as two units, contiguous bytes of its record, through a ring of three places in shared
-// memory: two are on the way while one is worked on. Queries are fp16 numbers, scaled by a power of two per row so
-// that none of weight is lost; products are summed in fp32. Bound: the bytes of the records, as long as at least 30 KB
-// a multiprocessor are on the way (two units of 4 to 8 KB per warp, 8 to 12 warps); not measured.
+// values of a block travel as two units, contiguous bytes of its record, through a ring of two or three places in
+// shared memory: the others are on the way while one is worked on. Queries are fp16 numbers, scaled by a power of two
+// per row so that none of weight is lost; products are summed in fp32. Bound: the bytes of the records, as long as at
+// least 30 KB a multiprocessor are on the way (two units of 4 to 8 KB per warp, 8 to 12 warps); not measured.
 #pragma once
 
 #include "fast_keys.cuh"
@@ -49,13 +49,46 @@ struct WarpState {
     minima[n][2] *= even;
     minima[n][3] *= odd;
   }
+  // Turns sums of codes as they were multiplied into sums of what the codes stand for; symmetric ones are 128 too
+  // large.
+  KVCACHE_DEVICE void place_chunks(const Side& values) {
+    const float bias = values.format == kSymmetric ? -128.0f : 1.0f;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) {
+        const float place = chunk_place(values, u);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) output[n][u][i] *= place;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) minima[n][i] *= bias;
+    }
+  }
+  // Raises the exponent of the accumulators to one that is needed; returns 2^-exponent, twice, as fp16.
+  KVCACHE_DEVICE uint32_t raise_exponent(int needed) {
+    if (needed > exponent) {
+      const float shrink = bits_float(static_cast<uint32_t>(127 + exponent - needed) << 23);
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) scale(n, shrink, shrink);
+      exponent = needed;
+    }
+    return static_cast<uint32_t>(15 - exponent) * 0x04000400u;
+  }
 };
+
+// The exponent by which the largest number of a row becomes 2^size to 2^(size + 1).
+KVCACHE_DEVICE int exponent_of(float largest, int size = 8) {
+  const int exponent = static_cast<int>(float_bits(largest) >> 23 & 255) - 127 - size;
+  return exponent < -100 ? -100 : exponent;
+}
 
 // Lays the queries down as `b` fragments in the order of the key codes, their row scales and sums, and the rotations.
 KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& rows, uint8_t* shared,
                                     const FastMemory& memory, int columns) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, dim = a.key.head_dim, half = dim / 2;
   uint16_t* fragments = reinterpret_cast<uint16_t*>(shared + memory.fragments);
+  uint16_t* small_fragments = reinterpret_cast<uint16_t*>(shared + memory.small_fragments);
   float* row_scale = reinterpret_cast<float*>(shared + memory.row_scale);
   float* row_sum = reinterpret_cast<float*>(shared + memory.row_sum);
   for (int row = thread / 32; row < 8 * columns; row += kWarps) {
@@ -67,8 +100,7 @@ KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& row
     for (int d = lane; is_used && d < dim; d += 32)
       largest = fmaxf(largest, fabsf(rows.query(a, row, d) * (factors != nullptr ? factors[d] : 1.0f)));
     for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
-    int exponent = static_cast<int>(float_bits(largest) >> 23 & 255) - 127 - 8;  // the largest becomes 256 to 512
-    exponent = exponent < -100 ? -100 : exponent;
+    const int exponent = exponent_of(largest, kQueryShift - 1);
     const float shrink = bits_float(static_cast<uint32_t>(127 - exponent) << 23);
     float sum = 0.0f;
     for (int d = lane; d < dim; d += 32) {
@@ -87,7 +119,9 @@ KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& row
         quad = pair % 8 / 2;
         place = pair % 2 * 2 + upper;
       }
-      fragments[((row / 8 * (dim / 16) + step) * 32 + row % 8 * 4 + quad) * 4 + place] = bits;
+      const int at = ((row / 8 * (dim / 16) + step) * 32 + row % 8 * 4 + quad) * 4 + place;
+      fragments[at] = bits;
+      if (has_channel_scales(a.key)) small_fragments[at] = float_half(half_float(bits) / (1 << kQueryShift));
     }
     for (int mask = 16; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
     if (lane == 0) {
@@ -106,14 +140,76 @@ KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& row
 
 // Starts the copy of one unit by a warp: 16 bytes a lane at a time, the codes spread over the banks.
 KVCACHE_DEVICE void copy_unit(uint8_t* to, const uint8_t* from, int bytes, int code_bytes, int swizzle) {
-  for (int offset = static_cast<int>(threadIdx.x) % 32 * 16; offset < bytes; offset += 512)
-    copy_async_16(to + (offset < code_bytes ? swizzled(offset, swizzle) : offset), from + offset);
+  int offset = static_cast<int>(threadIdx.x) % 32 * 16;
+#pragma unroll 4
+  for (; offset < code_bytes; offset += 512) copy_async_16(to + swizzled(offset, swizzle), from + offset);
+#pragma unroll 2
+  for (; offset < bytes; offset += 512) copy_async_16(to + offset, from + offset);
+}
+
+// The blocks of one warp, every fourth of its thread block's range, as units in shared memory: unit 2i is the keys of
+// its block i, unit 2i + 1 their values; unit m lies in place m % 3, or m % 2 where there is no room for three.
+struct UnitRing {
+  const AttentionArguments& a;
+  const uint8_t* records;
+  uint8_t* places;
+  int begin, end;  // blocks
+
+  KVCACHE_DEVICE UnitRing(const AttentionArguments& a, const Rows& rows, uint8_t* ring, int split)
+      : a(a), records(a.records.of(rows.batch, rows.head)) {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int64_t blocks = a.fast_end - a.fast_begin;
+    begin = a.fast_begin + static_cast<int>(split * blocks / a.fast_splits) + warp;
+    end = a.fast_begin + static_cast<int>((split + 1) * blocks / a.fast_splits);
+    places = ring + warp * a.unit_slots * a.unit_bytes;
+  }
+  KVCACHE_DEVICE uint8_t* place(int unit) const {
+    return places + (a.unit_slots == 3 ? unit % 3 : unit % 2) * a.unit_bytes;
+  }
+  KVCACHE_DEVICE void start(int unit) const {
+    const int block = begin + unit / 2 * kWarps;
+    if (block < end) {
+      const uint8_t* record = records + static_cast<int64_t>(block) * a.records.record_bytes;
+      const Side& side = unit % 2 == 0 ? a.key : a.value;
+      copy_unit(place(unit), record + side.codes_offset, unit % 2 == 0 ? a.key_copy : a.value_copy,
+                plane_bytes(1, side.padded_dim) * side.nbits, unit % 2 == 0 ? a.key_swizzle : a.value_swizzle);
+    }
+    copy_commit();
+  }
+  // Starts the first units: as many as may be on the way at once.
+  KVCACHE_DEVICE void begin_copies() const {
+    for (int unit = 0; unit < a.unit_slots - 1; ++unit) start(unit);
+  }
+  // Waits for a unit, and starts another one in the place that the last one has left.
+  KVCACHE_DEVICE uint8_t* next(int unit) const {
+    if (a.unit_slots == 3) {
+      copy_wait<1>();
+    } else {
+      copy_wait<0>();
+    }
+    warp_barrier();  // every lane's copies have landed, and every lane is done with the place to be filled
+    start(unit + a.unit_slots - 1);
+    return place(unit);
+  }
+};
+
+// Sets the metadata of a unit to zero from token `tokens` on, by one warp: what lies there belongs to no token, and a
+// weight of zero would not undo what is not a number.
+KVCACHE_DEVICE void clear_metadata(const Side& side, uint8_t* unit, int tokens) {
+  const int used = (tokens + side.group_tokens - 1) >> power_of(side.group_tokens);
+  const int end = (kBlockTokens >> power_of(side.group_tokens)) * side.width;
+  for (const int offset : {side.scale_offset, side.minimum_offset}) {
+    if (offset < 0) continue;
+    uint16_t* field = reinterpret_cast<uint16_t*>(unit + (offset - side.codes_offset));
+    for (int i = used * side.width + static_cast<int>(threadIdx.x) % 32; i < end; i += 32) field[i] = 0;
+  }
+  warp_barrier();
 }
 
 // Metadata of the tokens of this lane in tile k, two neighbours.
-KVCACHE_DEVICE uint32_t load_token_pair(const uint8_t* field, int token, int group_tokens) {
-  if (group_tokens == 1) return load_4(field + 2 * token);
-  return load_2(field + token / group_tokens * 2) | load_2(field + (token + 1) / group_tokens * 2) << 16;
+KVCACHE_DEVICE uint32_t load_token_pair(const uint8_t* field, int token, int group_shift) {
+  if (group_shift == 0) return load_4(field + 2 * token);
+  return load_2(field + (token >> group_shift) * 2) * 0x10001u;  // neighbours from an even one on share it
 }
 
 // Turns products into weights: c[n][k] holds tokens 16k + 2g (0, 1) and the next (2, 3), query rows 8n + 2t and the
@@ -125,13 +221,16 @@ KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, const K
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int64_t oldest = a.length - a.query_length;
   const bool is_plain = a.softcap <= 0.0f && a.alibi == nullptr && a.bias == nullptr &&
+                        start + kBlockTokens <= a.fast_stop &&
                         (a.is_causal == 0 || start + kBlockTokens - 1 <= oldest) &&
                         (a.window == 0 || start > a.length - 1 - a.window);
   const bool per_token = a.key.width == 1;
+  const int group_shift = power_of(a.key.group_tokens);
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
     const int row = 8 * n + 2 * t;
-    const float scale[2] = {row_scale[row], row_scale[row + 1]}, sum[2] = {row_sum[row], row_sum[row + 1]};
+    const float unit_of_z = is_plain ? kLog2E : 1.0f, sum[2] = {row_sum[row], row_sum[row + 1]};
+    const float scale[2] = {row_scale[row] * unit_of_z, row_scale[row + 1] * unit_of_z};
     float best[2] = {-infinity(), -infinity()};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -140,14 +239,14 @@ KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, const K
       if (per_token) {
         const float wide = a.key.format == kE4M3 ? 256.0f : 1.0f;
         if (unit.scale != nullptr) {
-          const uint32_t pair = load_token_pair(unit.scale, token, a.key.group_tokens);
+          const uint32_t pair = load_token_pair(unit.scale, token, group_shift);
           token_scale[0] = half_low(pair) * wide;
           token_scale[1] = half_high(pair) * wide;
         } else {
           token_scale[0] = token_scale[1] = a.key.static_scale[rows.head] * wide;
         }
         if (unit.minimum != nullptr) {
-          const uint32_t pair = load_token_pair(unit.minimum, token, a.key.group_tokens);
+          const uint32_t pair = load_token_pair(unit.minimum, token, group_shift);
           token_minimum[0] = half_low(pair);
           token_minimum[1] = half_high(pair);
         }
@@ -156,16 +255,14 @@ KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, const K
       for (int i = 0; i < 4; ++i) {
         const int which = i / 2, column = i % 2;
         float z = fmaf(c[n][k][i], token_scale[which], token_minimum[which] * sum[column]) * scale[column];
-        if (is_plain) {
-          z *= kLog2E;
-        } else if (row + column < rows.count) {
-          z = adjusted(a, rows, row + column, start + token + which, z);
-        }
+        const int64_t slot = start + token + which;
+        if (!is_plain && row + column < rows.count) z = adjusted(a, rows, row + column, slot, z);
+        if (!is_plain && slot >= a.fast_stop) z = -infinity();
         c[n][k][i] = z;
         best[column] = fmaxf(best[column], z);
       }
     }
-    float shift[2], decay[2];
+    float shift[2], decay[2];  // subtracted from logits; of what was summed before
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
       for (int mask = 4; mask < 32; mask *= 2) best[column] = fmaxf(best[column], shuffle_xor(best[column], mask));
@@ -174,6 +271,7 @@ KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, const K
       decay[column] = power_of_two(state.best[n][column] - shift[column]);
       state.best[n][column] = now;
       state.total[n][column] *= decay[column];
+      shift[column] -= kWeightShift;
     }
     if (warp_any(decay[0] != 1.0f || decay[1] != 1.0f)) state.scale(n, decay[0], decay[1]);
 #pragma unroll
@@ -181,7 +279,7 @@ KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, const K
       float weight[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        weight[i] = power_of_two(c[n][k][i] - shift[i % 2] + kWeightShift);
+        weight[i] = power_of_two(c[n][k][i] - shift[i % 2]);
         state.total[n][i % 2] += weight[i];
       }
       // rows 2g and 2g + 1 of tokens become columns: this lane then holds tokens 4t, 4t + 2 and 4t + 1, 4t + 3
@@ -212,91 +310,85 @@ KVCACHE_DEVICE void add_minima(const ValueUnit& unit, WarpState<kColumns, kTiles
   }
 }
 
-// Merges the warps of a thread block, one after the other, into the split's results.
+// Merges the warps of a thread block into the split's results.
 template <int kColumns, int kTiles>
 KVCACHE_DEVICE void merge_warps(const AttentionArguments& a, const Rows& rows, const float* channel_factors,
-                                uint8_t* shared, const FastMemory& memory, WarpState<kColumns, kTiles>& state) {
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, g = lane / 4, t = lane % 4;
-  const int value_dim = a.value.head_dim;
-  float* const best = reinterpret_cast<float*>(shared + memory.ring);  // the copies have all been used
-  float* const total = best + 8 * kColumns;
-  float* const output = total + 8 * kColumns;
+                                uint8_t* ring, WarpState<kColumns, kTiles>& state, int place) {
+  constexpr int kRows = 8 * kColumns;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+  const int value_dim = a.value.head_dim, stride = merge_stride(value_dim);
+  float* const bests = reinterpret_cast<float*>(ring);  // [warp][row]
+  float* const totals = bests + kWarps * kRows;
+  float* const outputs = totals + kWarps * kRows;       // [warp][row][stride]
+  block_barrier();                                      // every warp is done with the copies
 #pragma unroll
-  for (int n = 0; n < kColumns; ++n)
-    for (int i = 0; i < 2; ++i)
-      for (int mask = 4; mask < 32; mask *= 2) state.total[n][i] += shuffle_xor(state.total[n][i], mask);
-  block_barrier();
-  for (int i = thread; i < 8 * kColumns; i += kThreads) best[i] = -infinity();
-  block_barrier();
-  for (int warp = 0; warp < kWarps; ++warp) {
-    if (thread / 32 == warp && g == 0) {
+  for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n)
-        for (int i = 0; i < 2; ++i) best[8 * n + 2 * t + i] = fmaxf(best[8 * n + 2 * t + i], state.best[n][i]);
-    }
-    block_barrier();
-  }
-  for (int warp = 0; warp < kWarps; ++warp) {
-    if (thread / 32 == warp) {
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int row = 8 * n + 2 * t + i;
-          const float shift = best[row] == -infinity() ? 0.0f : best[row];
-          const float share = power_of_two(state.best[n][i] - shift) / kWeightScale;
-          if (g == 0) total[row] = (warp == 0 ? 0.0f : total[row]) + share * state.total[n][i];
-#pragma unroll
-          for (int u = 0; u < kTiles; ++u) {
-            if (16 * u >= value_dim) continue;
-            for (int high = 0; high < 2; ++high) {
-              const int channel = 16 * u + 2 * g + high;
-              const float factor = channel_factors != nullptr ? channel_factors[channel] : 1.0f;
-              float* at = output + row * value_dim + channel;
-              *at = (warp == 0 ? 0.0f : *at) + share * factor * state.output[n][u][2 * high + i];
-            }
-          }
-        }
+    for (int i = 0; i < 2; ++i) {
+      const int row = warp * kRows + 8 * n + 2 * t + i;
+      float total = state.total[n][i];
+      for (int mask = 4; mask < 32; mask *= 2) total += shuffle_xor(total, mask);
+      if (g == 0) {
+        bests[row] = state.best[n][i];
+        totals[row] = total;
       }
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u)
+        if (16 * u < value_dim)
+          *reinterpret_cast<float2*>(outputs + row * stride + 16 * u + 2 * g) = {state.output[n][u][i],
+                                                                                 state.output[n][u][2 + i]};
     }
-    block_barrier();
   }
-  const int split = static_cast<int>(blockIdx.x);
-  for (int row = thread; row < rows.count; row += kThreads) {
-    float* sums = a.partial_sums + 2 * rows.partial(a, row, split);
-    sums[0] = total[row] != total[row] ? 0.0f : best[row];
-    sums[1] = total[row];
+  block_barrier();
+  for (int row = thread; row < kRows; row += kThreads) {  // from here on `bests` are the warps' shares
+    float best = -infinity(), total = 0.0f;
+    for (int w = 0; w < kWarps; ++w) best = fmaxf(best, bests[w * kRows + row]);
+    const float shift = best == -infinity() ? 0.0f : best;
+    for (int w = 0; w < kWarps; ++w) {
+      const float share = power_of_two(bests[w * kRows + row] - shift) / kWeightScale;
+      bests[w * kRows + row] = share;
+      total = fmaf(share, totals[w * kRows + row], total);
+    }
+    if (row >= rows.count) continue;
+    float* sums = a.partial_sums + 2 * rows.partial(a, row, place);
+    sums[0] = total != total ? 0.0f : best;
+    sums[1] = total;
   }
-  for (int i = thread; i < rows.count * value_dim; i += kThreads)
-    a.partial_outputs[rows.partial(a, i / value_dim, split) * value_dim + i % value_dim] = output[i];
+  block_barrier();
+  for (int i = thread; i < rows.count * value_dim; i += kThreads) {
+    const int row = i / value_dim, channel = i % value_dim;
+    float merged = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w)
+      merged = fmaf(bests[w * kRows + row], outputs[(w * kRows + row) * stride + channel], merged);
+    if (channel_factors != nullptr) merged *= channel_factors[channel];
+    a.partial_outputs[rows.partial(a, row, place) * value_dim + channel] = merged;
+  }
 }
 
-// One split: a range of whole packed blocks, every fourth of them per warp.
+// One split: a range of whole packed blocks, every fourth of them per warp. Its results go to `place` among those of
+// all.
 template <int kColumns, int kTiles>
-KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, uint8_t* shared) {
+KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, uint8_t* shared, int split, int place) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const FastMemory memory(a, kColumns);
+  const UnitRing ring(a, rows, shared + memory.ring, split);
+  ring.begin_copies();  // nothing else in shared memory has to wait for them
   prepare_queries(a, rows, shared, memory, kColumns);
   block_barrier();
 
-  const int split = static_cast<int>(blockIdx.x), blocks = a.fast_end - a.fast_begin;
-  const int begin = a.fast_begin + static_cast<int>(static_cast<int64_t>(split) * blocks / a.fast_splits) + warp;
-  const int end = a.fast_begin + static_cast<int>(static_cast<int64_t>(split + 1) * blocks / a.fast_splits);
-  uint8_t* const ring = shared + memory.ring + warp * FastMemory::slots() * a.unit_bytes;
   uint2* const weights = reinterpret_cast<uint2*>(shared + memory.weights) + warp * kColumns * 128;
   const float* const row_scale = reinterpret_cast<const float*>(shared + memory.row_scale);
   const float* const row_sum = reinterpret_cast<const float*>(shared + memory.row_sum);
-  const uint8_t* const records = a.records.of(rows.batch, rows.head);
-  const int key_codes = plane_bytes(1, a.key.padded_dim) * a.key.nbits;
-  const int value_codes = plane_bytes(1, a.value.padded_dim) * a.value.nbits;
 
   KeyUnit key{};
   key.fragments = reinterpret_cast<const uint2*>(shared + memory.fragments);
+  key.small_fragments = reinterpret_cast<const uint2*>(shared + memory.small_fragments);
+  key.row_sum = row_sum;
   key.rotations = reinterpret_cast<const uint4*>(shared + memory.rotations);
   key.rotation_row = memory.rotation_stride / 2;
   key.period = a.key.period;
   key.steps = a.key.head_dim / 16;
-  key.half = a.key.head_dim / 2;
   key.dim = a.key.head_dim;
   key.swizzle = a.key_swizzle;
   key.row_shift = a.key.group_tokens >= 64 ? 2 : a.key.group_tokens >= 32 ? 1 : 0;
@@ -306,41 +398,20 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
   value.chunks = a.value.head_dim / 16;
   value.width = a.value.width;
   value.chunks_per_group = value.chunks / a.value.width;
-  value.group_tokens = a.value.group_tokens;
+  value.group_shift = power_of(a.value.group_tokens);
   value.swizzle = a.value_swizzle;
-
-  // Unit 2i is the keys of this warp's block i, unit 2i + 1 its values; unit m lies in place m % 3.
-  auto start_copy = [&](int unit) {
-    const int block = begin + unit / 2 * kWarps;
-    if (block < end) {
-      const uint8_t* record = records + static_cast<int64_t>(block) * a.records.record_bytes;
-      uint8_t* place = ring + unit % FastMemory::slots() * a.unit_bytes;
-      if (unit % 2 == 0) {
-        copy_unit(place, record + a.key.codes_offset, a.key_copy, key_codes, a.key_swizzle);
-      } else {
-        copy_unit(place, record + a.value.codes_offset, a.value_copy, value_codes, a.value_swizzle);
-      }
-    }
-    copy_commit();
-  };
-  // Waits for unit `m`, and starts the next but one in the place that the last one has left.
-  auto next_unit = [&](int unit) {
-    copy_wait<1>();
-    warp_barrier();  // every lane's copies have landed, and every lane is done with the place to be filled
-    start_copy(unit + 2);
-    return ring + unit % FastMemory::slots() * a.unit_bytes;
-  };
 
   WarpState<kColumns, kTiles> state;
   state.clear();
-  start_copy(0);
-  start_copy(1);
   int unit = 0;
-  for (int block = begin; block < end; block += kWarps, unit += 2) {
+  for (int block = ring.begin; block < ring.end; block += kWarps, unit += 2) {
     const bool is_left_out = holds_sinks(a, rows.batch, block);
-    key.codes = next_unit(unit);
+    const int64_t start = static_cast<int64_t>(block) * kBlockTokens;
+    const bool is_partial = start + kBlockTokens > a.fast_stop;
+    uint8_t* place_of_unit = ring.next(unit);
+    key.codes = place_of_unit;
     if (!is_left_out) {
-      const int64_t start = static_cast<int64_t>(block) * kBlockTokens;
+      if (is_partial) clear_metadata(a.key, place_of_unit, static_cast<int>(a.fast_stop - start));
       key.scale = a.key.scale_offset >= 0 ? key.codes + (a.key.scale_offset - a.key.codes_offset) : nullptr;
       key.minimum = a.key.minimum_offset >= 0 ? key.codes + (a.key.minimum_offset - a.key.codes_offset) : nullptr;
       key.phase = a.key.cos != nullptr ? static_cast<int>(start) % a.key.period : 0;
@@ -348,40 +419,30 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
       multiply_keys(a.key, key, products);
       weigh(a, rows, key, start, row_scale, row_sum, products, state, weights);
     }
-    value.codes = next_unit(unit + 1);  // its barrier also shows every lane the weights
+    place_of_unit = ring.next(unit + 1);  // its barrier also shows every lane the weights
+    value.codes = place_of_unit;
     if (!is_left_out) {
+      if (is_partial) clear_metadata(a.value, place_of_unit, static_cast<int>(a.fast_stop - start));
       value.scale = a.value.scale_offset >= 0 ? value.codes + (a.value.scale_offset - a.value.codes_offset) : nullptr;
       value.minimum =
           a.value.minimum_offset >= 0 ? value.codes + (a.value.minimum_offset - a.value.codes_offset) : nullptr;
-      const int needed = needed_exponent(value);
-      if (needed > state.exponent) {
-        const float shrink = bits_float(static_cast<uint32_t>(127 + state.exponent - needed) << 23);
-#pragma unroll
-        for (int n = 0; n < kColumns; ++n) state.scale(n, shrink, shrink);
-        state.exponent = needed;
-      }
-      value.shrink = static_cast<uint32_t>(15 - state.exponent) << 10;
-      value.shrink |= value.shrink << 16;
+      value.shrink = state.raise_exponent(scale_exponent(value));
       multiply_values(a.value, value, state.output, state.minima);
     }
   }
   copy_wait<0>();
 
-  float grow = 1.0f;
-  if (a.value.scale_offset >= 0) {
-    grow = bits_float(static_cast<uint32_t>(127 + state.exponent) << 23);
-  } else {
-    grow = a.value.static_scale[rows.head];
-  }
-  if (a.value.format == kE4M3) grow *= 256.0f;
-  if (a.value.minimum_offset >= 0) add_minima(value, state);
+  state.place_chunks(a.value);
+  if (a.value.minimum_offset >= 0 || a.value.format == kSymmetric) add_minima(value, state);
+  const float grow = a.value.scale_offset >= 0 ? bits_float(static_cast<uint32_t>(127 + state.exponent) << 23)
+                                               : a.value.static_scale[rows.head];
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) state.scale(n, grow, grow);
   const float* factors =
       a.value.factors == nullptr
           ? nullptr
           : a.value.factors + (static_cast<int64_t>(rows.batch) * a.records.heads + rows.head) * a.value.head_dim;
-  merge_warps(a, rows, factors, shared, memory, state);
+  merge_warps(a, rows, factors, shared + memory.ring, state, place);
 }
 
 }  // namespace kvcache

@@ -33,55 +33,109 @@ KVCACHE_DEVICE uint32_t load_2(const uint8_t* from) { return *reinterpret_cast<c
 // added to it; one four bits higher is added to 64.
 KVCACHE_DEVICE uint32_t four_bits(uint32_t word, int k) {
   const uint32_t bits = word >> (k / 2 * 8);
-  return k % 2 == 0 ? half2_add((bits & 0x000F000Fu) | kHalf1024, kMinus1024)
-                    : half2_add((bits & 0x00F000F0u) | 0x54005400u, 0xD400D400u);
+  return k % 2 == 0 ? half2_add(and_or(bits, 0x000F000Fu, kHalf1024), kMinus1024)
+                    : half2_add(and_or(bits, 0x00F000F0u, 0x54005400u), 0xD400D400u);
 }
 
 // Codes k = 0 .. 3 of 2 bits in the low byte of each half.
 KVCACHE_DEVICE uint32_t two_bits(uint32_t bits, int k) {
   switch (k) {
     case 0:
-      return half2_add((bits & 0x00030003u) | kHalf1024, kMinus1024);
+      return half2_add(and_or(bits, 0x00030003u, kHalf1024), kMinus1024);
     case 1:
-      return half2_add((bits & 0x000C000Cu) | 0x5C005C00u, 0xDC00DC00u);  // 256
+      return half2_add(and_or(bits, 0x000C000Cu, 0x5C005C00u), 0xDC00DC00u);  // 256
     case 2:
-      return half2_add((bits & 0x00300030u) | 0x54005400u, 0xD400D400u);  // 64
+      return half2_add(and_or(bits, 0x00300030u, 0x54005400u), 0xD400D400u);  // 64
     default:
-      return half2_add((bits & 0x00C000C0u) | 0x4C004C00u, 0xCC00CC00u);  // 16
+      return half2_add(and_or(bits, 0x00C000C0u, 0x4C004C00u), 0xCC00CC00u);  // 16
   }
 }
 
-KVCACHE_DEVICE uint32_t small_codes(uint32_t codes) { return half2_add(codes | kHalf1024, kMinus1024); }
+// Codes of 2 or 3 bits, four to a byte, as nibbles: those of places 0 and 2 of every byte, and of places 1 and 3.
+struct Nibbles {
+  uint32_t even, odd;
+};
 
-// Bytes 0, 1 (`upper` false) or 2, 3 of a word as numbers; e4m3 comes 2^8 too small.
+// `high`: of every byte the third bits of its codes, in the low nibble; whatever else it holds is ignored.
+template <int kBits>
+KVCACHE_DEVICE Nibbles spread(uint32_t word, uint32_t high) {
+  uint32_t even = word & 0x33333333u, odd = word >> 2 & 0x33333333u;
+  if (kBits == 3) {
+    // both bits of a byte move by one product: to bits 2 and 6, and to bits 4 and 5, which are dropped
+    even = and_or((high & 0x05050505u) * 0x14u, 0x44444444u, even);
+    odd = and_or((high & 0x0A0A0A0Au) * 0x0Au, 0x44444444u, odd);
+  }
+  return {even, odd};
+}
+
+// Codes k = 0 .. 3 of 3 bits of the lower bytes of both halves (`upper` 0), or of the upper ones, as exact numbers.
+KVCACHE_DEVICE uint32_t three_bits(const Nibbles& codes, int upper, int k) {
+  return four_bits(k % 2 == 0 ? codes.even : codes.odd, 2 * upper + k / 2);
+}
+
+// The third bits of four bytes of codes: nibbles `2 parity` and the next of both halves of a word of the plane of 1
+// bit, as low nibbles of bytes in the order of the plane of 2 bits.
+KVCACHE_DEVICE uint32_t high_bits(uint32_t plane, int parity) {
+  return permute_bytes(plane, plane >> 4, parity == 0 ? 0x6240u : 0x7351u);
+}
+
+// The same codes as subnormal fp16 numbers, which is what their bits are once masked out of a word: k = 0 .. 3 of 2 or
+// 4 bits in each half (of 2 bits: in its low byte).
+template <int kBits>
+KVCACHE_DEVICE uint32_t subnormal_codes(uint32_t word, int k) {
+  if (kBits == 4) return word >> (k / 2 * 8) & (k % 2 == 0 ? 0x000F000Fu : 0x00F000F0u);
+  return word & 0x00030003u << 2 * k;
+}
+KVCACHE_DEVICE uint32_t subnormal_three(const Nibbles& codes, int upper, int k) {
+  return subnormal_codes<4>(k % 2 == 0 ? codes.even : codes.odd, 2 * upper + k / 2);
+}
+
+// Bytes 0, 1 (`upper` false) or 2, 3 of a word: subnormal numbers, or 8-bit floats, of which e4m3 comes 2^8 too small.
 template <int kFormat>
-KVCACHE_DEVICE uint32_t eight_bits(uint32_t word, bool upper) {
+KVCACHE_DEVICE uint32_t subnormal_bytes(uint32_t word, bool upper) {
   if (kFormat == kE4M3 || kFormat == kE5M2) {
     const uint32_t bits = permute_bytes(word, 0, upper ? 0x3424 : 0x1404);
     if (kFormat == kE5M2) return bits;
-    return (bits & 0x80008000u) | ((bits & 0x7F007F00u) >> 1);
+    return and_or(bits >> 1, 0x3F803F80u, bits & 0x80008000u);
   }
-  const uint32_t bits = permute_bytes(word, kHalf1024, upper ? 0x5352 : 0x5150);
-  return half2_add(bits, kFormat == kSymmetric ? kMinus1152 : kMinus1024);
+  return permute_bytes(word, 0, upper ? 0x4342 : 0x4140);
+}
+
+// What a code must be multiplied by after `subnormal_codes`, `_three` or `_bytes` at place k.
+template <int kBits, int kFormat>
+KVCACHE_DEVICE constexpr float place_of(int k) {
+  if (kFormat == kE4M3 || kFormat == kE5M2) return 1.0f;
+  const int shift = kBits == 4 ? k % 2 * 4 : kBits == 3 ? k % 4 / 2 * 4 : kBits == 2 ? k % 4 * 2 : 0;
+  return static_cast<float>(1 << (24 - shift));
+}
+
+// Whether scales per channel meet the queries; see scaled_keys.cuh.
+KVCACHE_BOTH bool has_channel_scales(const Side& keys) { return keys.width > 1 && keys.cos == nullptr; }
+constexpr int kQueryShift = 14;  // between the queries and the small ones
+
+// Numbers of a row where the warps' outputs are merged: pairs of eight lanes' channels lie in different banks.
+KVCACHE_BOTH int merge_stride(int value_dim) { return value_dim + 4; }
+KVCACHE_BOTH int merge_bytes_of_warps(int value_dim, int columns) {
+  return 4 * kWarps * 8 * columns * (merge_stride(value_dim) + 2);
 }
 
 // Dynamic shared memory of the fast path, in bytes from its start.
 struct FastMemory {
-  int fragments, row_scale, row_sum, rotations, weights, ring, bytes;
+  int fragments, small_fragments, row_scale, row_sum, rotations, weights, ring, bytes;
   int rotation_stride;  // entries of 8 bytes
 
   KVCACHE_BOTH static int aligned(int bytes) { return (bytes + 127) / 128 * 128; }
-  KVCACHE_BOTH static constexpr int slots() { return 3; }  // units of a warp in shared memory
 
   KVCACHE_BOTH FastMemory(const AttentionArguments& a, int columns) {
     fragments = 0;
-    row_scale = fragments + columns * a.key.head_dim / 16 * 256;
+    small_fragments = fragments + columns * a.key.head_dim / 16 * 256;
+    row_scale = small_fragments + (has_channel_scales(a.key) ? small_fragments - fragments : 0);
     row_sum = row_scale + 4 * kMostRows;
     rotations = row_sum + 4 * kMostRows;
     rotation_stride = a.key.head_dim / 2 + 4;
     weights = rotations + (a.key.cos != nullptr ? aligned(a.key.period * rotation_stride * 8) : 0);
     ring = weights + kWarps * columns * 1024;
-    const int units = kWarps * slots() * a.unit_bytes, results = 4 * 8 * columns * (a.value.head_dim + 2);
+    const int units = kWarps * a.unit_slots * a.unit_bytes, results = merge_bytes_of_warps(a.value.head_dim, columns);
     bytes = ring + (units > results ? units : results);
   }
 };

@@ -1,10 +1,12 @@
 // p.v of 64 packed tokens on the tensor core, by one warp.
 //
-// Codes become exact fp16 numbers in registers; scales, one per token and group of channels, are multiplied into the
-// weights, whose fragments are few; minima are a matrix of their own, of one row per group, and their products are
-// added to the channels of the group at the end. Weights are powers of two smaller or larger than they should be, so
-// that they times the largest scale fit fp16 (`exponent`); the accumulators follow when that changes, which is rare.
-// About 1.2 instructions per code, by count; not measured.
+// Codes are subnormal fp16 numbers, as in scaled_keys.cuh; scales, one per token and group of channels, are multiplied
+// into the weights, whose fragments are few; minima are a matrix of their own, of one row per group, and their products
+// are added to the channels of the group at the end. So are the 128 that symmetric codes are too large by: their matrix
+// is of ones. Weights are powers of two smaller or larger than they should be, so that they times the largest scale fit
+// fp16 (`exponent`); the accumulators follow when that changes, which is rare. About 1.1 instructions per code of 2, 4
+// or 8 bits with one scale per token, 1.6 with four; of 3 bits 0.8 more. By count in the machine code for sm_90; not
+// measured.
 #pragma once
 
 #include "fast_lanes.cuh"
@@ -15,26 +17,37 @@ struct ValueUnit {
   const uint8_t *codes, *scale, *minimum;  // `scale` or `minimum` null where there are none
   const uint2* weights;                    // [columns][tile][lane], as `b`
   int chunks;                              // of 16 channels
-  int width, chunks_per_group, group_tokens, swizzle;
+  int width, chunks_per_group, swizzle;
+  int group_shift;                         // 2^group_shift tokens share a row of metadata
   uint32_t shrink;                         // 2^-exponent, twice
-
-  KVCACHE_DEVICE int entry(int token, int group) const { return (token / group_tokens * width + group) * 2; }
 };
 
 // The numbers of a field for tokens 4 quad .. 4 quad + 3 and one group: two pairs.
 KVCACHE_DEVICE uint2 load_tokens(const ValueUnit& unit, const uint8_t* field, int quad, int group) {
-  if (unit.width == 1 && unit.group_tokens == 1) return *reinterpret_cast<const uint2*>(field + 8 * quad);
-  const int token = 4 * quad;
-  return {load_2(field + unit.entry(token, group)) | load_2(field + unit.entry(token + 1, group)) << 16,
-          load_2(field + unit.entry(token + 2, group)) | load_2(field + unit.entry(token + 3, group)) << 16};
+  if (unit.width == 1 && unit.group_shift == 0) return *reinterpret_cast<const uint2*>(field + 8 * quad);
+  const int row = 2 * unit.width;  // bytes
+  const uint8_t* first = field + (4 * quad >> unit.group_shift) * row + 2 * group;
+  return {load_2(first) | load_2(first + (1 >> unit.group_shift) * row) << 16,
+          load_2(first + (2 >> unit.group_shift) * row) | load_2(first + (3 >> unit.group_shift) * row) << 16};
 }
 
-// Smallest exponent that lets weights of up to 256 times the scales, and the minima, fit fp16. -14 to 14.
-KVCACHE_DEVICE int needed_exponent(const ValueUnit& unit) {
+// The same for four groups at once, of rows of four numbers, one per token.
+KVCACHE_DEVICE void load_four_groups(const uint8_t* field, int quad, uint2 (&groups)[4]) {
+  const uint2* rows = reinterpret_cast<const uint2*>(field + 32 * quad);
+  const uint2 a = rows[0], b = rows[1], c = rows[2], d = rows[3];
+  groups[0] = {permute_bytes(a.x, b.x, 0x5410), permute_bytes(c.x, d.x, 0x5410)};
+  groups[1] = {permute_bytes(a.x, b.x, 0x7632), permute_bytes(c.x, d.x, 0x7632)};
+  groups[2] = {permute_bytes(a.y, b.y, 0x5410), permute_bytes(c.y, d.y, 0x5410)};
+  groups[3] = {permute_bytes(a.y, b.y, 0x7632), permute_bytes(c.y, d.y, 0x7632)};
+}
+
+// Smallest exponent that lets weights of up to 256 times the scales, and the minima, fit fp16. -14 to 14. `minimum`:
+// bits of a magnitude that this lane knows of besides.
+KVCACHE_DEVICE int needed_exponent(const ValueUnit& unit, uint32_t minimum = 0) {
   if (unit.scale == nullptr) return 0;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int count = kBlockTokens / unit.group_tokens * unit.width;
-  uint32_t scale = 0, minimum = 0;
+  const int count = (kBlockTokens >> unit.group_shift) * unit.width;
+  uint32_t scale = 0;
   for (int i = lane; i < count; i += 32) {
     const uint32_t s = load_2(unit.scale + 2 * i) & 0x7FFFu;
     scale = s > scale ? s : scale;
@@ -48,8 +61,23 @@ KVCACHE_DEVICE int needed_exponent(const ValueUnit& unit) {
   return exponent < -14 ? -14 : exponent > 14 ? 14 : exponent;
 }
 
+// The same where minima are left as they are and `shrink` meets the weights, of up to 256, before the scales. -7 to 14.
+KVCACHE_DEVICE int scale_exponent(const ValueUnit& unit) {
+  if (unit.scale == nullptr) return 0;
+  const int count = (kBlockTokens >> unit.group_shift) * unit.width;
+  uint32_t largest = 0;
+  for (int i = static_cast<int>(threadIdx.x) % 32; 2 * i < count; i += 32) {
+    const uint32_t pair = load_4(unit.scale + 4 * i);
+    largest = larger_halves(largest, count == 1 ? pair & 0xFFFFu : pair);
+  }
+  const uint32_t low = largest & 0xFFFFu, high = largest >> 16;
+  const int exponent = static_cast<int>(warp_max(low > high ? low : high) >> 10) - 15;
+  return exponent < -7 ? -7 : exponent > 14 ? 14 : exponent;
+}
+
 // Codes of tile `chunk` for the tokens of a quad: rows are channels 2g and 2g + 1 of it, pairs are (4 quad, + 1) in
-// a[0], a[1] and the next two in a[2], a[3]. 2, 3 and 4 bits: a word holds a pair of tokens of several chunks.
+// a[0], a[1] and the next two in a[2], a[3]; not yet as numbers. 2, 3 and 4 bits: a word holds a pair of tokens of
+// several chunks.
 template <int kBits>
 KVCACHE_DEVICE void load_narrow(const ValueUnit& unit, int quad, int chunk, int g, uint32_t (&a)[4]) {
   constexpr int kLow = kBits == 3 ? 2 : kBits, kPerWord = 16 / kLow;
@@ -66,82 +94,149 @@ KVCACHE_DEVICE void load_narrow(const ValueUnit& unit, int quad, int chunk, int 
       first |= (high.x >> place % 16 & 0x00010001u) << 2;
       second |= (high.y >> place % 16 & 0x00010001u) << 2;
     }
-    a[2 * pair] = small_codes(first);
-    a[2 * pair + 1] = small_codes(second);
+    a[2 * pair] = first;
+    a[2 * pair + 1] = second;
   }
 }
 
-// The same where every word begins with the first chunk of a group of `kPerWord`, so that places are known.
+// Where a lane finds words of codes, 64 bytes times `index` from the first of its quad in tile 0, if every chunk is
+// there: how words are spread over the banks is known then.
+template <int kBits, int kTiles>
+struct LaneValues {
+  static constexpr int kQuadBytes = kTiles * 8 * (kBits == 3 ? 2 : kBits);
+  static constexpr int kSwizzle = (kBits == 8 ? 2 : kBits == 4 ? 1 : 0) + (kTiles == 16 ? 4 : 3);
+  const uint8_t *even, *odd;
+
+  KVCACHE_DEVICE LaneValues(const ValueUnit& unit, int g, int t)
+      : even(unit.codes + swizzled(t * kQuadBytes + 8 * g, kSwizzle)),
+        odd(unit.codes + swizzled(t * kQuadBytes + 64 + 8 * g, kSwizzle)) {}
+  KVCACHE_DEVICE uint2 load(int k, int index) const {
+    return *reinterpret_cast<const uint2*>((index % 2 == 0 ? even : odd) + 4 * k * kQuadBytes + index / 2 * 128);
+  }
+};
+
+// Words of the codes of two pairs of tokens, 16 / kBits chunks each (8 of 3 bits), where they begin with the first
+// chunk of as many, so that places are known.
 template <int kBits>
-KVCACHE_DEVICE void unpack_narrow(uint2 first, uint2 second, int place, uint32_t (&a)[4]) {
-  if (kBits == 4) {
-    a[0] = four_bits(first.x, place);
-    a[1] = four_bits(first.y, place);
-    a[2] = four_bits(second.x, place);
-    a[3] = four_bits(second.y, place);
-  } else {
-    const int shift = place / 4 * 8;
-    a[0] = two_bits(first.x >> shift, place % 4);
-    a[1] = two_bits(first.y >> shift, place % 4);
-    a[2] = two_bits(second.x >> shift, place % 4);
-    a[3] = two_bits(second.y >> shift, place % 4);
+struct AlignedCodes {
+  static constexpr int kPerWord = kBits == 4 ? 4 : 8;
+  uint2 words[2];      // 2 and 4 bits
+  Nibbles nibbles[4];  // 3 bits: of a[0] .. a[3]
+
+  KVCACHE_DEVICE void load(const ValueUnit& unit, int chunks, int quad, int chunk, int g) {
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int word = (2 * quad * chunks + chunk + pair * chunks) / kPerWord;
+      words[pair] = load_8(unit.codes, word * 64 + 8 * g, unit.swizzle);
+      if (kBits == 3) complete(unit, chunks, word, g, pair);
+    }
   }
+  template <int kTiles>
+  KVCACHE_DEVICE void load(const ValueUnit& unit, const LaneValues<kBits, kTiles>& lane, int k, int chunk, int g,
+                           int t) {
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int index = (pair * kTiles + chunk) / kPerWord;
+      words[pair] = lane.load(k, index);
+      if (kBits == 3) complete(unit, kTiles, (4 * k + t) * 2 * kTiles / kPerWord + index, g, pair);
+    }
+  }
+  KVCACHE_DEVICE void unpack(int place, uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = i % 2 == 0 ? words[i / 2].x : words[i / 2].y;
+      if (kBits == 4) {
+        a[i] = subnormal_codes<4>(word, place);
+      } else if (kBits == 3) {
+        a[i] = subnormal_three(nibbles[i], place / 4, place % 4);
+      } else {
+        a[i] = subnormal_codes<2>(word >> place / 4 * 8, place % 4);
+      }
+    }
+  }
+
+ private:
+  // Joins a word of 2 bits with its third bits.
+  KVCACHE_DEVICE void complete(const ValueUnit& unit, int chunks, int word, int g, int pair) {
+    const uint2 high = load_8(unit.codes, chunks * 16 * kBlockTokens / 4 + word / 2 * 64 + 8 * g, unit.swizzle);
+    nibbles[2 * pair] = spread<3>(words[pair].x, high_bits(high.x, word % 2));
+    nibbles[2 * pair + 1] = spread<3>(words[pair].y, high_bits(high.y, word % 2));
+  }
+};
+
+// Every lane's rows of a matrix of groups, 16 at most, that is `numbers` in the row of its group and 0 elsewhere.
+template <int kColumns>
+KVCACHE_DEVICE void add_groups(float (&minima)[kColumns][4], uint2 low, uint2 high, const uint2 (&weights)[kColumns]) {
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n)
+    multiply_accumulate(minima[n], low.x, high.x, low.y, high.y, weights[n].x, weights[n].y);
 }
 
-// o[column][chunk] += codes * weights, minima[column] += minima * weights; `kAligned`: see unpack_narrow.
-template <int kBits, int kFormat, bool kAligned, int kColumns, int kTiles>
+// o[column][chunk] += codes * weights, minima[column] += minima * weights; `kAligned`: see AlignedCodes; `kGroups`: 1
+// or 4 if every token has as many scales (and minima), and all chunks are there, 0 if that is not known.
+template <int kBits, int kFormat, bool kAligned, int kGroups, int kColumns, int kTiles>
 KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
                                    float (&minima)[kColumns][4]) {
+  constexpr uint32_t kOnes = 0x3C003C00u;
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  constexpr bool kIsWhole = kGroups > 0;
+  constexpr int kGroupTiles = kTiles / (kIsWhole ? kGroups : 1);
+  const int chunks = kIsWhole ? kTiles : unit.chunks;
+  const LaneValues<kBits, kTiles> places(unit, g, t);
 #pragma unroll 1
   for (int k = 0; k < 4; ++k) {
     const int quad = 4 * k + t;
     uint2 plain[kColumns], scaled[kColumns];
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) scaled[n] = plain[n] = unit.weights[(n * 4 + k) * 32 + lane];
-    if (unit.minimum != nullptr) {  // one row per group of channels
-      uint32_t a[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = g + 8 * half;
-        const bool is_group = row < unit.width;  // no branch: the product below wants the lanes together
-        const uint2 numbers = load_tokens(unit, unit.minimum, quad, is_group ? row : 0);
-        a[half] = is_group ? half2_multiply(numbers.x, unit.shrink) : 0;
-        a[half + 2] = is_group ? half2_multiply(numbers.y, unit.shrink) : 0;
-      }
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n)
-        multiply_accumulate(minima[n], a[0], a[1], a[2], a[3], plain[n].x, plain[n].y);
+    for (int n = 0; n < kColumns; ++n) {
+      const uint2 weights = unit.weights[(n * 4 + k) * 32 + lane];
+      scaled[n] = plain[n] = {half2_multiply(weights.x, unit.shrink), half2_multiply(weights.y, unit.shrink)};
+    }
+    if (unit.minimum != nullptr) {  // one row per group of channels; rows beyond are never looked at
+      const uint2 low = load_tokens(unit, unit.minimum, quad, g < unit.width ? g : 0);
+      uint2 high = low;
+      if (!kIsWhole && unit.width > 8)
+        high = load_tokens(unit, unit.minimum, quad, g + 8 < unit.width ? g + 8 : 0);
+      add_groups(minima, low, high, plain);
     }
     int next = 0, group = 0;
-    uint2 first{0, 0}, second{0, 0};
+    AlignedCodes<kBits> codes{};
+    uint2 groups[4];
+    if (kGroups == 4) load_four_groups(unit.scale, quad, groups);
 #pragma unroll
     for (int u = 0; u < kTiles; ++u) {
-      if (u < unit.chunks) {
-        if (unit.scale != nullptr && u == next) {
-          const uint2 numbers = load_tokens(unit, unit.scale, quad, group);
-          const uint32_t low = half2_multiply(numbers.x, unit.shrink), high = half2_multiply(numbers.y, unit.shrink);
+      if (kIsWhole || u < unit.chunks) {
+        if (kIsWhole ? u % kGroupTiles == 0 : u == next) {
+          if (kGroups == 4 || unit.scale != nullptr) {
+            const uint2 numbers = kGroups == 4 ? groups[u / kGroupTiles] : load_tokens(unit, unit.scale, quad, group);
 #pragma unroll
-          for (int n = 0; n < kColumns; ++n)
-            scaled[n] = {half2_multiply(plain[n].x, low), half2_multiply(plain[n].y, high)};
+            for (int n = 0; n < kColumns; ++n)
+              scaled[n] = {half2_multiply(plain[n].x, numbers.x), half2_multiply(plain[n].y, numbers.y)};
+          }
+          if (kFormat == kSymmetric) {
+            const uint32_t low = g == group ? kOnes : 0, high = g + 8 == group ? kOnes : 0;
+            add_groups(minima, {low, low}, {high, high}, scaled);
+          }
           next += unit.chunks_per_group;
           ++group;
         }
         uint32_t a[4];
         if (kBits == 8) {
-          const uint2 words = load_8(unit.codes, (quad * unit.chunks + u) * 64 + 8 * g, unit.swizzle);
-          a[0] = eight_bits<kFormat>(words.x, false);
-          a[1] = eight_bits<kFormat>(words.y, false);
-          a[2] = eight_bits<kFormat>(words.x, true);
-          a[3] = eight_bits<kFormat>(words.y, true);
+          const uint2 words = kIsWhole ? places.load(k, u)
+                                       : load_8(unit.codes, (quad * unit.chunks + u) * 64 + 8 * g, unit.swizzle);
+          a[0] = subnormal_bytes<kFormat>(words.x, false);
+          a[1] = subnormal_bytes<kFormat>(words.y, false);
+          a[2] = subnormal_bytes<kFormat>(words.x, true);
+          a[3] = subnormal_bytes<kFormat>(words.y, true);
         } else if (kAligned) {
-          constexpr int kPerWord = 16 / kBits;
-          if (u % kPerWord == 0) {
-            const int word = 2 * quad * unit.chunks / kPerWord + u / kPerWord;
-            first = load_8(unit.codes, word * 64 + 8 * g, unit.swizzle);
-            second = load_8(unit.codes, (word + unit.chunks / kPerWord) * 64 + 8 * g, unit.swizzle);
+          if (u % AlignedCodes<kBits>::kPerWord == 0) {
+            if (kIsWhole) {
+              codes.load(unit, places, k, u, g, t);
+            } else {
+              codes.load(unit, chunks, quad, u, g);
+            }
           }
-          unpack_narrow<kBits>(first, second, u % kPerWord, a);
+          codes.unpack(u % AlignedCodes<kBits>::kPerWord, a);
         } else {
           load_narrow<kBits>(unit, quad, u, g, a);
         }
@@ -153,20 +248,48 @@ KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][k
   }
 }
 
+// Whether codes are unpacked with AlignedCodes.
+KVCACHE_DEVICE bool has_aligned_words(const Side& values) {
+  return values.nbits == 8 || values.head_dim % (values.nbits == 4 ? 64 : 128) == 0;
+}
+
+template <int kBits, int kFormat, int kColumns, int kTiles>
+KVCACHE_DEVICE void multiply_aligned_values(const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
+                                            float (&minima)[kColumns][4]) {
+  const bool is_whole = unit.chunks == kTiles && unit.group_shift == 0;
+  if (is_whole && unit.width == 1) return value_products<kBits, kFormat, true, 1>(unit, o, minima);
+  if (kBits < 8 && is_whole && unit.width == 4) return value_products<kBits, kFormat, true, 4>(unit, o, minima);
+  return value_products<kBits, kFormat, true, 0>(unit, o, minima);
+}
+
 template <int kColumns, int kTiles>
 KVCACHE_DEVICE void multiply_values(const Side& side, const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
                                     float (&minima)[kColumns][4]) {
-  if (side.format == kSymmetric) return value_products<8, kSymmetric, true>(unit, o, minima);
-  if (side.format == kE4M3) return value_products<8, kE4M3, true>(unit, o, minima);
-  if (side.format == kE5M2) return value_products<8, kE5M2, true>(unit, o, minima);
-  if (side.nbits == 8) return value_products<8, kAffine, true>(unit, o, minima);
-  if (side.nbits == 3) return value_products<3, kAffine, false>(unit, o, minima);
+  if (side.format == kSymmetric) return multiply_aligned_values<8, kSymmetric>(unit, o, minima);
+  if (side.format == kE4M3) return multiply_aligned_values<8, kE4M3>(unit, o, minima);
+  if (side.format == kE5M2) return multiply_aligned_values<8, kE5M2>(unit, o, minima);
+  if (side.nbits == 8) return multiply_aligned_values<8, kAffine>(unit, o, minima);
+  const bool is_aligned = has_aligned_words(side);
   if (side.nbits == 4) {
-    if (unit.chunks % 4 == 0) return value_products<4, kAffine, true>(unit, o, minima);
-    return value_products<4, kAffine, false>(unit, o, minima);
+    if (is_aligned) return multiply_aligned_values<4, kAffine>(unit, o, minima);
+    return value_products<4, kAffine, false, 0>(unit, o, minima);
   }
-  if (unit.chunks % 8 == 0) return value_products<2, kAffine, true>(unit, o, minima);
-  return value_products<2, kAffine, false>(unit, o, minima);
+  if (side.nbits == 3) {
+    if (is_aligned) return multiply_aligned_values<3, kAffine>(unit, o, minima);
+    return value_products<3, kAffine, false, 0>(unit, o, minima);
+  }
+  if (is_aligned) return multiply_aligned_values<2, kAffine>(unit, o, minima);
+  return value_products<2, kAffine, false, 0>(unit, o, minima);
+}
+
+// What the accumulators of a chunk must be multiplied by, powers of two of the weights aside.
+KVCACHE_DEVICE float chunk_place(const Side& values, int chunk) {
+  if (values.format == kE4M3) return 256.0f;
+  if (values.format == kE5M2) return 1.0f;
+  if (values.nbits == 4 && has_aligned_words(values)) return place_of<4, kAffine>(chunk);
+  if (values.nbits == 3 && has_aligned_words(values)) return place_of<3, kAffine>(chunk);
+  if (values.nbits == 2 && has_aligned_words(values)) return place_of<2, kAffine>(chunk);
+  return place_of<8, kAffine>(0);
 }
 
 }  // namespace kvcache

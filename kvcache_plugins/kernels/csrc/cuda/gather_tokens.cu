@@ -13,12 +13,16 @@ struct Target {
   const int64_t* chosen;
   int64_t from_bytes, length;
   int tokens;  // of the record that exist
+  int32_t* fault;
 
   // Record and slot of a token of the target; false if it is to be zero.
   KVCACHE_DEVICE bool source(int token, const uint8_t** found, int* slot) const {
     if (token >= tokens) return false;
     const int64_t place = chosen[token];
-    if (place < 0 || place >= length) return false;
+    if (place < 0 || place >= length) {
+      raise_flag(fault);
+      return false;
+    }
     *found = from + place / kBlockTokens * from_bytes;
     *slot = static_cast<int>(place % kBlockTokens);
     return true;
@@ -77,7 +81,8 @@ KVCACHE_KERNEL(256, 2) gather_kernel(const GatherArguments a) {
                       a.index + (batch * a.from.heads + head) * a.count + block * kBlockTokens,
                       a.from.record_bytes,
                       a.length,
-                      static_cast<int>(left < kBlockTokens ? left : kBlockTokens)};
+                      static_cast<int>(left < kBlockTokens ? left : kBlockTokens),
+                      a.fault};
   gather_side(target, a.key, true);
   gather_side(target, a.value, false);
 }

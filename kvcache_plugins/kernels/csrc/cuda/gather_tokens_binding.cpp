@@ -1,6 +1,8 @@
 // The CUDA implementation of kvcache_plugins::gather_tokens (schema: kvcache_plugins/kernels/ops.py). The slots lie on
-// the device and are not looked at from here: one that is out of range becomes a token of zeros.
+// the device and are not looked at from here: one that is out of range becomes a token of zeros, which is reported
+// later (device_faults.h).
 #include "binding_inputs.h"
+#include "device_faults.h"
 
 namespace kvcache {
 namespace {
@@ -34,6 +36,7 @@ Fields describe_fields(const std::string& name, at::IntArrayRef layout, int64_t 
 void gather_tokens(const at::Tensor& records_in, at::Tensor records_out, const at::Tensor& index,
                    at::IntArrayRef key_layout, at::IntArrayRef value_layout) {
   const Device device(records_in);
+  report_faults(device);
   KVCACHE_CHECK(records_in.dim() == 4, "rank", "records_in", 4, records_in.dim());
   const int64_t batch = records_in.size(0), heads = records_in.size(1), bytes = records_in.size(3);
   GatherArguments a{};
@@ -58,6 +61,7 @@ void gather_tokens(const at::Tensor& records_in, at::Tensor records_out, const a
   const at::Tensor choices = index.contiguous();
   a.index = choices.const_data_ptr<int64_t>();
   a.to = records_out.mutable_data_ptr<uint8_t>();
+  a.fault = flags_of(device) + kNoSuchSlot;
   a.to_batch_stride = records_out.stride(0);
   a.to_head_stride = records_out.stride(1);
   device.check(gather_slots(a, static_cast<int>(batch), device.stream()));

@@ -59,26 +59,28 @@ KVCACHE_DEVICE void soften(const GeneralMemory& m, int row, int count) {
   }
 }
 
-// Attends from this thread block's rows to the slots of one 64-slot block.
+// Attends from this thread block's rows to those slots of one 64-slot block that lie in [low, high).
 template <bool kPositions>
-KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, const GeneralMemory& m,
-                                 int64_t start) {
+KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, const GeneralMemory& m, int64_t block,
+                                 int64_t low, int64_t high) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  const int count = a.length - start < kBlockTokens ? static_cast<int>(a.length - start) : kBlockTokens;
+  const int64_t start = block * kBlockTokens;
+  const int first = low > start ? static_cast<int>(low - start) : 0;
+  const int count = high - start < kBlockTokens ? static_cast<int>(high - start) : kBlockTokens;
   const int key_dim = a.key.head_dim, value_dim = a.value.head_dim;
-  load_tile<kPositions>(a.key, a.records, true, rows.batch, rows.head, start, count, m.tile, m.stride);
+  load_tile<kPositions>(a.key, a.records, true, rows.batch, rows.head, start, first, count, m.tile, m.stride);
   for (int i = thread; i < rows.count * kBlockTokens; i += threads) {
     const int row = i / kBlockTokens, token = i % kBlockTokens;
     if (token >= count) continue;
     const float *query = m.query + row * key_dim, *key = m.tile + token * m.stride;
     float sum = 0.0f;
     for (int d = 0; d < key_dim; ++d) sum = fmaf(query[d], key[d], sum);
-    m.scores[i] = adjusted(a, rows, row, start + token, sum);
+    m.scores[i] = token < first ? -infinity() : adjusted(a, rows, row, start + token, sum);
   }
   block_barrier();
   for (int row = thread / 32; row < rows.count; row += threads / 32) soften(m, row, count);
   block_barrier();
-  load_tile<kPositions>(a.value, a.records, false, rows.batch, rows.head, start, count, m.tile, m.stride);
+  load_tile<kPositions>(a.value, a.records, false, rows.batch, rows.head, start, first, count, m.tile, m.stride);
   for (int i = thread; i < rows.count * value_dim; i += threads) {
     const int row = i / value_dim, channel = i % value_dim;
     const float* weights = m.scores + row * kBlockTokens;
@@ -119,10 +121,14 @@ KVCACHE_DEVICE void attend_general(const AttentionArguments& a, const Rows& rows
     const int blocks = a.general_end - a.general_begin;
     const int begin = a.general_begin + split * blocks / a.general_splits;  // at most 128 splits: fits 32 bits
     const int end = a.general_begin + (split + 1) * blocks / a.general_splits;
-    for (int64_t block = begin; block < end; ++block) attend_block<kPositions>(a, rows, m, block * kBlockTokens);
+    for (int64_t block = begin; block < end; ++block)
+      attend_block<kPositions>(a, rows, m, block, a.fast_stop, a.length);
   } else {
-    for (int64_t block = a.fast_begin; block < a.fast_end; ++block)
-      if (holds_sinks(a, rows.batch, block)) attend_block<kPositions>(a, rows, m, block * kBlockTokens);
+    const int length = a.key.sink_length > a.value.sink_length ? a.key.sink_length : a.value.sink_length;
+    const int64_t first = a.records.sink_start != nullptr ? a.records.sink_start[rows.batch] : 0;
+    const int64_t low = first / kBlockTokens, high = (first + length - 1) / kBlockTokens + 1;
+    for (int64_t block = low > a.fast_begin ? low : a.fast_begin; block < high && block < a.fast_end; ++block)
+      attend_block<kPositions>(a, rows, m, block, 0, a.fast_stop);
   }
   for (int i = thread; i < rows.count; i += threads) {
     const bool is_spoilt = m.total[i] != m.total[i];  // by a visible score that is not a number
@@ -134,28 +140,53 @@ KVCACHE_DEVICE void attend_general(const AttentionArguments& a, const Rows& rows
     a.partial_outputs[rows.partial(a, i / value_dim, place) * value_dim + i % value_dim] = m.output[i];
 }
 
-// Merges the splits of one query row, a thread block each; sink logits are weights without a value.
-KVCACHE_DEVICE void merge_splits(const AttentionArguments& a) {
-  const int value_dim = a.value.head_dim, splits = a.splits();
+constexpr int kMergeThreads = 512;
+
+// Bytes of dynamic shared memory of the merge.
+inline int merge_bytes(const AttentionArguments& a) { return 4 * (a.splits() + kMergeThreads); }
+
+// Merges the splits of one query row, a thread block each; sink logits are weights without a value. The splits are
+// shared out among the threads of a channel, so that their loads are on the way together.
+KVCACHE_DEVICE void merge_splits(const AttentionArguments& a, uint8_t* shared) {
+  const int value_dim = a.value.head_dim, splits = a.splits(), thread = static_cast<int>(threadIdx.x);
   const int64_t row = blockIdx.x;  // batch, kv head, head of the group, query token
   const int query_head = static_cast<int>(blockIdx.x) / a.query_length % (a.records.heads * a.group);
   const float* sums = a.partial_sums + 2 * row * splits;
   const float* outputs = a.partial_outputs + row * splits * value_dim;
   const float sink = a.sink_logits != nullptr ? a.sink_logits[query_head] * kLog2E : -infinity();
+  float* weights = reinterpret_cast<float*>(shared);
+  float* parts = weights + splits;
   float best = sink;
-  for (int s = 0; s < splits; ++s) best = fmaxf(best, sums[2 * s]);
+#pragma unroll 4
+  for (int s = thread % 32; s < splits; s += 32) best = fmaxf(best, sums[2 * s]);  // every warp alike
+  for (int mask = 16; mask > 0; mask /= 2) best = fmaxf(best, shuffle_xor(best, mask));
   const float shift = best == -infinity() ? 0.0f : best;
-  float total = power_of_two(sink - shift);
-  for (int s = 0; s < splits; ++s) total = fmaf(sums[2 * s + 1], power_of_two(sums[2 * s] - shift), total);
-  const float inverse = total == 0.0f ? 1.0f : 1.0f / total;
-  for (int d = static_cast<int>(threadIdx.x); d < value_dim; d += static_cast<int>(blockDim.x)) {
-    float merged = 0.0f;
-    for (int s = 0; s < splits; ++s) {
-      const float weight = power_of_two(sums[2 * s] - shift);
-      if (weight != 0.0f) merged = fmaf(weight, outputs[s * static_cast<int64_t>(value_dim) + d], merged);
-    }
-    write_number(a.output, a.query_dtype, row * value_dim + d, merged * inverse);
+  float total = 0.0f;
+#pragma unroll 4
+  for (int s = thread % 32; s < splits; s += 32) {
+    const float weight = power_of_two(sums[2 * s] - shift);
+    total = fmaf(sums[2 * s + 1], weight, total);
+    if (thread < 32) weights[s] = weight;
   }
+  for (int mask = 16; mask > 0; mask /= 2) total += shuffle_xor(total, mask);
+  total += power_of_two(sink - shift);
+  const float inverse = total == 0.0f ? 1.0f : 1.0f / total;
+  block_barrier();
+  const int count = kMergeThreads / value_dim, part = thread / value_dim, d = thread % value_dim;
+  if (part < count) {
+    float merged = 0.0f;
+#pragma unroll 8
+    for (int s = part; s < splits; s += count) {
+      const float weight = weights[s], number = outputs[s * static_cast<int64_t>(value_dim) + d];
+      merged = fmaf(weight, weight != 0.0f ? number : 0.0f, merged);  // loaded whatever the weight
+    }
+    parts[thread] = merged;
+  }
+  block_barrier();
+  if (thread >= value_dim) return;
+  float merged = 0.0f;
+  for (int i = 0; i < count; ++i) merged += parts[i * value_dim + thread];
+  write_number(a.output, a.query_dtype, row * value_dim + thread, merged * inverse);
 }
 
 }  // namespace kvcache

@@ -9,6 +9,8 @@ namespace kvcache {
 int attend_8_rows(const AttentionArguments& a, int batch, void* stream);  // values of up to 128 channels
 int attend_16_rows(const AttentionArguments& a, int batch, void* stream);
 int attend_8_rows_wide(const AttentionArguments& a, int batch, void* stream);  // of up to 256
+int attend_levels(const AttentionArguments& a, int batch, void* stream);  // KVQuant, of up to 128 channels
+int attend_levels_wide(const AttentionArguments& a, int batch, void* stream);
 int attend_general_rows(const AttentionArguments& a, int batch, void* stream);
 int merge_rows(const AttentionArguments& a, int batch, void* stream);
 
@@ -18,6 +20,7 @@ int attention_shared_bytes(const AttentionArguments& a, int columns);
 int decode_slots(const DecodeArguments& a, int batch, void* stream);
 int gather_slots(const GatherArguments& a, int batch, void* stream);
 int encode_slots(const EncodeArguments& a, int batch, int heads, void* stream);
+int append_slots(const AppendArguments& a, int batch, int heads, void* stream);
 
 // Sets *flag to 1 if a number of the states is not finite or, in magnitude, at least `limit`.
 int find_large_numbers(const EncodeArguments& a, int batch, int heads, float limit, int32_t* flag, void* stream);

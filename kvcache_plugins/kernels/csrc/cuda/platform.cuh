@@ -46,6 +46,22 @@ KVCACHE_DEVICE uint32_t half2_fma(uint32_t a, uint32_t b, uint32_t c) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
+KVCACHE_DEVICE uint32_t half2_negate(uint32_t a) {
+  uint32_t d;
+  asm("neg.f16x2 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+// The lower number of a pair twice, and the upper; unpacked so, it is a part of the instruction that takes it.
+KVCACHE_DEVICE uint32_t low_twice(uint32_t a) {
+  uint32_t d;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(d) : "r"(a));
+  return d;
+}
+KVCACHE_DEVICE uint32_t high_twice(uint32_t a) {
+  uint32_t d;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(d) : "r"(a));
+  return d;
+}
 KVCACHE_DEVICE uint32_t half2_pack(float low, float high) {
   uint32_t d;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
@@ -61,9 +77,19 @@ KVCACHE_DEVICE uint16_t float_half(float x) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(x));
   return d;
 }
-// Bytes of `a` (0 to 3) and `b` (4 to 7), chosen by the four nibbles of `selector`, lowest first.
+// The larger of both halves, as unsigned numbers; of fp16 numbers that are not negative, too.
+KVCACHE_DEVICE uint32_t larger_halves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+// Bytes of `a` (0 to 3) and `b` (4 to 7), chosen by the four low nibbles of `selector`, lowest first: 0 to 7.
 KVCACHE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-  return __byte_perm(a, b, selector);
+  uint32_t d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  return d;
+}
+// (x & mask) | bits in one instruction; of two constants the compiler makes two.
+KVCACHE_DEVICE uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(x), "r"(mask), "r"(bits));
+  return d;
 }
 
 // ---- arithmetic that must round as written: no contraction
@@ -79,6 +105,12 @@ KVCACHE_DEVICE void turn(double angle, float* cosine, float* sine) {
   *cosine = cospif(part);
   *sine = sinpif(part);
 }
+// Cosine and sine of `part` / 2^32 turns, to 2^-20: as numbers of fp16 need them.
+KVCACHE_DEVICE void turn_part(uint32_t part, float* cosine, float* sine) {
+  const float angle = static_cast<float>(static_cast<int32_t>(part)) * 1.4629180792671596e-9f;  // 2 pi / 2^32
+  asm("cos.approx.ftz.f32 %0, %1;" : "=f"(*cosine) : "f"(angle));
+  asm("sin.approx.ftz.f32 %0, %1;" : "=f"(*sine) : "f"(angle));
+}
 KVCACHE_DEVICE float power_of_two(float x) {  // 2 units in the last place, subnormal results are 0
   float d;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x));
@@ -93,6 +125,12 @@ KVCACHE_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xf
 KVCACHE_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 KVCACHE_DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
 KVCACHE_DEVICE uint32_t warp_max(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
+
+// Sets a flag in memory that the host reads while the device goes on.
+KVCACHE_DEVICE void raise_flag(int32_t* flag) {
+  *static_cast<volatile int32_t*>(flag) = 1;
+  __threadfence_system();
+}
 
 // The transpose of an 8 x 8 matrix of 16-bit numbers, of which lane `l` holds row `l / 4`, columns `2 (l % 4)` and
 // the next.
@@ -134,10 +172,22 @@ template <typename Arguments>
 int launch(void (*kernel)(Arguments), dim3 grid, int threads, int shared_bytes, void* stream,
            const Arguments& arguments) {
   if (shared_bytes > 48 * 1024) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (status != cudaSuccess) return status;
+    // The most the device has, whatever this call needs: a limit of its own might be lowered by another thread's call
+    // before the launch. The kernels have no static shared memory, which would count against it.
+    int device = 0, most = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess)
+      status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (status == cudaSuccess) status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+    if (status != cudaSuccess) {
+      cudaGetLastError();  // reported here, and not to whoever asks next
+      return status;
+    }
   }
+  // A preference, so that as many thread blocks as were planned fit a multiprocessor; without it they are only fewer.
+  if (shared_bytes > 0 && cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                               cudaSharedmemCarveoutMaxShared) != cudaSuccess)
+    cudaGetLastError();
   kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments);
   return cudaGetLastError();
 }

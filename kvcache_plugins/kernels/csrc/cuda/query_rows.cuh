@@ -11,10 +11,10 @@ struct Rows {
 
   KVCACHE_DEVICE static Rows mine(const AttentionArguments& a) {
     const int all = a.group * a.query_length;
-    const int chunk = static_cast<int>(blockIdx.y) % a.chunks;
-    const int first = chunk * a.chunk_rows;
+    const int group = static_cast<int>(blockIdx.x), head = group / a.chunks % a.records.heads;
+    const int first = group % a.chunks * a.chunk_rows;
     const int count = all - first < a.chunk_rows ? all - first : a.chunk_rows;
-    return {static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y) / a.chunks, first, count};
+    return {group / a.chunks / a.records.heads, head, first, count};
   }
   KVCACHE_DEVICE int query_head(const AttentionArguments& a, int row) const {
     return head * a.group + (first + row) / a.query_length;

@@ -1,0 +1,9 @@
+#include "decode_attention.cuh"
+
+namespace kvcache {
+
+int attend_levels(const AttentionArguments& a, int batch, void* stream) {
+  return launch(attend_levels_kernel<8>, attention_grid(a, batch), kThreads, shared_bytes(a, 1), stream, a);
+}
+
+}  // namespace kvcache

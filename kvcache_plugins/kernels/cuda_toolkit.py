@@ -1,0 +1,92 @@
+"""The CUDA toolkit on this machine: which nvcc, and where what belongs to it lies.
+
+torch takes for a toolkit the directory above the one in which it finds nvcc. That fails where the nvcc on the
+`PATH` is a script that calls another. nvcc itself knows better, so it is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = ["Toolkit", "find_toolkit", "used_by_torch"]
+
+_TOP = re.compile(r"^#\$ TOP=(.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit.
+
+    Args:
+        nvcc (`str`): The program.
+        release (`str`): What it says of itself.
+        home (`Path`, *optional*): The directory of its `bin` and `include`, if it could be determined.
+    """
+
+    nvcc: str
+    release: str
+    home: Path | None
+
+    @property
+    def description(self) -> str:
+        """Program and release."""
+        return f"{self.nvcc} ({self.release})"
+
+
+@cache
+def find_toolkit() -> Toolkit | None:
+    """The toolkit of `CUDA_HOME` or `CUDA_PATH`, of the nvcc on the `PATH`, or of `/usr/local/cuda`."""
+    given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    names = [*([f"{given}/bin/nvcc"] if given else []), "nvcc", "/usr/local/cuda/bin/nvcc"]
+    nvcc = next(filter(None, map(shutil.which, names)), None)
+    if nvcc is None:
+        return None
+    lines = [line for line in _answer(nvcc, "--version").splitlines() if "release" in line]
+    return Toolkit(nvcc, lines[0].strip(), _home(nvcc)) if lines else None
+
+
+@contextmanager
+def used_by_torch(toolkit: Toolkit | None) -> Iterator[None]:
+    """Let torch build extensions with a toolkit for as long as this lasts, and with its own choice after."""
+    from torch.utils import cpp_extension
+
+    before = cpp_extension.CUDA_HOME
+    if toolkit is not None and toolkit.home is not None:
+        cpp_extension.CUDA_HOME = str(toolkit.home)
+    try:
+        yield
+    finally:
+        cpp_extension.CUDA_HOME = before
+
+
+def _home(nvcc: str) -> Path | None:
+    """The first directory with a compiler and headers: as torch guesses, as nvcc says, behind links."""
+    candidates = [Path(nvcc).parents[1], Path(nvcc).resolve().parents[1]]
+    # a dry run prints what nvcc would do, and before that, where it would look
+    found = _TOP.search(_answer(nvcc, "--dryrun", "-x", "cu", "-E", os.devnull))
+    if found is not None:
+        candidates.insert(1, Path(found[1].strip()).resolve())
+    return next(filter(_is_complete, candidates), None)
+
+
+def _is_complete(home: Path) -> bool:
+    return (home / "bin" / "nvcc").exists() and (home / "include" / "cuda_runtime_api.h").exists()
+
+
+def _answer(*command: str) -> str:
+    """What a command prints, or nothing if it fails."""
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,46 @@
+"""Keys and queries of any magnitude: fp16 holds what scales and queries become, whatever they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcache_plugins.attention.reference import AttentionOptions, attend
+from kvcache_plugins.layers.handle import KVHandle
+from tests.kernels.cuda import emulation
+from tests.kernels.test_decode_attention import build_layer, relative_rms, states
+
+pytestmark = pytest.mark.usefixtures("emulated")
+
+POST = {"backend": "kivi", "rope_mode": "post", "residual_length": 32}
+LAYERS = {
+    "kivi-2": {**POST, "nbits": 2},
+    "kivi-3": {**POST, "nbits": 3},
+    "kivi-4": {**POST, "nbits": 4},
+    "kivi-8-g16": {**POST, "nbits": 8, "q_group_size": 16},
+    "kivi-4-g64": {**POST, "q_group_size": 64, "residual_length": 64},
+    "kivi-4-block": {**POST, "rope_mode": "block"},
+    "int8": {"backend": "int8"},
+    "int4": {"backend": "int4", "residual_length": 0},
+    "float8": {"backend": "float8"},
+}
+
+
+@pytest.mark.parametrize("query_factor", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("key_factor", [1e-3, 1.0, 40.0, 5000.0])
+@pytest.mark.parametrize("name", LAYERS)
+def test_magnitudes(name: str, key_factor: float, query_factor: float) -> None:
+    torch.manual_seed(3)
+    layer = build_layer(LAYERS[name], 0, dtype=torch.bfloat16)
+    keys, values = states(2, 2, 220, 64, None, torch.float32)
+    keys[:, :, 70:140] /= 50  # of blocks one whose scales are all small, beside others
+    keys = (keys * key_factor).bfloat16()
+    layer.update(keys[:, :, :219], values[:, :, :219].bfloat16())
+    key, value = layer.update(keys[:, :, 219:], values[:, :, 219:].bfloat16())
+    assert isinstance(key, KVHandle) and isinstance(value, KVHandle)
+    query = (torch.randn(2, 8, 1, 64) * query_factor).bfloat16()
+    options = AttentionOptions(scaling=0.125 / (key_factor * query_factor))
+    before = emulation.products()
+    got = emulation.attend(query, key, value, options)
+    assert emulation.products() > before, "the tensor cores were not used"
+    assert relative_rms(attend(query.double(), key.tokens, value.tokens, options), got) <= 2.5e-3

@@ -1,0 +1,51 @@
+"""Which layouts tensor cores read: what Python says of it, and what the emulated kernels do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcache_plugins.attention import cuda
+from kvcache_plugins.attention.description import describe
+from kvcache_plugins.attention.reference import AttentionOptions
+from kvcache_plugins.kernels.cuda_inputs import is_fast
+from tests.kernels.cuda import emulation
+from tests.kernels.cuda.test_emulated_attention import check
+from tests.kernels.test_decode_attention import CASES, build_layer, step
+
+pytestmark = pytest.mark.usefixtures("emulated")
+SHARED_BYTES = (232448, 101376, 90000)
+"""Of a thread block on GPUs for servers, on those for desks, and less than any has."""
+CODES = CASES | {
+    f"kvquant-{nbits}bit": {**CASES["kvquant-default"], "nbits": nbits, "residual_length": 32}
+    for nbits in (2, 3, 4)
+}
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("name", CODES)
+def test_the_mirror_is_true(name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = build_layer(CODES[name], 300, batch_size=1, kv_heads=1, head_dim=head_dim, dtype=torch.float16)
+    query, key, value = step(layer, 1, 4)
+    keys, values = describe(key.tokens), describe(value.tokens)
+    assert keys is not None and values is not None
+    record_bytes = layer.records.data.shape[3]
+    assert not is_fast(torch.float32, record_bytes, keys, values, SHARED_BYTES[0])
+    for shared_bytes in SHARED_BYTES:
+        monkeypatch.setenv("KVCACHE_EMULATED_SHARED_BYTES", str(shared_bytes))
+        before = emulation.products()
+        check(query, key, value, AttentionOptions())
+        was_fast = emulation.products() > before
+        assert is_fast(torch.float16, record_bytes, keys, values, shared_bytes) == was_fast
+
+
+@pytest.mark.parametrize(("dtype", "is_named"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_a_slow_kernel_is_reported(
+    dtype: torch.dtype, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = build_layer({"backend": "int4"}, 300, dtype=dtype)
+    query, key, value = step(layer, 1, 4)
+    monkeypatch.setattr(cuda, "_shared_bytes", lambda device: 232448)
+    for _ in range(2):  # found out, then remembered
+        reason = cuda.why_not_fast(query, key.tokens, value.tokens)
+        assert (reason is not None and "general CUDA kernel" in reason) if is_named else reason is None

@@ -1,0 +1,103 @@
+"""Which CUDA toolkit the kernels are built with. Needs neither one nor a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcache_plugins.kernels import cuda_toolkit
+from kvcache_plugins.kernels.cuda_toolkit import Toolkit, find_toolkit, used_by_torch
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    find_toolkit.cache_clear()
+    yield
+    find_toolkit.cache_clear()
+
+
+def script(path: Path, body: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def toolkit(home: Path, release: str = "13.0") -> Path:
+    """The nvcc of a toolkit, which says in a dry run where it is."""
+    (home / "include").mkdir(parents=True)
+    (home / "include" / "cuda_runtime_api.h").touch()
+    body = (
+        f'case "$1" in --version) echo "Cuda compilation tools, release {release}";; '
+        f'--dryrun) echo "#\\$ _HERE_={home}/bin" >&2; echo "#\\$ TOP={home}/bin/.." >&2;; esac'
+    )
+    return script(home / "bin" / "nvcc", body)
+
+
+def test_a_toolkit_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = toolkit(tmp_path / "cuda")
+    monkeypatch.setenv("PATH", str(nvcc.parent), prepend=":")
+    found = find_toolkit()
+    assert found == Toolkit(str(nvcc), "Cuda compilation tools, release 13.0", tmp_path / "cuda")
+    assert found.description == f"{nvcc} (Cuda compilation tools, release 13.0)"
+
+
+def test_the_toolkit_behind_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = toolkit(tmp_path / "cuda-13.0")
+    wrapper = script(tmp_path / "local" / "bin" / "nvcc", f'exec {nvcc} "$@"')
+    monkeypatch.setenv("PATH", str(wrapper.parent), prepend=":")
+    found = find_toolkit()
+    assert found is not None and found.nvcc == str(wrapper) and found.home == tmp_path / "cuda-13.0"
+
+
+def test_the_toolkit_behind_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = toolkit(tmp_path / "cuda")
+    silent = script(nvcc, 'if [ "$1" = --version ]; then echo "release 12.4"; else exit 1; fi')
+    link = tmp_path / "local" / "bin" / "nvcc"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(silent)
+    monkeypatch.setenv("PATH", str(link.parent), prepend=":")
+    found = find_toolkit()
+    assert found is not None and found.nvcc == str(link) and found.home == tmp_path / "cuda"
+
+
+def test_a_toolkit_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = toolkit(tmp_path / "other", "12.4")
+    monkeypatch.setenv("PATH", str(other.parent), prepend=":")
+    monkeypatch.setenv("CUDA_PATH", str(toolkit(tmp_path / "named").parents[1]))
+    found = find_toolkit()
+    assert found is not None and found.home == tmp_path / "named" and "13.0" in found.release
+    find_toolkit.cache_clear()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nothing there"))  # then the one that can be found
+    found = find_toolkit()
+    assert found is not None and found.home == tmp_path / "other"
+
+
+@pytest.mark.parametrize("body", ["exit 1", "echo nothing that is known"])
+def test_an_nvcc_that_does_not_answer(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(script(tmp_path / "nvcc", body).parent), prepend=":")
+    assert find_toolkit() is None
+
+
+def test_no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_toolkit.shutil, "which", lambda name: None)
+    assert find_toolkit() is None
+
+
+def test_torch_uses_it_for_a_while(tmp_path: Path) -> None:
+    from torch.utils import cpp_extension
+
+    before = cpp_extension.CUDA_HOME
+    with used_by_torch(Toolkit("nvcc", "13.0", tmp_path)):
+        assert cpp_extension.include_paths("cuda")[-1] == str(tmp_path / "include")
+    assert before == cpp_extension.CUDA_HOME
+    with pytest.raises(KeyError), used_by_torch(Toolkit("nvcc", "13.0", tmp_path)):
+        raise KeyError
+    assert before == cpp_extension.CUDA_HOME
+    for unknown in (None, Toolkit("nvcc", "13.0", None)):
+        with used_by_torch(unknown):
+            assert before == cpp_extension.CUDA_HOME

@@ -1,0 +1,63 @@
+"""Compiling a library, of a few lines in the place of the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from kvcache_plugins import KernelUnavailableError
+from kvcache_plugins.kernels import compiler
+
+BINDING = """
+    #include <c10/core/ScalarType.h>
+
+    #include "half.h"
+
+    #if defined(KVCACHE_NO_AVX512)
+    int half(int x) { return x / 2; }
+    #endif
+
+    extern "C" int kvcache_answer() { return half(84) + (c10::ScalarType::Byte == c10::ScalarType::Char); }
+"""
+
+
+@pytest.fixture
+def found() -> compiler.Compiler:
+    found = compiler.find_compiler()
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A binding, which knows torch, and a file beside it, which does not."""
+    directory = tmp_path / "sources"
+    directory.mkdir()
+    (directory / "half.h").write_text("int half(int x);\n")
+    (directory / "binding.cpp").write_text(BINDING)
+    (directory / "decode_attention_avx512.cpp").write_text("int half(int x) { return x / 2; }\n")
+    return directory
+
+
+def test_a_library_is_compiled_and_sealed(found: compiler.Compiler, sources: Path, tmp_path: Path) -> None:
+    target = tmp_path / "library.so"
+    compiler.compile_library(found, sources, target, lambda content: content + b"seal")
+    assert target.read_bytes().endswith(b"seal")
+    assert ctypes.CDLL(str(target)).kvcache_answer() == 42
+    assert sorted(tmp_path.iterdir()) == [target, sources]
+
+
+def test_a_compiler_without_avx512(found: compiler.Compiler, sources: Path, tmp_path: Path) -> None:
+    (sources / "decode_attention_avx512.cpp").write_text("#error what are these instructions\n")
+    compiler.compile_library(found, sources, tmp_path / "library.so")
+    assert ctypes.CDLL(str(tmp_path / "library.so")).kvcache_answer() == 42
+
+
+def test_sources_that_do_not_compile(found: compiler.Compiler, sources: Path, tmp_path: Path) -> None:
+    (sources / "binding.cpp").write_text("#error made of cheese\n")
+    with pytest.raises(KernelUnavailableError, match=r"exit status 1.*\n.*made of cheese"):
+        compiler.compile_library(found, sources, tmp_path / "library.so")
+    assert list(tmp_path.iterdir()) == [sources]
