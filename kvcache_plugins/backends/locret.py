@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,9 @@ __all__ = ["LocretCache", "LocretConfig", "LocretLayer"]
 class LocretConfig(EvictingConfig):
     """Options of [`LocretCache`]; see [`EvictingConfig`].
 
+    From a `cache_config` without `budget`, it and what else is not given of `chunk_size`,
+    `stabilizer_length` and `local_length` are what the heads were trained for (their `defaults`).
+
     Args:
         heads (`str`): Directory or hub id of retaining heads, as made by `kvcache-plugins train-locret`.
     """
@@ -38,6 +42,14 @@ class LocretConfig(EvictingConfig):
                 "LocretConfig.heads must be the directory or hub id of retaining heads, as made by "
                 f"`kvcache-plugins train-locret`, got {self.heads!r}."
             )
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> LocretConfig:
+        heads = options.get("heads")
+        if options.get("budget") is None and isinstance(heads, str) and heads:
+            given = {name: value for name, value in options.items() if name != "budget"}
+            options = (load_heads(heads).config.defaults or {}) | given
+        return super().from_dict(options)
 
     @classmethod
     def tiny(cls) -> LocretConfig:

@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 import kvcache_plugins
+from kvcache_plugins.backends.locret import LocretConfig
 from kvcache_plugins.errors import ArtifactError, UnsupportedOperationError
 from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.heads import RetainingHeads
@@ -140,7 +141,7 @@ def test_storages_that_do_not_go_with_eviction(storage: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": None}, "budget must be a number of tokens"),
+        ({"budget": "many"}, "budget must be a number of tokens"),
         (
             {"budget": 8, "stabilizer_length": 8},
             r"budget must exceed .* 8 newest tokens \(stabilizer_length\)",
@@ -152,6 +153,24 @@ def test_storages_that_do_not_go_with_eviction(storage: dict[str, Any], message:
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     _refused(locret(model_of(), **options), message)
+
+
+def test_without_a_budget_the_heads_say_what_suits_them() -> None:
+    heads = MODELS / "tiny-llama-books-locret"
+    trained = json.loads((heads / "config.json").read_text())["defaults"]
+    given = {"heads": str(heads)}
+    names = ("budget", "chunk_size", "stabilizer_length", "local_length")
+
+    def chosen(**options: Any) -> dict[str, Any]:
+        config = LocretConfig.from_dict(given | options)
+        return {name: getattr(config, name) for name in names}
+
+    assert chosen() == chosen(budget=None) == trained
+    assert chosen(chunk_size=50, local_length=8) == trained | {"chunk_size": 50, "local_length": 8}
+    # a budget of one's own comes with the defaults of the backend
+    assert chosen(budget=96) == {"budget": 96, "chunk_size": 1024} | dict.fromkeys(names[2:])
+    with pytest.raises(ArtifactError, match="heads='nowhere' is neither"):
+        LocretConfig.from_dict({"heads": "nowhere"})
 
 
 # --- the model that a cache serves

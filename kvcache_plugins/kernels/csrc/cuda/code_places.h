@@ -78,14 +78,6 @@ KVCACHE_BOTH uint32_t read_plane(const uint8_t* plane, int bits, int dim, bool i
   return word >> place.shift & ((1u << bits) - 1);
 }
 
-// The code of a token and channel; 3 bits are a plane of 2 bits and, after it, one of 1 bit.
-KVCACHE_BOTH uint32_t read_code(const uint8_t* codes, int nbits, int dim, bool is_key, bool interleaved, int token,
-                                int channel) {
-  if (nbits != 3) return read_plane(codes, nbits, dim, is_key, interleaved, token, channel);
-  return read_plane(codes, 2, dim, is_key, interleaved, token, channel) |
-         read_plane(codes + plane_bytes(2, dim), 1, dim, is_key, interleaved, token, channel) << 2;
-}
-
 // A token and channel of a block.
 struct CodeOwner {
   int32_t token, channel;

@@ -10,7 +10,7 @@ namespace kvcache {
 
 // Bytes 0, 1 (`upper` false) or 2, 3 of a word, less 128, as exact numbers: 1024 and a byte are one number.
 KVCACHE_DEVICE uint32_t signed_bytes(uint32_t word, bool upper) {
-  return half2_add(permute_bytes(word, 0x64006400u, upper ? 0x5352u : 0x5150u), 0xE480E480u);
+  return half2_add(permute_bytes(word, kHalf1024, upper ? 0x5352u : 0x5150u), kMinus1152);
 }
 
 // `groups` of whole steps; `c` is [column][tile].
