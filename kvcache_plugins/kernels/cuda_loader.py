@@ -10,8 +10,8 @@ the process with it, which no check can undo. So they serve only where they are 
 `KVCACHE_CUDA_KERNELS=1`.
 
 Environment: `KVCACHE_KERNEL_CACHE` and `KVCACHE_NO_BUILD` as for the CPU library (`loader`),
-`TORCH_CUDA_ARCH_LIST` the architectures to build for instead of those present, `MAX_JOBS` the compilers run
-at once.
+`CUDA_HOME` the toolkit to build with instead of the one found (`cuda_toolkit`), `TORCH_CUDA_ARCH_LIST` the
+architectures to build for instead of those present, `MAX_JOBS` the compilers run at once.
 """
 
 from __future__ import annotations
