@@ -14,6 +14,9 @@ from .records import Records
 
 __all__ = ["NativeEncoder"]
 
+_SLABS_OF_A_LAUNCH = 16
+"""Slabs that a GPU encodes at once: a launch there costs more than a slab, and makes no temporaries."""
+
 
 class NativeEncoder:
     """What native kernels must know of one side of a layer's records to encode it, looked up once.
@@ -30,6 +33,7 @@ class NativeEncoder:
     Attributes:
         layout (`list[int]`): As `encode_tokens` takes it; empty if no kernel encodes what the codec does.
         rotation (`tuple`): `cos` and `sin` as `encode_tokens` takes them, or `None` twice.
+        slabs_at_once (`int`): Slabs of a stream that one call should be given.
     """
 
     def __init__(self, codec: Codec, side: str, records: Records, interleaved: bool) -> None:
@@ -37,6 +41,8 @@ class NativeEncoder:
         self.record_layout, self.device = records.layout, records.data.device
         self._device_type = self.device.type
         self.layout = _layout(codec, side, records, interleaved)
+        is_divided = isinstance(codec, ScaledCodec)  # which does make a temporary
+        self.slabs_at_once = _SLABS_OF_A_LAUNCH if self._device_type == "cuda" and not is_divided else 1
         self.rotation: tuple[Tensor | None, Tensor | None] = (None, None)
         if self.layout and isinstance(codec, RotatedCodec):
             self.rotation = rotation_tables(codec.rotary, codec.period, self.device)

@@ -31,6 +31,7 @@ from .codec import Codec, Encoded
 from .native_encoding import NativeEncoder
 from .outliers import OutlierStore
 from .padding import Padding
+from .ranges import block_runs, cut
 from .records import Records
 from .storing import storing
 from .tail import Tail
@@ -293,13 +294,14 @@ class Stream:
         step = self.slab_tokens
         # `estimate` runs on shapes alone: what is allocated does not depend on the codes.
         is_shape_only = self.records.data.is_meta
-        for begin in () if is_shape_only else range(start - start % step, stop, step):
-            low, high = max(begin, start), min(begin + step, stop)
+        longest = step * (self.encoder.slabs_at_once if self.use_native else 1)
+        for low, high in () if is_shape_only else cut(start, stop, longest):
             states = source.read(low, high)
             if self.use_native and self.encoder.encode(self.records, states, low, self.padding):
                 continue
-            states = states.float()
-            self._write(low, self.codec.encode(states, low, self.padding.plain_mask(low, states)))
+            for begin, end in cut(low, high, step):
+                part = states[:, :, begin - low : end - low].float()
+                self._write(begin, self.codec.encode(part, begin, self.padding.plain_mask(begin, part)))
         self.packed_length = stop
 
     def _calibrate(self, source: StreamView) -> None:
@@ -321,7 +323,7 @@ class Stream:
         """Write a run of encoded tokens, completing partial blocks with a bitwise or."""
         stop = start + encoded.codes.shape[2]
         self._fit_metadata(encoded.metadata.values())
-        for low, high in _block_runs(start, stop):
+        for low, high in block_runs(start, stop):
             first, last = low // BLOCK_TOKENS, -(-high // BLOCK_TOKENS)
             codes = encoded.codes[:, :, low - start : high - start]
             target = self.records.codes(self.side, first, last)
@@ -341,7 +343,7 @@ class Stream:
         per_block = self.codec.rows_per_block
         begin = start // tokens
         end = begin + rows.shape[2]
-        for low, high in _block_runs(begin, end, per_block):
+        for low, high in block_runs(begin, end, per_block):
             first, last = low // per_block, -(-high // per_block)
             target = self.records.metadata(self.side, name, first, last)
             part = rows[:, :, low - begin : high - begin]
@@ -386,12 +388,3 @@ class Stream:
             codes[..., partial:, :] = 0
             self.records.codes(self.side, first, first + 1).copy_(self._pack_codes(codes.flatten(2, 3)))
         self.records.codes(self.side, first + bool(partial), used).zero_()
-
-
-def _block_runs(start: int, stop: int, block: int = BLOCK_TOKENS) -> list[tuple[int, int]]:
-    """Split `[start, stop)` into a partial first block, whole blocks, and a partial last block."""
-    inner_start, inner_stop = -(-start // block) * block, stop // block * block
-    if inner_start > inner_stop:  # inside one block
-        return [(start, stop)]
-    runs = [(start, inner_start), (inner_start, inner_stop), (inner_stop, stop)]
-    return [(low, high) for low, high in runs if low < high]

@@ -22,6 +22,7 @@ from kvcache_plugins.backends.kivi import KIVIConfig, KIVILayer
 from kvcache_plugins.layers import stream as stream_module
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.codec import AffineCodec
+from kvcache_plugins.layers.native_encoding import NativeEncoder
 from kvcache_plugins.layers.stream import Stream, StreamSpec
 from kvcache_plugins.layers.view import StreamView
 from kvcache_plugins.models.facts import LayerFacts
@@ -250,6 +251,36 @@ class TestBytes:
             assert torch.equal(tensor, reference[name]), name
         view = StreamView(sliced.key_stream_, 500, (keys[:, :, :3],))
         assert torch.equal(view.dense(torch.float32)[:, :, :500], whole.key_stream_.decode(0, 500))
+
+    @pytest.mark.parametrize("number", [0.5, torch.nan], ids=["encoded", "left to torch"])
+    def test_several_slabs_of_a_call_do_not_show(
+        self, monkeypatch: pytest.MonkeyPatch, number: float
+    ) -> None:
+        """As on a GPU: a kernel is given three slabs at once; torch, if it refuses, one by one."""
+        keys, values = random_states(700)
+        keys[1, 0, 400, 3] = number
+        whole, sliced = (int8(sink_length=3) for _ in range(2))
+        feed(whole, keys, values, [600, 100])
+        monkeypatch.setattr(stream_module, "_SLAB_VALUES", 1)
+        original = NativeEncoder.__init__
+        calls = []
+
+        def grown(encoder: NativeEncoder, *args: Any) -> None:
+            original(encoder, *args)
+            encoder.slabs_at_once = 3
+
+        def counted(encoder: NativeEncoder, records: Any, states: torch.Tensor, *args: Any) -> bool:
+            calls.append(states.shape[2])
+            return encode(encoder, records, states, *args)
+
+        encode = NativeEncoder.encode
+        monkeypatch.setattr(NativeEncoder, "__init__", grown)
+        monkeypatch.setattr(NativeEncoder, "encode", counted)
+        feed(sliced, keys, values, [600, 100])
+        assert max(calls) == 192
+        reference = whole.state()[0]
+        for name, tensor in sliced.state()[0].items():
+            assert torch.equal(tensor.nan_to_num(7.0), reference[name].nan_to_num(7.0)), name
 
 
 # -- any way of feeding
