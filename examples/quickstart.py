@@ -39,6 +39,7 @@ import kvcache_plugins as kvp
 from kvcache_plugins.cli.options import add_cache_config_option, parse_cache_configs
 from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, prefill, why_unavailable
 from kvcache_plugins.evaluation.labels import cache_label, dense_first
+from kvcache_plugins.evaluation.plot_labels import LabelledPoint, place_labels
 from kvcache_plugins.evaluation.progress import progress_bar
 from kvcache_plugins.evaluation.results import build_document, write_results
 from kvcache_plugins.evaluation.timing import StepTimer
@@ -484,13 +485,13 @@ def save_picture(document: dict[str, Any], path: Path) -> None:
     # A divergence of exactly zero (nothing was packed) has no place on a logarithmic axis: it is drawn at the
     # bottom.
     floor = min((row["kl_to_dense"] for row in packed if row["kl_to_dense"] > 0), default=1e-6) / 2
-    points: list[tuple[float, float, str, str]] = []
+    points: list[LabelledPoint] = []
     for name, label in names.items():
         rows = [row for row in packed if owner(row) == name]
         heights = [max(row["kl_to_dense"], floor) for row in rows]
         quality.scatter([r["bits_per_value"] for r in rows], heights, s=55, color=colours[name], label=label)
         points += [
-            (row["bits_per_value"], height, row["label"], colours[name])
+            LabelledPoint(row["bits_per_value"], height, row["label"], colours[name])
             for row, height in zip(rows, heights, strict=True)
         ]
     if points:
@@ -537,36 +538,6 @@ def short_labels(results: list[dict[str, Any]]) -> list[str]:
         " ".join(word for word in row["label"].split() if not word.startswith(left_out)) for row in results
     ]
     return short if len(set(short)) == len(short) else [row["label"] for row in results]
-
-
-def place_labels(axes: Any, points: list[tuple[float, float, str, str]]) -> None:
-    """Write each label beside its point, on the first side where it covers neither a point nor another
-    label."""
-    from matplotlib.transforms import Bbox
-
-    centres = axes.transData.transform([(x, y) for x, y, _, _ in points]) if points else []
-    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in centres]
-    sides = [
-        ("left", 8, 0),
-        ("right", -8, 0),
-        ("left", 6, 9),
-        ("left", 6, -9),
-        ("right", -6, 9),
-        ("right", -6, -9),
-        ("center", 0, 14),
-        ("center", 0, -14),
-    ]
-    for index, (x, y, label, colour) in enumerate(points):
-        others = taken[:index] + taken[index + 1 :]
-        note = axes.annotate(
-            label, (x, y), textcoords="offset points", fontsize=9, color=colour, va="center", xytext=(0, 0)
-        )
-        for alignment, right, up in [*sides, sides[0]]:  # the first again if every side is taken
-            note.set(ha=alignment, position=(right, up))
-            box = note.get_window_extent()
-            if not any(box.overlaps(other) for other in others):
-                break
-        taken.append(note.get_window_extent())
 
 
 if __name__ == "__main__":

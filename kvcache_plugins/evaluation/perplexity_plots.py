@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .labels import DENSE
+from .plot_labels import LabelledPoint, place_labels
 from .speed_plots import check_plotting
 
 __all__ = ["plot_perplexity"]
@@ -50,7 +51,7 @@ def plot_perplexity(document: dict[str, Any], path: Path) -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
     figure.draw_without_rendering()  # fixes the layout, so that the space a label takes is known
-    _place_labels(axes[2], points)
+    place_labels(axes[2], points)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -80,9 +81,7 @@ def _draw_distance(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_title("Distance to the dense run by position")
 
 
-def _draw_quality(
-    axes: Any, rows: Sequence[dict[str, Any]], dense_bits: float
-) -> list[tuple[float, float, str]]:
+def _draw_quality(axes: Any, rows: Sequence[dict[str, Any]], dense_bits: float) -> list[LabelledPoint]:
     """Divergence, or the increase where it was not measured, against bits per value; return the points."""
     has_divergence = _has_divergence(rows)
     metric = "kl_to_dense" if has_divergence else "nll_increase"
@@ -101,27 +100,7 @@ def _draw_quality(
     axes.set_xlabel(f"bits per value, metadata and exact recent tokens included (dense: {dense_bits:.0f})")
     axes.set_ylabel(_DIVERGENCE if has_divergence else _INCREASE)
     axes.set_title("Quality against memory (lower left is better)")
-    return [(*point, row["label"]) for point, row in zip(points, rows, strict=True)]
-
-
-def _place_labels(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write each label beside its point, on the first side where it covers neither a point nor a label."""
-    from matplotlib.transforms import Bbox
-
-    centres = axes.transData.transform([point[:2] for point in points]) if points else []
-    taken = [Bbox.from_bounds(x - 7, y - 7, 14, 14) for x, y in centres]
-    sides = (("left", 8, 0), ("right", -8, 0), ("left", 6, 10), ("left", 6, -10), ("right", -6, -10))
-    for index, (x, y, label) in enumerate(points):
-        others = taken[:index] + taken[index + 1 :]
-        note = axes.annotate(
-            label, (x, y), textcoords="offset points", fontsize=9, va="center", xytext=(0, 0)
-        )
-        for alignment, right, up in (*sides, sides[0]):  # the first again if every side is taken
-            note.set(ha=alignment, position=(right, up))
-            box = note.get_window_extent()
-            if not any(box.overlaps(other) for other in others):
-                break
-        taken.append(note.get_window_extent())
+    return [LabelledPoint(*point, row["label"]) for point, row in zip(points, rows, strict=True)]
 
 
 def _has_divergence(rows: Sequence[dict[str, Any]]) -> bool:
