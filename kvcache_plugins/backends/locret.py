@@ -36,12 +36,12 @@ class LocretConfig(EvictingConfig):
     heads: str | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not isinstance(self.heads, str) or not self.heads:
             raise ValueError(
                 "LocretConfig.heads must be the directory or hub id of retaining heads, as made by "
                 f"`kvcache-plugins train-locret`, got {self.heads!r}."
             )
+        super().__post_init__()
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> LocretConfig:

@@ -50,7 +50,8 @@ def _refused(config: dict[str, Any], message: str, error: type[Exception] = Valu
 @pytest.mark.parametrize("heads", [None, "", 3, ["a"]], ids=repr)
 def test_heads_that_are_no_name(heads: Any) -> None:
     _refused({"backend": "locret", "budget": 24, "heads": heads}, r"heads must be .* train-locret.*, got")
-    _refused({"backend": "locret", "budget": 24}, r"heads must be the directory or hub id.* got None")
+    for options in ({"budget": 24}, {}):
+        _refused({"backend": "locret", **options}, r"heads must be the directory or hub id.* got None")
 
 
 @pytest.mark.usefixtures("_no_forward")
