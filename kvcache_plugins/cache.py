@@ -14,7 +14,8 @@ from transformers.cache_utils import Cache
 from .attention import dispatch as _dispatch  # registers how handles are attended to
 from .config import BackendConfig, drop_legacy_keys
 from .kernels.selection import select_kernel
-from .layers.base import PackedLayer, storing
+from .layers.base import PackedLayer
+from .layers.storing import storing
 from .models.facts import LayerFacts, decoder_config, describe_layers, split_model_or_config
 from .models.layer_plan import LayerPlan, key_value_heads, plan_layers
 from .models.longrope import follow_cache, switch_length

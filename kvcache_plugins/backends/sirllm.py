@@ -15,7 +15,7 @@ from ..errors import UnsupportedOperationError
 from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
-from ..layers.base import storing
+from ..layers.storing import storing
 from ..models.facts import decoder_config
 from ..registry import register_backend
 

@@ -21,8 +21,9 @@ from ..attention.exact import reads_exact_tokens_faster
 from ..attention.reference import AttentionOptions
 from ..config import BackendConfig
 from ..errors import UnsupportedOperationError
-from ..layers.base import PackedLayer, joined, storing
+from ..layers.base import PackedLayer, joined
 from ..layers.handle import KVHandle
+from ..layers.storing import storing
 from ..layers.stream import Stream, StreamSpec
 from ..layers.view import StreamView
 from ..models.facts import LayerFacts

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..quantizers.packing import BLOCK_TOKENS
@@ -131,8 +130,3 @@ class Side:
     def contiguous_rows(self) -> list[Tensor]:
         """The segments with their channels next to each other, as kernels read them."""
         return [s if s.stride(3) == 1 or s.shape[3] == 1 else s.contiguous() for s in self.segments]
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """Dtypes of the exact tokens."""
-        return {t.dtype for t in (*self.segments, self.sinks) if t is not None}

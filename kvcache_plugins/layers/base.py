@@ -30,7 +30,7 @@ from .storing import storing
 from .stream import Stream, StreamSpec
 from .view import StreamView
 
-__all__ = ["PackedLayer", "joined", "storing"]
+__all__ = ["PackedLayer", "joined"]
 
 
 class PackedLayer(CacheLayerMixin):

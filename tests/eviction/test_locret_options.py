@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,6 @@ from tests.eviction.feeding import chunks_of, feed, ids, model_of
 from tests.eviction.locret_feeding import bound_locret, heads_of, locret
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
-
-
-@pytest.fixture
-def _no_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = type(model_of()).forward
-
-    @functools.wraps(original)  # generate() looks at what a model's forward takes
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a token was processed")
-
-    monkeypatch.setattr(type(model_of()), "forward", refuse)
 
 
 def _refused(config: dict[str, Any], message: str, error: type[Exception] = ValueError) -> None:
