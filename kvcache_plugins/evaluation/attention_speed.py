@@ -26,7 +26,7 @@ from .attention_on_host import measure_on_host
 from .attention_states import AttentionShape, heads_of, layer_config
 from .caches import new_cache, why_unavailable
 from .device_timing import DeviceTimer
-from .devices import choose_device, device_settings
+from .devices import check_fits, choose_device, device_settings
 from .labels import DENSE
 from .progress import Progress, silent
 from .results import build_document
@@ -48,7 +48,8 @@ def measure_attention(options: AttentionOptions, progress: Progress = silent) ->
         `dict`: The document of `results.json`.
 
     Raises:
-        ValueError: If an option of a cache is wrong, or the device does not exist.
+        ValueError: If an option of a cache is wrong, the device does not exist, or its memory holds no such
+            layer.
         RuntimeError: If no dense way runs on the device.
     """
     device = choose_device(options.device)
@@ -64,29 +65,35 @@ def measure_attention(options: AttentionOptions, progress: Progress = silent) ->
         find_layer(new_cache(config, cache_config), cache_config)  # nothing to measure: say so now
     heads = heads_of(config)
     dtype = getattr(torch, DTYPES[options.dtype])
+    shapes = [
+        AttentionShape(batch_size, **heads, length=length, dtype=dtype)
+        for length in options.lengths
+        for batch_size in options.batch_sizes
+    ]
+    for shape in shapes:
+        asked = f"--lengths {shape.length} with --batch_sizes {shape.batch_size}: the dense cache of a layer"
+        check_fits(shape.dense_bytes, device, asked)
     settings = options.settings() | heads
     results: list[dict[str, Any]] = []
     with _threads(options.threads), _current(device), torch.inference_mode():
         timer = _timer(device)
         if timer is not None:
             settings["copy_gb_per_s"] = timer.copy_gb_per_s()
-        for length in options.lengths:
-            for batch_size in options.batch_sizes:
-                shape = AttentionShape(batch_size, **heads, length=length, dtype=dtype)
-                where = f"{length} tokens" + (f" x {batch_size}" if batch_size > 1 else "")
-                progress(f"{where}: dense")
-                started = time.perf_counter()
-                if timer is None:
-                    rows = measure_on_host(config, options, measured, shape, where, progress)
-                else:
-                    bandwidth = settings["copy_gb_per_s"]
-                    rows, failures = measure_on_device(
-                        config, options, measured, shape, timer, bandwidth, where, progress
-                    )
-                    skipped += failures
-                for row in rows:
-                    row["seconds"] = (time.perf_counter() - started) / len(rows)  # measured together
-                results += rows
+        for shape in shapes:
+            where = f"{shape.length} tokens" + (f" x {shape.batch_size}" if shape.batch_size > 1 else "")
+            progress(f"{where}: dense")
+            started = time.perf_counter()
+            if timer is None:
+                rows = measure_on_host(config, options, measured, shape, where, progress)
+            else:
+                bandwidth = settings["copy_gb_per_s"]
+                rows, failures = measure_on_device(
+                    config, options, measured, shape, timer, bandwidth, where, progress
+                )
+                skipped += failures
+            for row in rows:
+                row["seconds"] = (time.perf_counter() - started) / len(rows)  # measured together
+            results += rows
         return build_document(
             "bench attention",
             results,

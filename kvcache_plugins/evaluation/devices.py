@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
 from ..kernels import cuda_loader
 
-__all__ = ["choose_device", "device_settings"]
+__all__ = ["check_fits", "choose_device", "device_settings", "machine_bytes"]
 
 
 def choose_device(given: str) -> torch.device:
@@ -33,6 +34,29 @@ def choose_device(given: str) -> torch.device:
         why = " (this build of torch has no CUDA)" if torch.version.cuda is None else ""
         raise ValueError(f"--device {given!r} is not there: torch sees {count} GPUs{why}.")
     return torch.device("cuda", index)
+
+
+def check_fits(nbytes: int, device: torch.device, what: str) -> None:
+    """Check that a device's whole memory could hold something, before any work is lost.
+
+    Args:
+        nbytes (`int`): What it takes.
+        device (`torch.device`): The device.
+        what (`str`): The options and what they ask for, for the message.
+
+    Raises:
+        ValueError: If it cannot; the message says how much there is.
+    """
+    there = machine_bytes(device)
+    if nbytes > there:
+        raise ValueError(f"{what} takes {nbytes / 1e9:,.1f} GB; {device} has {there / 1e9:,.1f} GB in all.")
+
+
+def machine_bytes(device: torch.device) -> int:
+    """Return the memory of a device: a GPU's own, or the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def device_settings(given: str, device: torch.device) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..registry import TRANSFORMERS_BACKENDS
+from .devices import machine_bytes
 from .generation_process import DidNotFitError, make_job, peak_above_model, run_job
 from .labels import DENSE, cache_label
 from .memory_prediction import most_tokens, predicted_bytes
@@ -98,7 +98,7 @@ def _entry(
     if options.verify_memory:
         progress(f"{tokens} tokens: {cache_label(cache_config)}")
         length = tokens + 1 - _NEW_TOKENS
-        if limit > (there := _machine_bytes(device)):
+        if limit > (there := machine_bytes(device)):
             notes.append(f"not verified: this machine has {there / GIGABYTE:.1f} GB")
         elif length < 1:
             notes.append("not verified: too short")
@@ -119,10 +119,3 @@ def _verified(answer: dict[str, Any]) -> dict[str, Any]:
         "peak_above_model_bytes": peak_above_model(answer),
         "device_peak_bytes": answer["device_peak_bytes"],
     }
-
-
-def _machine_bytes(device: torch.device) -> int:
-    """Return the memory of a device: a GPU's own, or the machine's."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -30,6 +30,8 @@ _TRANSFORMERS: tuple[dict[str, Any], ...] = (
     # transformers' default axis is quanto's; its documentation recommends axis 1 for hqq
     {"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1},
 )
+_MOST_LAYERS = 1000
+"""Far beyond any model; the configuration of a preset lists its layers one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,8 @@ class GenerationOptions(SpeedOptions):
         check_count("repeats", self.repeats)
         if self.num_layers is not None:
             check_count("num_layers", self.num_layers)
+            if self.num_layers > _MOST_LAYERS:
+                raise ValueError(f"--num_layers must be at most {_MOST_LAYERS}, got {self.num_layers}.")
             if self.preset is None:
                 raise ValueError("--num_layers needs --preset, whose layers it counts.")
         if self.memory_gb is not None:

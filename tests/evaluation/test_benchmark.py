@@ -501,7 +501,7 @@ def test_largest_contexts_are_predicted_verified_and_shown(
 def test_no_process_is_started_that_the_machine_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_speed, "run_job", _answer)
     monkeypatch.setattr(largest_context, "run_job", lambda job: pytest.fail("started"))
-    monkeypatch.setattr(largest_context, "_machine_bytes", lambda device: 10**8)
+    monkeypatch.setattr(largest_context, "machine_bytes", lambda device: 10**8)
     options = GenerationOptions(cache_config=[], lengths=[64], memory_gb=1, verify_memory=True)
     document = generation_speed.measure_generation(options)
     check_document(document)
@@ -563,6 +563,8 @@ def test_random_model_is_the_one_promised() -> None:
         (["generate", "--preset", "tiny", "--model", "x"], ["--preset", "--model"]),
         (["generate", "--num_layers", "2"], ["--num_layers", "--preset"]),
         (["generate", "--preset", "tiny", "--num_layers", "0"], ["--num_layers", ">= 1", "0"]),
+        (["generate", "--preset", "tiny", "--num_layers", "99999999"], ["--num_layers", "at most 1000"]),
+        (["attention", "--lengths", "64", "10000000000000"], ["--lengths 10000000000000", "GB in all"]),
         (["generate", "--device", "cuda:99"], ["--device", "cuda:99", "GPUs"]),
         (["generate", "--memory_gb", "0"], ["--memory_gb", "above 0", "0.0"]),
         (["generate", "--memory_gb", "nan"], ["--memory_gb", "nan"]),
