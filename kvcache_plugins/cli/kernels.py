@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
         loader.build(force=args.force)
         if torch.cuda.is_available():
             cuda_loader.build(force=args.force)
+            for index in range(torch.cuda.device_count()):
+                cuda_loader.check(torch.device("cuda", index))
     status = loader.status()
     sizes = [state.st_size for state in loader.cached_builds().values()]
     rows = {

@@ -2,14 +2,14 @@
 
 A build is named after its sources, the operators' signatures, the releases of torch, CUDA and nvcc, and the
 architectures of the GPUs. It is made by `torch.utils.cpp_extension.load` under a file lock. No kernel here is
-trusted unseen: on every device, before the first use, they run on random tokens of every format and are
-compared with torch on that device (`cuda_check`); a deviation disables them all for the process.
+trusted unseen. On every device, before the first use, they run on random tokens of every format and are
+compared with torch on that device (`cuda_check`); a deviation disables them all for the process. Before a
+build does so for the first time on a model of GPU, a process of its own does (`cuda_trial`), since a kernel
+that goes astray takes its process with it.
 
-They have been compiled and emulated, and have not run on a GPU yet; a kernel that goes astray there can take
-the process with it, which no check can undo. So they serve only where they are asked for, by
-`KVCACHE_CUDA_KERNELS=1`.
-
-Environment: `KVCACHE_KERNEL_CACHE` and `KVCACHE_NO_BUILD` as for the CPU library (`loader`),
+Environment: `KVCACHE_CUDA_KERNELS=0` leaves everything on a GPU to torch, `KVCACHE_CUDA_KERNELS=1` does
+without the process of its own, for where none can be started (a GPU in exclusive mode, or with no memory
+left). `KVCACHE_KERNEL_CACHE` and `KVCACHE_NO_BUILD` as for the CPU library (`loader`),
 `CUDA_HOME` the toolkit to build with instead of the one found (`cuda_toolkit`), `TORCH_CUDA_ARCH_LIST` the
 architectures to build for instead of those present, `MAX_JOBS` the compilers run at once.
 """
@@ -30,20 +30,19 @@ from pathlib import Path
 import torch
 
 from ..errors import KernelUnavailableError
-from . import cuda_check, loader
+from . import cuda_check, cuda_trial, loader
 from .compiler import file_lock
 from .cuda_toolkit import find_toolkit, used_by_torch
 from .ops import SCHEMAS
 
-__all__ = ["CUDA_FLAGS", "build", "sources", "status", "try_load"]
+__all__ = ["CUDA_FLAGS", "build", "check", "sources", "status", "try_load"]
 
 CUDA_FLAGS = ("-O3", "-lineinfo")
 """For the device code, beside what torch adds. Nothing that changes rounding."""
 _SOURCES = Path(__file__).with_name("csrc") / "cuda"
 _NAME = "kvcache_plugins_cuda"
 
-_OPT_IN = "KVCACHE_CUDA_KERNELS"
-_NOT_ASKED = f"they have been emulated only, and have not run on a GPU yet: {_OPT_IN}=1 tries them"
+_SWITCH = "KVCACHE_CUDA_KERNELS"
 
 _lock = threading.RLock()
 _path: Path | None = None
@@ -59,10 +58,10 @@ def sources() -> list[Path]:
 def try_load(device: torch.device) -> bool:
     """Make the kernels available for tensors of a device, building and checking them if need be.
 
-    Never raises, whatever building and checking raise. Without `KVCACHE_CUDA_KERNELS=1` there are none. The
+    Never raises, whatever building and checking raise. With `KVCACHE_CUDA_KERNELS=0` there are none. The
     first failure of a process is told in one warning and remembered; later calls return false at once.
     """
-    if os.environ.get(_OPT_IN) != "1":
+    if _is_switched_off():
         return False
     index = device.index if device.index is not None else torch.cuda.current_device()
     if _failure is not None:
@@ -74,8 +73,7 @@ def try_load(device: torch.device) -> bool:
     with _lock:
         if _failure is None and index not in _checked:
             try:
-                build()
-                _check(torch.device("cuda", index))
+                check(torch.device("cuda", index))
             except KernelUnavailableError as error:
                 warnings.warn(
                     f"Attention over packed keys and values on the GPU runs in plain torch, which is slower: "
@@ -113,6 +111,29 @@ def build(*, force: bool = False) -> Path:
         return path
 
 
+def check(device: torch.device) -> None:
+    """Load the kernels, and compare them with torch on a device; what that finds disables them.
+
+    Args:
+        device (`torch.device`): The GPU, with its index.
+
+    Raises:
+        KernelUnavailableError: If there are none, or they are not to be used there.
+    """
+    global _failure
+    path = build()
+    try:
+        fault = None if os.environ.get(_SWITCH) == "1" else cuda_trial.find_fault(path, device)
+        fault = fault or cuda_check.find_deviation(device)
+    except Exception as error:  # a launch that fails, an illegal address: torch serves instead
+        fault = _reason(error)
+    if fault is not None:
+        _failure = f"the kernels failed their check on {device}: {fault}"
+        raise KernelUnavailableError(_failure)
+    assert device.index is not None
+    _checked.add(device.index)
+
+
 def status() -> loader.KernelStatus:
     """Return the state of the kernels. Never builds, loads or raises."""
     directory = loader.cache_directory()
@@ -121,9 +142,7 @@ def status() -> loader.KernelStatus:
         return loader.KernelStatus("unavailable", None, directory, release, reason=_failure)
     if _path is not None:
         return loader.KernelStatus("loaded", _path, directory, release)
-    reason = _why_no_device()
-    if reason is None and os.environ.get(_OPT_IN) != "1":
-        reason = _NOT_ASKED
+    reason = _why_none()
     if reason is not None:
         return loader.KernelStatus("unavailable", None, directory, release, reason=reason)
     target = _target()
@@ -135,24 +154,8 @@ def status() -> loader.KernelStatus:
     )
 
 
-def _check(device: torch.device) -> None:
-    """Compare the kernels with torch on a device; what the check finds is the failure of the process."""
-    global _failure
-    try:
-        deviation = cuda_check.find_deviation(device)
-    except Exception as error:  # a launch that fails, an illegal address: torch serves instead
-        deviation = _reason(error)
-    if deviation is not None:
-        _failure = f"the kernels failed their check on {device}: {deviation}"
-        raise KernelUnavailableError(_failure)
-    assert device.index is not None
-    _checked.add(device.index)
-
-
 def _find_or_build(force: bool) -> Path:
-    reason = _why_no_device()
-    if reason is None and os.environ.get(_OPT_IN) != "1":
-        reason = _NOT_ASKED
+    reason = _why_none()
     if reason is not None:
         raise KernelUnavailableError(reason)
     target = _target()
@@ -168,6 +171,7 @@ def _find_or_build(force: bool) -> Path:
             if force or not loader._is_intact(target):  # another process may have built it meanwhile
                 loader._logger.warning("building the CUDA kernels into %s, once on this machine", target)
                 _compile(target)
+                loader._remove_unused(target)
                 return target
     except OSError as error:
         raise KernelUnavailableError(
@@ -213,6 +217,14 @@ def _reason(error: Exception) -> str:
     """What went wrong, with the name of an exception whose message needs it."""
     speaks = type(error) in (RuntimeError, KernelUnavailableError) or isinstance(error, OSError)
     return str(error) if speaks and str(error) else f"{type(error).__name__}: {error}"
+
+
+def _is_switched_off() -> bool:
+    return os.environ.get(_SWITCH) == "0"
+
+
+def _why_none() -> str | None:
+    return f"{_SWITCH}=0 leaves them out." if _is_switched_off() else _why_no_device()
 
 
 def _why_no_device() -> str | None:

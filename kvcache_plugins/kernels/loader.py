@@ -45,6 +45,7 @@ _logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).with_name("csrc") / "cpu"
 _DIGEST_BYTES = 32
 _HASH = "[0-9a-f]" * 16  # as a glob; see `_short_hash`
+_KINDS = ("cpu", "cuda")
 _UNUSED_SECONDS = 90 * 24 * 3600.0
 
 _lock = threading.Lock()
@@ -85,9 +86,13 @@ def cache_directory() -> Path:
 
 
 def cached_builds() -> dict[Path, os.stat_result]:
-    """Every build in the cache directory, of this and other versions, with its size and time of last use."""
+    """Every build in the cache directory, for CPUs and GPUs, of this and other versions.
+
+    With its size and time of last use.
+    """
     builds = {}
-    for path in sorted(cache_directory().glob(f"cpu-{_HASH}-{_HASH}.so")):
+    directory = cache_directory()
+    for path in sorted(found for kind in _KINDS for found in directory.glob(f"{kind}-{_HASH}-{_HASH}.so")):
         with suppress(OSError):  # another process has just removed it
             builds[path] = path.stat()
     return builds
@@ -273,8 +278,11 @@ def _remove_unused(current: Path) -> None:
         if path != current and state.st_mtime < limit:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-                # Should someone hold this lock, the worst that follows is that two build the same file.
-                path.with_suffix(".lock").unlink(missing_ok=True)
+                # Locks, and what is known of it. Should someone hold a lock, the worst that follows is that
+                # two build the same file.
+                for name in ("lock", "trial.lock", "*.passed"):
+                    for beside in path.parent.glob(f"{path.stem}.{name}"):
+                        beside.unlink(missing_ok=True)
 
 
 def _load(path: Path) -> ctypes.CDLL:

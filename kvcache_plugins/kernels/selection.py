@@ -11,12 +11,12 @@ _SERVED = ("float8", "int4", "int8", "kivi", "kvquant")
 
 
 def native_kernels(backend: str) -> tuple[str, ...]:
-    """Devices (`"cpu"`) on which a native kernel reads a backend's codes; nothing is built to find out.
+    """Devices (`"cpu"`, `"cuda"`) on which a native kernel reads a backend's codes.
 
-    A backend that is not listed, such as a third party's, is served all the same if it stores its tokens by
-    codecs of this package.
+    Nothing is built to find out. A backend that is not listed, such as a third party's, is served all the
+    same if it stores its tokens by codecs of this package.
     """
-    return ("cpu",) if backend in _SERVED else ()
+    return ("cpu", "cuda") if backend in _SERVED else ()
 
 
 def select_kernel(requested: str, backend: str) -> str:

@@ -68,7 +68,7 @@ def run_scenario(
     """Generates in one of the ways of `SCENARIOS`, with one kind of cache.
 
     Args:
-        model (`PreTrainedModel`): Model to generate with.
+        model (`PreTrainedModel`): Model to generate with, on any device.
         scenario (`str`): A key of `SCENARIOS`.
         cache_config (`dict`, *optional*): Options of the cache as `generate(cache_config=...)` takes them;
             `None` is the ordinary `DynamicCache`.
@@ -86,6 +86,7 @@ def run_scenario(
     inputs = padded_prompt(lengths, vocab_size=model.config.vocab_size, seed=seed)
     arguments: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
     arguments |= SCENARIOS[scenario] | generate_kwargs
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     torch.manual_seed(seed)
     if scenario == "second_turn":
         return _two_turns(model, inputs, cache_config, arguments, seed)
@@ -113,7 +114,7 @@ def _two_turns(
         cache = build_cache(model, dict(cache_config))
     first = _generate(model, **inputs, **arguments, past_key_values=cache)
     question = padded_prompt((5,) * len(first), vocab_size=model.config.vocab_size, seed=seed + 1)
-    input_ids = torch.cat([first, question["input_ids"]], dim=1)  # [B, T]
+    input_ids = torch.cat([first, question["input_ids"].to(first.device)], dim=1)  # [B, T]
     seen = input_ids.shape[1] - inputs["attention_mask"].shape[1]
     attention_mask = torch.nn.functional.pad(inputs["attention_mask"], (0, seen), value=1)
     return _generate(

@@ -486,7 +486,7 @@ def test_check_script_names_its_stages(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def _kernels_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCACHE_CUDA_KERNELS", "1")
 
 
@@ -516,7 +516,7 @@ def test_a_gpu_has_a_bandwidth_and_a_cache() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.usefixtures("_kernels_asked_for")
+@pytest.mark.usefixtures("_without_a_trial")
 def test_attention_on_a_gpu() -> None:
     caches = [{"backend": "int8"}, {"backend": "kivi", "nbits": 2, "rope_mode": "block"}]
     options = AttentionOptions(
@@ -534,7 +534,7 @@ def test_attention_on_a_gpu() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.usefixtures("_kernels_asked_for")
+@pytest.mark.usefixtures("_without_a_trial")
 def test_generation_on_a_gpu() -> None:
     answer = generation_worker.measure(_job("cuda:0", num_layers=2))
     assert answer["kernel"] == ["cuda"]

@@ -10,8 +10,8 @@ from tests.kernels.cuda import emulation
 
 
 @pytest.fixture(autouse=True)
-def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels serve only where they are asked for."""
+def _without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are not tried in a process of their own first."""
     monkeypatch.setenv("KVCACHE_CUDA_KERNELS", "1")
 
 
