@@ -14,7 +14,8 @@ __all__ = ["LocretTrainingArguments"]
 class LocretTrainingArguments(TrainingArguments):
     """`TrainingArguments` with the defaults of retaining heads.
 
-    They suit small models on a CPU; `configs/locret/` holds the authors' own for large ones.
+    They suit small models on a CPU; `configs/locret/` holds the authors' own for large ones. One process trains
+    on one GPU, also where there are several: `torchrun` starts as many processes as are to share the work.
 
     Args:
         clip_value (`float`): Largest magnitude of a component of the gradient; 0 does not clip.
@@ -52,3 +53,8 @@ class LocretTrainingArguments(TrainingArguments):
         super().__post_init__()  # type: ignore[no-untyped-call]  # transformers annotates none
         if self.clip_value < 0:
             raise ValueError(f"--clip_value must be at least 0 (0: no clipping), got {self.clip_value!r}.")
+
+    @property
+    def n_gpu(self) -> int:
+        """GPUs of this process, at most one: `Trainer` would copy the heads to all of them, not the model."""
+        return min(1, super().n_gpu)

@@ -150,3 +150,12 @@ def test_heads_of_another_model(tmp_path: Path) -> None:
 def test_a_negative_clip_value(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--clip_value must be at least 0"):
         LocretTrainingArguments(output_dir=str(tmp_path), clip_value=-1.0)
+
+
+def test_a_process_trains_on_one_gpu(tmp_path: Path) -> None:
+    """Where there are several, `Trainer` would spread copies of the heads over them."""
+    args = build(tmp_path).args
+    args._n_gpu = 4
+    assert (args.n_gpu, args.train_batch_size) == (1, 2)
+    args._n_gpu = 0
+    assert args.n_gpu == 0
