@@ -57,4 +57,4 @@ class LocretTrainingArguments(TrainingArguments):
     @property
     def n_gpu(self) -> int:
         """GPUs of this process, at most one: `Trainer` would copy the heads to all of them, not the model."""
-        return min(1, super().n_gpu)
+        return min(1, int(super().n_gpu))
