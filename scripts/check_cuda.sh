@@ -77,7 +77,8 @@ generate() {
 tests() {
   export KVCACHE_REQUIRE_CUDA=1
   run tests 300 25 "$PYTHON" -m pytest -m cuda -q --maxfail=10 -p no:cacheprovider \
-    tests/kernels/cuda/test_device.py tests/evaluation/test_benchmark_device.py tests/retaining/test_heads.py
+    tests/kernels/cuda/test_device.py tests/models/test_generation_on_a_gpu.py \
+    tests/evaluation/test_benchmark_device.py tests/retaining/test_heads.py
 }
 
 sanitize() {
