@@ -14,8 +14,9 @@ __all__ = ["LocretTrainingArguments"]
 class LocretTrainingArguments(TrainingArguments):
     """`TrainingArguments` with the defaults of retaining heads.
 
-    They suit small models on a CPU; `configs/locret/` holds the authors' own for large ones. One process trains
-    on one GPU, also where there are several: `torchrun` starts as many processes as are to share the work.
+    They suit small models on a CPU; `configs/locret/` holds the authors' own for large ones. One process
+    trains on one GPU, also where there are several: `torchrun` starts as many processes as are to share the
+    work.
 
     Args:
         clip_value (`float`): Largest magnitude of a component of the gradient; 0 does not clip.

@@ -66,7 +66,8 @@ def test_device_code_compiles(file: Path, tmp_path: Path, request: pytest.Fixtur
         if not file.stem.startswith("attend"):
             continue
         spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
-        assert spills and not any(map(int, spills)), report
+        frames = re.findall(r"(\d+) bytes stack frame", report)
+        assert spills and frames and not any(map(int, spills + frames)), report
         # three thread blocks of 128 on a multiprocessor, which the fast path counts on
         assert max(used) <= (168 if file.stem == "attend_8_rows" else 255), report
 

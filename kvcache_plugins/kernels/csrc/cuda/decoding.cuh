@@ -66,8 +66,8 @@ KVCACHE_DEVICE void decode_record(const Side& side, const uint8_t* record, bool 
 
 // Adds what the codes of a block lack (kvcache_plugins/quantizers/outliers.py). Whatever the tensors hold, what is
 // read and written lies inside of them.
-KVCACHE_DEVICE void add_outliers(const Side& side, int batch, int head, int heads, int64_t block, int packed,
-                                 float* tile, int stride) {
+KVCACHE_DEVICE void add_outliers(const Side& side, int batch, int head, int heads, int64_t block, int first_token,
+                                 int packed, float* tile, int stride) {
   const int16_t* bounds = side.outlier_starts + (batch * side.outlier_blocks + block) * (heads + 1) + head;
   const int first = bounds[0], last = bounds[1];
   if (first < 0 || last > side.outlier_capacity) return;
@@ -75,17 +75,19 @@ KVCACHE_DEVICE void add_outliers(const Side& side, int batch, int head, int head
   for (int i = first + static_cast<int>(threadIdx.x); i < last; i += static_cast<int>(blockDim.x)) {
     const int32_t entry = list[i];
     const int token = entry >> 26 & (kBlockTokens - 1), channel = entry >> 16 & 1023;
-    if (token < packed && channel < side.head_dim)
+    if (token >= first_token && token < packed && channel < side.head_dim)
       tile[token * stride + channel] += half_float(static_cast<uint16_t>(entry));
   }
 }
 
 template <bool kPositions>
-KVCACHE_DEVICE void rotate_tile(const Side& side, int batch, int64_t start, int packed, float* tile, int stride) {
+KVCACHE_DEVICE void rotate_tile(const Side& side, int batch, int64_t start, int first_token, int packed, float* tile,
+                                int stride) {
   const int pairs = side.rotary_dim / 2;
   // Divisions of 64 bits are calls, for which registers are spilled; slots fit 32.
   const int phase = side.cos != nullptr ? static_cast<int>(start) % side.period : 0;
-  for (int i = static_cast<int>(threadIdx.x); i < packed * pairs; i += static_cast<int>(blockDim.x)) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  for (int i = first_token * pairs + thread; i < packed * pairs; i += threads) {
     const int token = i / pairs, pair = i % pairs;
     float c, s;
     if (kPositions && side.inv_freq != nullptr) {
@@ -121,7 +123,7 @@ KVCACHE_DEVICE void copy_exact(const Segment& segment, int dtype, int64_t base, 
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int at = i + j * threads;
-      if (at < numbers) tile[(first + at / dim) * stride + at % dim] = read_number(&words[j], dtype, 0);
+      if (at < numbers) tile[(first + at / dim) * stride + at % dim] = word_number(words[j], dtype);
     }
   }
 }
@@ -140,11 +142,11 @@ KVCACHE_DEVICE void load_tile(const Side& side, const Records& records, bool is_
     decode_record(side, record, is_key, batch, head, records.heads, first, packed, tile, stride);
     if (side.outliers != nullptr) {
       block_barrier();
-      add_outliers(side, batch, head, records.heads, start / kBlockTokens, packed, tile, stride);
+      add_outliers(side, batch, head, records.heads, start / kBlockTokens, first, packed, tile, stride);
     }
     if ((kPositions && side.inv_freq != nullptr) || side.cos != nullptr) {
       block_barrier();
-      rotate_tile<kPositions>(side, batch, start, packed, tile, stride);
+      rotate_tile<kPositions>(side, batch, start, first, packed, tile, stride);
     }
   }
   block_barrier();

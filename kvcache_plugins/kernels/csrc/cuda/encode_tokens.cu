@@ -31,7 +31,7 @@ KVCACHE_KERNEL(kEncodeThreads, 2) search_kernel(const SearchArguments s) {
   bool is_plain = true;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < a.count * a.head_dim; i += step)
     is_plain &= fabsf(tokens.stored(a.start + i / a.head_dim, static_cast<int>(i % a.head_dim))) < s.limit;
-  if (!is_plain) *s.flag = 1;
+  if (!is_plain) raise_flag(s.flag);
 }
 
 int find_large_numbers(const EncodeArguments& a, int batch, int heads, float limit, int32_t* flag, void* stream) {

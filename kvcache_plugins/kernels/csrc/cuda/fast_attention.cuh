@@ -256,8 +256,11 @@ KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, const K
         const int which = i / 2, column = i % 2;
         float z = fmaf(c[n][k][i], token_scale[which], token_minimum[which] * sum[column]) * scale[column];
         const int64_t slot = start + token + which;
-        if (!is_plain && row + column < rows.count) z = adjusted(a, rows, row + column, slot, z);
-        if (!is_plain && slot >= a.fast_stop) z = -infinity();
+        if (!is_plain && slot >= a.fast_stop) {
+          z = -infinity();  // and no bias is read: it may end before the block does
+        } else if (!is_plain && row + column < rows.count) {
+          z = adjusted(a, rows, row + column, slot, z);
+        }
         c[n][k][i] = z;
         best[column] = fmaxf(best[column], z);
       }

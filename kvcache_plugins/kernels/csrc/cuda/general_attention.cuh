@@ -72,10 +72,14 @@ KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, 
   for (int i = thread; i < rows.count * kBlockTokens; i += threads) {
     const int row = i / kBlockTokens, token = i % kBlockTokens;
     if (token >= count) continue;
+    if (token < first) {
+      m.scores[i] = -infinity();
+      continue;
+    }
     const float *query = m.query + row * key_dim, *key = m.tile + token * m.stride;
     float sum = 0.0f;
     for (int d = 0; d < key_dim; ++d) sum = fmaf(query[d], key[d], sum);
-    m.scores[i] = token < first ? -infinity() : adjusted(a, rows, row, start + token, sum);
+    m.scores[i] = adjusted(a, rows, row, start + token, sum);
   }
   block_barrier();
   for (int row = thread / 32; row < rows.count; row += threads / 32) soften(m, row, count);

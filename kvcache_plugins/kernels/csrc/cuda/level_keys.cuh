@@ -88,7 +88,8 @@ KVCACHE_DEVICE void clear_key_patch(const LevelKeyUnit& unit, const OutlierList<
                                     const PatchEntry (&entries)[kEntries], int which) {
   warp_barrier();  // every lane has read it
   const auto clear = [&](const PatchEntry& entry) {
-    if (entry.patch >> 1 == which) *reinterpret_cast<uint32_t*>(unit.patches + entry.place) = 0;
+    // where both channels of a pair are listed, two lanes clear one word
+    if (entry.patch >> 1 == which) store_same(reinterpret_cast<uint32_t*>(unit.patches + entry.place), 0);
   };
 #pragma unroll
   for (int i = 0; i < kEntries; ++i) clear(entries[i]);

@@ -20,10 +20,15 @@ KVCACHE_DEVICE float code_value(uint32_t code, int format) {
   }
 }
 
+// A number of 16 or 32 bits, of which `dtype` tells the first kind apart.
+KVCACHE_DEVICE float word_number(uint16_t bits, int dtype) {
+  return dtype == kFloat16 ? half_float(bits) : bfloat_float(bits);
+}
+KVCACHE_DEVICE float word_number(uint32_t bits, int) { return bits_float(bits); }
+
 KVCACHE_DEVICE float read_number(const void* data, int dtype, int64_t index) {
   if (dtype == kFloat32) return static_cast<const float*>(data)[index];
-  const uint16_t bits = static_cast<const uint16_t*>(data)[index];
-  return dtype == kFloat16 ? half_float(bits) : bfloat_float(bits);
+  return word_number(static_cast<const uint16_t*>(data)[index], dtype);
 }
 
 KVCACHE_DEVICE void write_number(void* data, int dtype, int64_t index, float value) {

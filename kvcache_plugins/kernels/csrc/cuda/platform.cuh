@@ -126,6 +126,9 @@ KVCACHE_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu
 KVCACHE_DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
 KVCACHE_DEVICE uint32_t warp_max(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 
+// Writes a word that other threads may write at the same time: all of them the same number, so that no order matters.
+KVCACHE_DEVICE void store_same(uint32_t* to, uint32_t x) { *to = x; }
+
 // Sets a flag in memory that the host reads while the device goes on.
 KVCACHE_DEVICE void raise_flag(int32_t* flag) {
   *static_cast<volatile int32_t*>(flag) = 1;
