@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,18 +28,27 @@ from kvcache_plugins.layers.handle import KVHandle
 SOURCES = Path(compiler.__file__).with_name("csrc") / "cuda"
 _FLAGS = ["-std=c++20", "-O2", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered"]
 _FLAGS += ["-DKVCACHE_EMULATION", "-xc++"]
+_SANITIZER = Path(__file__).with_name("sanitizer") / "sanitizer.cpp"
+# Only the compiler's calls are wanted, which the sanitizer takes; the libraries that usually do are left out.
+_WATCHED = ["-O1", "-g1", f"-I{SOURCES}", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
+_WATCHED += ["-fsanitize=alignment,shift,signed-integer-overflow,integer-divide-by-zero,bounds"]
+_WATCHED += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all"]
+_KNOW_TORCH = ("_binding", "sanitizer")
 _loaded: dict[Path, ctypes.CDLL] = {}
 
 
-def build(sources: Path, directory: Path) -> Path:
-    """Compile the sources, or what of them has changed, into `directory`."""
+def build(sources: Path, directory: Path, flags: Sequence[str] = ()) -> Path:
+    """Compile the sources, or what of them has changed, into `directory`.
+
+    `flags` go to the compiler, after the usual ones.
+    """
     found = compiler.find_compiler()
     if found is None:
         pytest.skip("no C++ compiler")
     directory.mkdir(parents=True, exist_ok=True)
     with compiler.file_lock(directory / "lock"):
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # other test processes are waiting for this one
-            objects = list(pool.map(lambda file: _compiled(found, file, directory), _units(sources)))
+            objects = list(pool.map(lambda file: _compiled(found, file, directory, *flags), _units(sources)))
         return _linked(found, objects, directory)
 
 
@@ -58,12 +67,55 @@ def build_changed(sources: Path, units: Collection[str], directory: Path, intact
     return _linked(found, changed + others, directory)
 
 
+def build_sanitizing(
+    directory: Path, intact: Path, changed: Sequence[Path] = (), to: Path | None = None
+) -> Path:
+    """As `build`, with the device units watched by `sanitizer/sanitizer.cpp`.
+
+    Units of `changed` are compiled into `to`, and stand for those of the same name. `intact` is where `build`
+    has built the sources, or builds them now: bindings are taken from there.
+    """
+    build(SOURCES, intact)
+    names = [file.name for file in changed]
+    units = [file for file in _units(SOURCES) if file.suffix == ".cu" and file.name not in names]
+    # the changed come first: of inline functions that several units have, the linker takes the first
+    objects = [*(_watched(changed, to) if to is not None else []), *_watched(units, directory)]
+    found = compiler.find_compiler()
+    assert found is not None
+    objects += [_compiled(found, file, intact) for file in _units(SOURCES) if file.suffix != ".cu"]
+    return _linked(found, [*objects, _sanitizer(directory)], to or directory)
+
+
+def build_watched(unit: Path, directory: Path) -> Path:
+    """A device unit that needs no other, watched by `sanitizer/sanitizer.cpp`."""
+    found = compiler.find_compiler()
+    if found is None:
+        pytest.skip("no C++ compiler")
+    machine = _compiled(found, SOURCES / "emulation.cpp", directory)
+    return _linked(found, [*_watched([unit], directory), machine, _sanitizer(directory)], directory)
+
+
+def _watched(units: Sequence[Path], directory: Path) -> list[Path]:
+    found = compiler.find_compiler()
+    assert found is not None
+    directory.mkdir(parents=True, exist_ok=True)
+    with compiler.file_lock(directory / "lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda file: _compiled(found, file, directory, *_WATCHED), units))
+
+
+def _sanitizer(directory: Path) -> Path:
+    found = compiler.find_compiler()
+    assert found is not None
+    with compiler.file_lock(directory / "lock"):
+        return _compiled(found, _SANITIZER, directory, f"-I{SOURCES}")
+
+
 def _units(sources: Path) -> list[Path]:
-    return sorted([*sources.glob("*.cu"), *sources.glob("*_binding.cpp")])
+    return sorted([*sources.glob("*.cu"), *sources.glob("*_binding.cpp"), sources / "emulation.cpp"])
 
 
 def _compiled(found: compiler.Compiler, file: Path, directory: Path, *flags: str) -> Path:
-    options = [*(compiler._binding_options() if file.suffix == ".cpp" else []), *flags]
+    options = [*(compiler._binding_options() if file.stem.endswith(_KNOW_TORCH) else []), *flags]
     read = [path.read_text() for path in included(file)]
     output = (
         directory / f"{file.stem}-{_key([torch.__version__, found.description, *_FLAGS, *flags, *read])}.o"
@@ -75,11 +127,14 @@ def _compiled(found: compiler.Compiler, file: Path, directory: Path, *flags: str
 
 
 def included(file: Path) -> list[Path]:
-    """A file and what of its folder it includes, directly or not, in a fixed order."""
+    """A file and what it includes of its folder or `SOURCES`, directly or not, in a fixed order."""
     found = [file]
     for path in found:  # which grows meanwhile
-        names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
-        found += [new for name in names if (new := path.with_name(name)) not in found]
+        for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+            near = path.with_name(name)
+            new = near if near.exists() else SOURCES / name
+            if new not in found:
+                found.append(new)
     return found
 
 

@@ -1,10 +1,12 @@
 // The device the bindings serve: the current stream of the tensors' GPU, or, with KVCACHE_EMULATION, the CPU that
-// stands in for one in tests. Includes no more of torch's CUDA headers than c10, which need only the CUDA runtime.
+// stands in for one in tests, under its own name unless KVCACHE_DISPATCH_KEY says otherwise. Includes no more of
+// torch's CUDA headers than c10, which need only the CUDA runtime.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -14,19 +16,25 @@
 
 #if defined(KVCACHE_EMULATION)
 
+#include <c10/core/DeviceGuard.h>
+
+#if !defined(KVCACHE_DISPATCH_KEY)
 #define KVCACHE_LIBRARY kvcache_emulated
 #define KVCACHE_DISPATCH_KEY CPU
+#endif
 
 namespace kvcache {
 namespace {
 
-inline at::Device served_device() { return at::kCPU; }
+inline at::Device served_device() {
+  return c10::impl::VirtualGuardImpl(at::DeviceType::KVCACHE_DISPATCH_KEY).getDevice();
+}
 
 class Device {
  public:
-  explicit Device(const at::Tensor&) {}
+  explicit Device(const at::Tensor& tensor) : guard_(tensor.device()), index_(std::max<int>(tensor.get_device(), 0)) {}
   void* stream() const { return nullptr; }
-  int index() const { return 0; }
+  int index() const { return index_; }
   int multiprocessors() const { return 2; }
   int shared_bytes() const {
     const char* given = std::getenv("KVCACHE_EMULATED_SHARED_BYTES");
@@ -35,6 +43,10 @@ class Device {
   bool is_capturing() const { return false; }
   int32_t* shared_words(size_t count) const { return static_cast<int32_t*>(std::calloc(count, sizeof(int32_t))); }
   void check(int status) const { TORCH_CHECK(status == 0, "emulation failed"); }
+
+ private:
+  c10::DeviceGuard guard_;
+  int index_;
 };
 
 }  // namespace

@@ -1,0 +1,328 @@
+// The machine of emulation.h: fibers, the collectives at which they meet, asynchronous copies.
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "emulation_machine.h"
+
+namespace emulation {
+
+constinit thread_local Place here;
+Observer* observer = nullptr;
+uint8_t garbage = 0xAB;
+
+namespace {
+
+constexpr size_t kStackBytes = 256 * 1024;
+constexpr size_t kSharedAlignment = 128;  // KVCACHE_SHARED of platform.cuh
+unsigned order_seed = 0;
+
+enum class State { kReady, kAtWarp, kAtBlock, kDone };
+enum Collective { kBarrier = 1, kShuffle, kShuffleXor, kAny, kMax, kTranspose, kMultiply };
+
+struct Copy {
+  void* to;
+  const void* from;
+};
+
+struct Fiber {
+  ucontext_t start;
+  jmp_buf resume;
+  bool is_started = false;
+  State state = State::kReady;
+  int parity = 0;      // which of the two exchange areas the next collective uses
+  int collective = 0;  // the one waited at, to catch lanes that take different ones
+  std::vector<std::vector<Copy>> copies;
+  std::vector<Copy> open;
+  std::vector<uint8_t> stack;
+};
+
+struct Exchange {
+  uint32_t words[2][kLanes][16];
+};
+
+struct Machine {
+  long products = 0;  // of the tensor core, of one lane
+  unsigned random = 0;
+  std::vector<uint8_t> shared;
+  std::vector<Fiber> fibers;
+  std::vector<Exchange> exchanges;
+  jmp_buf scheduler;
+  void (*body)(void*) = nullptr;
+  void* argument = nullptr;
+};
+
+Machine& machine() {
+  static thread_local Machine instance;
+  return instance;
+}
+
+Fiber& current() { return machine().fibers[here.thread.x]; }
+
+// A number below `count`; 0 unless the order is to vary.
+unsigned draw(unsigned count) {
+  if (order_seed == 0) return 0;
+  unsigned& x = machine().random;
+  x ^= x << 13;
+  x ^= x >> 17;
+  x ^= x << 5;
+  return x % count;
+}
+
+void yield(State state, int collective = 0) {
+  Fiber& fiber = current();
+  fiber.state = state;
+  fiber.collective = collective;
+  if (_setjmp(fiber.resume) == 0) _longjmp(machine().scheduler, 1);
+}
+
+void enter() {
+  Machine& m = machine();
+  m.body(m.argument);
+  Fiber& fiber = current();
+  fiber.state = State::kDone;
+  if (observer != nullptr) {
+    bool is_copying = !fiber.open.empty();
+    for (const std::vector<Copy>& group : fiber.copies) is_copying |= !group.empty();
+    if (is_copying) observer->abandon_copies();
+  }
+  _longjmp(m.scheduler, 1);
+}
+
+// Runs fiber `index` until it waits or ends.
+void resume(int index) {
+  Machine& m = machine();
+  here.thread.x = static_cast<unsigned>(index);
+  Fiber& fiber = m.fibers[index];
+  if (observer != nullptr) observer->resume(fiber.stack.data(), fiber.stack.size());
+  if (_setjmp(m.scheduler) != 0) {
+    if (observer != nullptr) observer->pause();
+    return;
+  }
+  if (fiber.is_started) _longjmp(fiber.resume, 1);
+  fiber.is_started = true;
+  setcontext(&fiber.start);
+}
+
+// Releases the lanes of a warp if all wait at the same collective; returns whether any lane may run.
+bool release_warp(int warp) {
+  Machine& m = machine();
+  int waiting = 0, ready = 0, kind = 0;
+  for (int i = warp * kLanes; i < (warp + 1) * kLanes; ++i) {
+    const Fiber& fiber = m.fibers[i];
+    ready += fiber.state == State::kReady;
+    if (fiber.state != State::kAtWarp) continue;
+    ++waiting;
+    if (kind != 0 && kind != fiber.collective) fail("the lanes of a warp are at different collectives");
+    kind = fiber.collective;
+  }
+  if (ready > 0) return true;
+  if (waiting == 0) return false;
+  if (waiting != kLanes) fail("some lanes of a warp are at a collective, the others are not");
+  // of the collectives only the barrier orders what lanes do to memory
+  if (observer != nullptr && kind == kBarrier) observer->order_warp(warp);
+  for (int i = warp * kLanes; i < (warp + 1) * kLanes; ++i) m.fibers[i].state = State::kReady;
+  return true;
+}
+
+void begin_block() {
+  Machine& m = machine();
+  for (Fiber& fiber : m.fibers) {
+    fiber.is_started = false;
+    fiber.state = State::kReady;
+    fiber.parity = 0;
+    fiber.copies.clear();
+    fiber.open.clear();
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack.data();
+    fiber.start.uc_stack.ss_size = fiber.stack.size();
+    fiber.start.uc_link = nullptr;
+    makecontext(&fiber.start, reinterpret_cast<void (*)()>(enter), 0);
+  }
+  std::memset(m.shared.data(), garbage, m.shared.size());
+  if (observer != nullptr) observer->begin_block();
+}
+
+// Runs every warp until its lanes wait for the block, or have ended.
+void run_warps() {
+  Machine& m = machine();
+  std::vector<int> open(m.fibers.size() / kLanes);
+  for (size_t i = 0; i < open.size(); ++i) open[i] = static_cast<int>(i);
+  while (!open.empty()) {
+    const unsigned chosen = draw(static_cast<unsigned>(open.size()));
+    const int warp = open[chosen], flip = static_cast<int>(draw(kLanes));
+    if (!release_warp(warp)) {
+      open.erase(open.begin() + chosen);
+      continue;
+    }
+    for (int i = 0; i < kLanes; ++i) {
+      const int index = warp * kLanes + (i ^ flip);
+      if (m.fibers[index].state == State::kReady) resume(index);
+    }
+  }
+}
+
+void run_block() {
+  Machine& m = machine();
+  begin_block();
+  for (;;) {
+    run_warps();
+    size_t done = 0;
+    for (const Fiber& fiber : m.fibers) done += fiber.state == State::kDone;
+    if (done == m.fibers.size()) return;
+    if (done > 0) fail("some threads of a block are at a barrier that others have left");
+    if (observer != nullptr) observer->order_block();
+    for (Fiber& fiber : m.fibers) fiber.state = State::kReady;
+  }
+}
+
+// ---- collectives: a lane lays its words down, all lanes meet, every lane reads what it needs
+
+int lane() { return static_cast<int>(here.thread.x) % kLanes; }
+
+// Exchanges up to 16 words; the area stays valid until the lane's next collective but one.
+const uint32_t (*exchange(const uint32_t* words, int count, Collective kind))[16] {
+  Fiber& fiber = current();
+  auto* area = machine().exchanges[here.thread.x / kLanes].words[fiber.parity];
+  fiber.parity ^= 1;
+  std::memcpy(area[lane()], words, sizeof(uint32_t) * count);
+  yield(State::kAtWarp, kind);
+  return area;
+}
+
+}  // namespace
+
+void fail(const char* message) {
+  std::fprintf(stderr, "emulated GPU: %s\n", message);
+  std::fflush(stderr);
+  std::abort();
+}
+
+void run_grid(dim3 grid, int threads, int shared_bytes, void (*body)(void*), void* argument) {
+  Machine& m = machine();
+  here.grid = grid;
+  here.threads = {static_cast<unsigned>(threads), 1, 1};
+  here.thread = {0, 0, 0};
+  m.shared.resize(shared_bytes + kSharedAlignment);
+  const uintptr_t start = reinterpret_cast<uintptr_t>(m.shared.data());
+  here.shared = m.shared.data() + (kSharedAlignment - start % kSharedAlignment) % kSharedAlignment;
+  m.fibers.resize(threads);
+  for (Fiber& fiber : m.fibers) fiber.stack.resize(kStackBytes);
+  m.exchanges.resize(threads / kLanes);
+  m.body = body;
+  m.argument = argument;
+  m.random = order_seed;
+  if (observer != nullptr) observer->begin_launch(here.shared, shared_bytes);
+  const unsigned count = grid.x * grid.y * grid.z;
+  for (unsigned i = 0; i < count; ++i) {
+    const unsigned block = order_seed % 2 == 0 ? i : count - 1 - i;
+    here.block = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
+    run_block();
+  }
+  if (observer != nullptr) observer->end_launch();
+}
+
+Fragment multiply_accumulate(Fragment c, const uint32_t (&pairs)[6]) {
+  using kvcache::bits_float;
+  uint32_t mine[12];
+  for (int i = 0; i < 6; ++i) {
+    mine[2 * i] = kvcache::float_bits(kvcache::half_float(static_cast<uint16_t>(pairs[i])));
+    mine[2 * i + 1] = kvcache::float_bits(kvcache::half_float(static_cast<uint16_t>(pairs[i] >> 16)));
+  }
+  const auto* words = exchange(mine, 12, kMultiply);
+  ++machine().products;
+  const int group = lane() / 4, quad = lane() % 4;
+  for (int i = 0; i < 4; ++i) {
+    const int row = group + i / 2 * 8, column = 2 * quad + i % 2;
+    double sum = 0.0;
+    for (int k = 0; k < 16; ++k) {
+      const int a_register = row / 8 + k / 8 * 2, a_lane = row % 8 * 4 + k % 8 / 2;
+      const int b_register = 4 + k / 8, b_lane = column * 4 + k % 8 / 2;
+      sum += static_cast<double>(bits_float(words[a_lane][2 * a_register + k % 2])) *
+             bits_float(words[b_lane][2 * b_register + k % 2]);
+    }
+    c.c[i] = static_cast<float>(c.c[i] + sum);
+  }
+  return c;
+}
+
+void wait_for_copies(int pending) {
+  Fiber& fiber = current();
+  while (fiber.copies.size() > static_cast<size_t>(pending)) {
+    for (const Copy& copy : fiber.copies.front()) {
+      std::memcpy(copy.to, copy.from, 16);
+      if (observer != nullptr) observer->land_copy(copy.to, copy.from);
+    }
+    fiber.copies.erase(fiber.copies.begin());
+  }
+}
+
+}  // namespace emulation
+
+namespace kvcache {
+
+void warp_barrier() {
+  const uint32_t nothing = 0;
+  emulation::exchange(&nothing, 1, emulation::kBarrier);
+}
+void block_barrier() { emulation::yield(emulation::State::kAtBlock); }
+float shuffle(float x, int from) {
+  const uint32_t word = float_bits(x);
+  return bits_float(emulation::exchange(&word, 1, emulation::kShuffle)[from & 31][0]);
+}
+float shuffle_xor(float x, int mask) {
+  const uint32_t word = float_bits(x);
+  return bits_float(emulation::exchange(&word, 1, emulation::kShuffleXor)[emulation::lane() ^ mask][0]);
+}
+bool warp_any(bool x) {
+  const uint32_t word = x;
+  const auto* words = emulation::exchange(&word, 1, emulation::kAny);
+  bool any = false;
+  for (int i = 0; i < emulation::kLanes; ++i) any |= words[i][0] != 0;
+  return any;
+}
+uint32_t warp_max(uint32_t x) {
+  const auto* words = emulation::exchange(&x, 1, emulation::kMax);
+  for (int i = 0; i < emulation::kLanes; ++i) x = words[i][0] > x ? words[i][0] : x;
+  return x;
+}
+uint32_t transpose_8x8(uint32_t x) {
+  const auto* words = emulation::exchange(&x, 1, emulation::kTranspose);
+  const int row = emulation::lane() / 4, column = emulation::lane() % 4 * 2;
+  uint32_t result = 0;
+  for (int i = 0; i < 2; ++i)  // element (column + i, row)
+    result |= (words[(column + i) * 4 + row / 2][0] >> 16 * (row % 2) & 0xffffu) << 16 * i;
+  return result;
+}
+
+void store_same(uint32_t* to, uint32_t x) {
+  if (emulation::observer != nullptr) emulation::observer->store_same(to, sizeof(x), __builtin_return_address(0));
+  *to = x;
+}
+// Threads that meet here all write the same, which is why an observer is not told of it.
+void raise_flag(int32_t* flag) { *flag = 1; }
+
+void copy_async_16(void* to, const void* from) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0)
+    emulation::fail("an asynchronous copy of 16 bytes is not aligned");
+  if (emulation::observer != nullptr) emulation::observer->start_copy(to, from, __builtin_return_address(0));
+  emulation::current().open.push_back({to, from});
+}
+void copy_commit() {
+  emulation::Fiber& fiber = emulation::current();
+  fiber.copies.push_back(fiber.open);
+  fiber.open.clear();
+}
+
+}  // namespace kvcache
+
+extern "C" {
+long kvcache_emulated_products() { return emulation::machine().products / emulation::kLanes; }
+void kvcache_vary_emulation(unsigned seed, int garbage) {
+  emulation::order_seed = seed;
+  emulation::garbage = static_cast<uint8_t>(garbage);
+}
+}
