@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions, attend
-from kvcache_plugins.kernels import cuda_check, cuda_loader
+from kvcache_plugins.kernels import cuda_check, cuda_loader, loader
 from kvcache_plugins.kernels.ops import append_tokens
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.handle import KVHandle
@@ -31,6 +31,7 @@ HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 def kernels() -> None:
     with pytest.MonkeyPatch.context() as patch:  # before the fixture that does so for every test
         patch.setenv("KVCACHE_CUDA_KERNELS", "1")
+        loader.build()  # some results are compared with those of the CPU kernels
         cuda_loader.build()
         assert cuda_loader.try_load(torch.device("cuda", 0)), cuda_loader.status().reason
 
@@ -108,6 +109,7 @@ def test_head_sizes(name: str, head_dim: int) -> None:
     check(*step(layer, 1, 4), AttentionOptions())
 
 
+@pytest.mark.cuda(simulated=False)
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize("name", ["kivi-default", "kivi-2bit-block", "int8-default"])
 def test_long_contexts(name: str, batch_size: int) -> None:
@@ -115,6 +117,27 @@ def test_long_contexts(name: str, batch_size: int) -> None:
         CASES[name], 32768, batch_size=batch_size, kv_heads=8, head_dim=128, dtype=torch.bfloat16
     )
     check(*step(layer, 1, 4), AttentionOptions())
+
+
+@pytest.mark.cuda(simulated=False)
+def test_more_than_four_gigabytes_of_records() -> None:
+    """Offsets beyond 32 bits: the last of 16 different rows gives what it gives alone."""
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of the GPU's memory")
+    factors = 1 + torch.arange(16, device="cuda", dtype=torch.bfloat16)[:, None, None, None] / 16
+    query = torch.randn(16, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
+    past, new = (
+        [torch.randn(1, 8, length, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        for length in (131072, 1)
+    )
+    results = []
+    for rows in (slice(None), slice(15, 16)):
+        layer = new_layer(CASES["int8-default"], 128)
+        layer.update(*(tensor * factors[rows] for tensor in past))
+        handles = layer.update(*(tensor * factors[rows] for tensor in new))
+        results.append(attend_handles(query[rows], *handles, AttentionOptions())[-1])
+        assert layer.kernel == "cuda" and (layer.records.data.nbytes > 2**32) == (len(results) == 1)
+    assert relative_rms(results[1].double(), results[0]) <= 3e-3
 
 
 @pytest.mark.parametrize("group", [1, 3, 7, 8, 16])

@@ -1,0 +1,66 @@
+"""What is written for GPUs, run on simulated ones: the tests marked `cuda`, and the conformance suite there.
+
+Each in a process of its own, with a few parameter sets of every test; CONTRIBUTING says how to run them all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcache_plugins.kernels import compiler
+from tests.kernels.cuda import simulated_device
+
+ROOT = Path(__file__).parents[3]
+DEVICE_TESTS = (
+    "tests/evaluation/test_benchmark_device.py",
+    "tests/kernels/cuda/test_device.py",
+    "tests/models/test_generation_on_a_gpu.py",
+    "tests/retaining/test_heads.py",
+)
+# What is run: arguments of pytest, the environment, and how many tests pass at least.
+RUNS: dict[str, tuple[list[str], dict[str, str], int]] = {
+    "device": (["-m", "cuda", *DEVICE_TESTS], {"KVCACHE_SIMULATION_MOST": "4"}, 40),
+    "conformance": (
+        ["tests/backends/test_conformance.py"],
+        {"KVCACHE_SIMULATION_MOST": "8", "KVCACHE_SIMULATION_DEFAULT": "1"},
+        100,
+    ),
+}
+
+
+def test_every_device_test_is_run() -> None:
+    marker = re.compile(r"^(@pytest\.mark\.cuda|pytestmark = pytest\.mark\.cuda)", re.MULTILINE)
+    marked = {path for path in (ROOT / "tests").rglob("test_*.py") if marker.search(path.read_text())}
+    assert marked == {ROOT / path for path in DEVICE_TESTS}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a torch with CUDA cannot be given other devices")
+@pytest.mark.skipif(compiler.find_compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", RUNS)
+def test_on_simulated_devices(name: str, request: pytest.FixtureRequest) -> None:
+    arguments, environment, least = RUNS[name]
+    folder = request.config.cache.mkdir("simulated_device")
+    environment = os.environ | environment | {"KVCACHE_SIMULATION": str(folder)}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        simulated_device.__name__,
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and passed is not None, done.stdout[-8000:] + done.stderr[-2000:]
+    assert int(passed[1]) >= least

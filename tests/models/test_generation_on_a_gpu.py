@@ -1,0 +1,102 @@
+"""`generate()` on a GPU: the tokens of the CPU, by the CUDA kernels alone, however it drives a cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from transformers import PreTrainedModel
+
+from kvcache_plugins.cache import KVCache, build_cache
+from kvcache_plugins.kernels import cuda_loader
+from kvcache_plugins.testing.generation import SCENARIOS, padded_prompt, run_scenario
+from kvcache_plugins.testing.models import tiny_model
+
+pytestmark = pytest.mark.cuda
+
+CACHES: dict[str, dict[str, Any]] = {
+    "int8": {"backend": "int8"},
+    "int4-k8": {"backend": "int4", "key_bits": 8},
+    "float8": {"backend": "float8"},
+    "kivi-4bit": {"backend": "kivi", "q_group_size": 32, "residual_length": 32},
+    "kivi-2bit-block": {
+        "backend": "kivi",
+        "nbits": 2,
+        "q_group_size": 32,
+        "residual_length": 32,
+        "rope_mode": "block",
+    },
+    "kvquant": {"backend": "kvquant", "nbits": 3, "calibration": "normal_float"},
+    "knorm-int8": {"backend": "knorm", "budget": 96, "storage": {"backend": "int8"}, "residual_length": 16},
+    "knorm-dense": {"backend": "knorm", "budget": 96},
+    "streaming-int4": {"backend": "streaming_llm", "budget": 96, "storage": {"backend": "int4"}},
+}
+LENGTHS = (180, 140)
+"""Several packed blocks, and some left over."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVCACHE_CUDA_KERNELS", "1")
+        assert cuda_loader.try_load(torch.device("cuda", 0)), cuda_loader.status().reason
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The same on the CPU and on the GPU."""
+    model = tiny_model("llama")
+    return model, copy.deepcopy(model).cuda()
+
+
+@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if "sample" not in name])
+@pytest.mark.parametrize("name", CACHES)
+def test_tokens_are_those_of_the_cpu(
+    name: str, scenario: str, models: tuple[PreTrainedModel, PreTrainedModel]
+) -> None:
+    expected = run_scenario(models[0], scenario, cache_config=CACHES[name], lengths=LENGTHS)
+    got = run_scenario(models[1], scenario, cache_config=CACHES[name], lengths=LENGTHS)
+    assert got.is_cuda
+    assert torch.equal(got.cpu(), expected)
+
+
+def _generated(model: PreTrainedModel, cache_config: dict[str, Any]) -> tuple[torch.Tensor, KVCache]:
+    inputs = {name: tensor.to(model.device) for name, tensor in padded_prompt(LENGTHS).items()}
+    cache = build_cache(model, cache_config)
+    tokens = model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=40)  # type: ignore[operator]
+    return tokens, cache
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_nothing_is_read_but_by_the_kernels(
+    name: str, models: tuple[PreTrainedModel, PreTrainedModel]
+) -> None:
+    tokens, cache = _generated(models[1], CACHES[name])
+    report = cache.report()
+    assert tokens.is_cuda
+    assert report.fallback_reads == 0
+    assert set(report.kernel) == ({"dense"} if name.endswith("dense") else {"cuda"}), report.kernel_reasons
+
+
+@pytest.mark.parametrize("name", ["int8", "kivi-2bit-block", "knorm-int8"])
+def test_layers_on_several_devices(name: str, models: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    """On the first and the last GPU, which may be one."""
+    model = copy.deepcopy(models[0])
+    layers = model.config.num_hidden_layers
+    first, last = "cuda:0", f"cuda:{torch.cuda.device_count() - 1}"
+    device_map = {f"model.layers.{i}": first if i < layers // 2 else last for i in range(layers)}
+    device_map |= {
+        "model.embed_tokens": first,
+        "model.rotary_emb": first,
+        "model.norm": last,
+        "lm_head": last,
+    }
+    model = dispatch_model(model, device_map)
+    tokens, cache = _generated(model, CACHES[name])
+    devices = {str(layer.records.data.device) for layer in cache.packed_layers}
+    assert devices == {first, last}
+    assert set(cache.report().kernel) == {"cuda"}
+    assert torch.equal(tokens.cpu(), _generated(models[0], CACHES[name])[0])
