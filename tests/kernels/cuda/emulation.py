@@ -1,4 +1,4 @@
-"""The CUDA kernels on a machine without a GPU: compiled by the C++ compiler against `csrc/cuda/emulation.h`.
+"""The CUDA kernels on a machine without a GPU: compiled by the C++ compiler for `emulated_gpu`.
 
 The library is the one a GPU would get, bindings and all, registered under another namespace for CPU tensors.
 """
@@ -27,10 +27,11 @@ from kvcache_plugins.layers.handle import KVHandle
 
 SOURCES = Path(compiler.__file__).with_name("csrc") / "cuda"
 _FLAGS = ["-std=c++20", "-O2", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered"]
-_FLAGS += ["-DKVCACHE_EMULATION", "-xc++"]
-_SANITIZER = Path(__file__).with_name("sanitizer") / "sanitizer.cpp"
+_GPU = Path(__file__).with_name("emulated_gpu")
+_FLAGS += ["-DKVCACHE_EMULATION", "-xc++", f"-I{_GPU}", f"-I{SOURCES}"]
+_SANITIZER = _GPU / "sanitizer" / "sanitizer.cpp"
 # Only the compiler's calls are wanted, which the sanitizer takes; the libraries that usually do are left out.
-_WATCHED = ["-O1", "-g1", f"-I{SOURCES}", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
+_WATCHED = ["-O1", "-g1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
 _WATCHED += ["-fsanitize=alignment,shift,signed-integer-overflow,integer-divide-by-zero,bounds"]
 _WATCHED += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all"]
 _KNOW_TORCH = ("_binding", "sanitizer")
@@ -70,7 +71,7 @@ def build_changed(sources: Path, units: Collection[str], directory: Path, intact
 def build_sanitizing(
     directory: Path, intact: Path, changed: Sequence[Path] = (), to: Path | None = None
 ) -> Path:
-    """As `build`, with the device units watched by `sanitizer/sanitizer.cpp`.
+    """As `build`, with the device units watched by the sanitizer.
 
     Units of `changed` are compiled into `to`, and stand for those of the same name. `intact` is where `build`
     has built the sources, or builds them now: bindings are taken from there.
@@ -87,11 +88,11 @@ def build_sanitizing(
 
 
 def build_watched(unit: Path, directory: Path) -> Path:
-    """A device unit that needs no other, watched by `sanitizer/sanitizer.cpp`."""
+    """A device unit that needs no other, watched by the sanitizer."""
     found = compiler.find_compiler()
     if found is None:
         pytest.skip("no C++ compiler")
-    machine = _compiled(found, SOURCES / "emulation.cpp", directory)
+    machine = _compiled(found, _GPU / "emulation.cpp", directory)
     return _linked(found, [*_watched([unit], directory), machine, _sanitizer(directory)], directory)
 
 
@@ -107,11 +108,11 @@ def _sanitizer(directory: Path) -> Path:
     found = compiler.find_compiler()
     assert found is not None
     with compiler.file_lock(directory / "lock"):
-        return _compiled(found, _SANITIZER, directory, f"-I{SOURCES}")
+        return _compiled(found, _SANITIZER, directory)
 
 
 def _units(sources: Path) -> list[Path]:
-    return sorted([*sources.glob("*.cu"), *sources.glob("*_binding.cpp"), sources / "emulation.cpp"])
+    return sorted([*sources.glob("*.cu"), *sources.glob("*_binding.cpp"), _GPU / "emulation.cpp"])
 
 
 def _compiled(found: compiler.Compiler, file: Path, directory: Path, *flags: str) -> Path:
@@ -127,12 +128,15 @@ def _compiled(found: compiler.Compiler, file: Path, directory: Path, *flags: str
 
 
 def included(file: Path) -> list[Path]:
-    """A file and what it includes of its folder or `SOURCES`, directly or not, in a fixed order."""
+    """A file and what it includes of its folder, of `SOURCES` or of `emulated_gpu`, directly or not.
+
+    In a fixed order.
+    """
     found = [file]
     for path in found:  # which grows meanwhile
         for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
-            near = path.with_name(name)
-            new = near if near.exists() else SOURCES / name
+            places = (path.with_name(name), SOURCES / name, _GPU / name)
+            new = next(place for place in places if place.exists())
             if new not in found:
                 found.append(new)
     return found

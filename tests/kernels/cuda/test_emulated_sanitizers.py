@@ -1,6 +1,6 @@
 """Races, memory that nobody wrote, and accesses that a GPU refuses, looked for on the emulated GPU.
 
-What compute-sanitizer does on a GPU with racecheck, initcheck and memcheck, `sanitizer/sanitizer.cpp` does
+What compute-sanitizer does on a GPU with racecheck, initcheck and memcheck, `emulated_gpu/sanitizer` does
 here, of every load and store of the kernels. It is stricter in what orders two threads: only barriers.
 """
 
@@ -18,7 +18,7 @@ from tests.kernels import fresh_process
 from tests.kernels.cuda import emulation
 from tests.kernels.cuda.sanitizer_cases import CASES
 
-FAULTS = Path(__file__).with_name("sanitizer") / "faults.cu"
+FAULTS = Path(__file__).with_name("emulated_gpu") / "sanitizer" / "faults.cu"
 RACE, COPY = "no barrier since thread", "is copying to it, and has not waited"
 UNWRITTEN = "which nobody has written"
 UNORDERED = f"{RACE}|{UNWRITTEN}"  # without a barrier readers may also come first

@@ -1,6 +1,6 @@
 // What the kernels ask of the machine: half-precision pairs, the tensor core, asynchronous copies, collectives of a
-// warp. The only file with inline PTX. With KVCACHE_EMULATION every function has a body in plain C++ (emulation.h),
-// through which the tests run the kernels on a machine without a GPU.
+// warp. The only file with inline PTX. With KVCACHE_EMULATION every function has a body in plain C++, by which
+// the tests run the kernels on a machine without a GPU (tests/kernels/cuda/emulated_gpu).
 //
 // Pairs of fp16 numbers travel as 32-bit words, the first number in the lower half.
 #pragma once
