@@ -17,6 +17,9 @@ for name in "$@"; do
 done
 [ $# -eq 0 ] && set -- $STAGES
 
+[ -d kvcache_plugins ] || { echo "run this in the root of the repository" >&2; exit 2; }
+"$PYTHON" -c "import torch; raise SystemExit(not torch.cuda.is_available())" || {
+  echo "$PYTHON has no torch that sees a GPU" >&2; exit 2; }
 export KVCACHE_CUDA_KERNELS=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PATH=${CUDA_HOME:-/usr/local/cuda}/bin:$PATH
 mkdir -p "$OUT"
@@ -42,7 +45,7 @@ run() {
 }
 
 build() {
-  run build 200 20 "$PYTHON" -c "
+  run build 200 20 env -u KVCACHE_CUDA_KERNELS "$PYTHON" -c "
 import time, torch
 from kvcache_plugins.kernels import cuda_loader
 started = time.time()
@@ -84,7 +87,9 @@ tests() {
 sanitize() {
   local tool library
   library=$("$PYTHON" -c "from kvcache_plugins.kernels import cuda_loader; print(cuda_loader.build())" | tail -n 1)
-  for tool in memcheck racecheck initcheck synccheck; do
+  if [ ! -f "$library" ]; then echo "== sanitize: there is no build"; failed=1; return; fi
+  export PYTORCH_NO_CUDA_MEMORY_CACHING=1  # a stray access then leaves an allocation
+  for tool in memcheck racecheck synccheck initcheck; do
     # torch's own kernels are left alone: they are many, and each would take its time to instrument
     run "$tool" 180 8 compute-sanitizer --tool "$tool" --kernel-name kernel_substring=kvcache --error-exitcode 9 \
       "$PYTHON" -m kvcache_plugins.kernels.cuda_trial "$library"

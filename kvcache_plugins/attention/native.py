@@ -95,7 +95,7 @@ def _attend_on_cuda(query: Tensor, key: KVHandle, value: KVHandle, options: Atte
     if sides is None:
         return _UNREADABLE
     if not cuda_loader.try_load(query.device):
-        reason = f"there are no CUDA kernels: {cuda_loader.status().reason}"
+        reason = f"there are no CUDA kernels: {cuda_loader.why_not(query.device)}"
         if key.layer.config.kernel == "native":
             raise KernelUnavailableError(f"kernel='native' was given, but {reason}")
         return reason

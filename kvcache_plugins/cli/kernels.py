@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from pathlib import Path
+
+from ..errors import KernelUnavailableError
 
 __all__ = ["add_parser", "run"]
 
@@ -16,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("status", help="print the state; nothing is built")
-    build = actions.add_parser("build", help="build what is not built yet")
+    build = actions.add_parser("build", help="build what is not built yet, and try it on every GPU there is")
     build.add_argument("--force", action="store_true", help="even if there is an intact build")
     parser.set_defaults(run=run)
 
@@ -27,12 +32,12 @@ def run(args: argparse.Namespace) -> int:
 
     from ..kernels import cuda_loader, loader
 
+    failures = []
     if args.action == "build":
         loader.build(force=args.force)
-        if torch.cuda.is_available():
-            cuda_loader.build(force=args.force)
-            for index in range(torch.cuda.device_count()):
-                cuda_loader.check(torch.device("cuda", index))
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if gpus and os.environ.get("KVCACHE_CUDA_KERNELS") != "0":
+            failures = _build_for_gpus(gpus, args.force)
     status = loader.status()
     sizes = [state.st_size for state in loader.cached_builds().values()]
     rows = {
@@ -51,7 +56,42 @@ def run(args: argparse.Namespace) -> int:
         "CUDA compiler": device.compiler or "none found",
         "CUDA reason": device.reason,
     }
+    if device.path is not None and torch.cuda.is_available():
+        rows["CUDA trial"] = _trials(device.path)
     for name, value in rows.items():
         if value is not None:
             print(f"{name + ':':<17}{value}")
-    return 0
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _trials(library: Path) -> str:
+    """On which GPUs a build has passed its first run."""
+    import torch
+
+    from ..kernels import cuda_trial
+
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return ", ".join(
+        f"{device} {'passed' if cuda_trial.passed(library, device) else 'not yet'}" for device in devices
+    )
+
+
+def _build_for_gpus(count: int, force: bool) -> list[str]:
+    """Build the CUDA kernels and try them on every GPU; return what failed."""
+    import torch
+
+    from ..kernels import cuda_loader
+
+    failures = []
+    try:
+        cuda_loader.build(force=force)
+    except KernelUnavailableError as error:
+        return [str(error)]
+    for index in range(count):
+        try:
+            cuda_loader.check(torch.device("cuda", index))
+        except KernelUnavailableError as error:
+            failures.append(str(error))
+    return failures

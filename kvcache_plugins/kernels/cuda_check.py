@@ -1,12 +1,14 @@
 """A check of the CUDA kernels on the GPU they are to run on, against torch on the same GPU.
 
-A few random packed tokens per format, laid out by `quantizers.packing`. It takes about a second, once per
-process and device, and waits for the device.
+A few random packed tokens per format, laid out by `quantizers.packing`: several seconds, most of them on the
+CPU, once per process and device. What the user has set does not reach it (autocast, default device and dtype,
+products in TF32), and it draws no number from the user's generators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,7 @@ from ..models.rotary import Rotary
 from ..quantizers import affine, float8
 from ..quantizers.granularity import Granularity, per_channel_group, per_token_group, per_token_head
 from ..quantizers.packing import BLOCK_TOKENS, pack_keys, pack_values, packed_bytes
-from .decoding import attend_dense, decode_side
+from .decoding import decode_side
 from .gathering import gather_records
 from .layout import FORMATS, Side, SideLayout
 from .level_sample import random_levels
@@ -56,12 +58,12 @@ class Sample:
     keys: Side
     values: Side
 
-    def to(self, device: torch.device) -> Sample:
-        """The same on a device."""
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Sample:
+        """The same on a device, its exact tokens in `dtype`."""
         sides = [
             Side(
                 side.layout,
-                [segment.to(device) for segment in side.segments],
+                [segment.to(device, dtype) for segment in side.segments],
                 *(None if extra is None else extra.to(device) for extra in side.extras),
             )
             for side in (self.keys, self.values)
@@ -94,9 +96,10 @@ def samples(
 
 def find_deviation(device: torch.device) -> str | None:
     """Run the kernels on a device; return what is wrong with them, or `None`."""
-    with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+    with _undisturbed(device):
+        made = {size: list(samples(torch.float32, *size)) for size in {call[1:3] for call in _CALLS}}
         for dtype, head_dim, blocks, tokens in _CALLS:
-            for sample in samples(dtype, head_dim, blocks):
+            for sample in made[head_dim, blocks]:
                 deviation = _attention_deviation(sample, dtype, tokens, device)
                 if deviation is not None:
                     return f"{sample.name}, {head_dim} channels, {tokens} queries, {dtype}: {deviation}"
@@ -107,8 +110,22 @@ def find_deviation(device: torch.device) -> str | None:
         return _encoding_deviation(device) or _step_deviation(device)
 
 
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Torch as a new process finds it."""
+    dtype = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.random.fork_rng(devices=[]))  # numbers are drawn on the CPU only
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(torch.device("cpu"))
+        stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
+        yield
+
+
 def _attention_deviation(sample: Sample, dtype: torch.dtype, tokens: int, device: torch.device) -> str | None:
-    moved = sample.to(device)
+    moved = sample.to(device, dtype)
     head_dim = sample.keys.layout.head_dim
     query = torch.randn(_ROWS, _HEADS * _GROUP, tokens, head_dim).to(dtype).to(device)
     got = decode_attention(
@@ -116,14 +133,21 @@ def _attention_deviation(sample: Sample, dtype: torch.dtype, tokens: int, device
     )
     keys = decode_side(moved.keys, moved.records, is_key=True, sink_start=None)
     values = decode_side(moved.values, moved.records, is_key=False, sink_start=None)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        expected = attend_dense(query.float(), keys, values, head_dim**-0.5, None, True, 0, 30.0, None, None)
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    error = float((got.float() - expected).norm() / expected.norm())
+    expected = _attend_exactly(query, keys, values, softcap=30.0)
+    error = float((got.double() - expected).norm() / expected.norm())
     return None if error <= _BOUNDS[dtype] else f"attention deviates by {error:.2e}"
+
+
+def _attend_exactly(query: Tensor, keys: Tensor, values: Tensor, softcap: float) -> Tensor:
+    """Causal attention in fp64, whose products no setting of torch makes less precise."""
+    kv_heads, length, head_dim = keys.shape[1:]
+    rows = query.double().unflatten(1, (kv_heads, -1))  # [B, H, group, q, D]
+    logits = rows @ keys.double()[:, :, None].mT * head_dim**-0.5
+    newest = torch.arange(length - query.shape[2], length, device=keys.device)
+    hidden = torch.arange(length, device=keys.device) > newest[:, None]
+    weights = (softcap * (logits / softcap).tanh()).masked_fill(hidden, -torch.inf).softmax(-1)
+    output: Tensor = (weights @ values.double()[:, :, None]).flatten(1, 2)
+    return output
 
 
 def _tokens_deviation(sample: Sample) -> str | None:
@@ -193,8 +217,8 @@ def _step_deviation(device: torch.device) -> str | None:
     ):
         keys, offset = _encode_layout(name, nbits, granularity, head_dim)
         values, record_bytes = _encode_layout(name, nbits, granularity, head_dim, offset)
-        tails = [torch.randn(_ROWS, _HEADS, 80, head_dim, device=device) for _ in range(4)]
-        states = [torch.randn(_ROWS, _HEADS, new, head_dim, device=device) for _ in range(2)]
+        tails = [torch.randn(_ROWS, _HEADS, 80, head_dim).to(device) for _ in range(4)]
+        states = [torch.randn(_ROWS, _HEADS, new, head_dim).to(device) for _ in range(2)]
         records = torch.zeros(2, _ROWS, _HEADS, 3, record_bytes, dtype=torch.uint8, device=device)
         tails[2:] = [tail.clone() for tail in tails[:2]]
         # a block of which the last tokens are new, and, where tokens are packed singly, two over an edge

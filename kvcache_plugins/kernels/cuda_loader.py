@@ -3,15 +3,15 @@
 A build is named after its sources, the operators' signatures, the releases of torch, CUDA and nvcc, and the
 architectures of the GPUs. It is made by `torch.utils.cpp_extension.load` under a file lock. No kernel here is
 trusted unseen. On every device, before the first use, they run on random tokens of every format and are
-compared with torch on that device (`cuda_check`); a deviation disables them all for the process. Before a
+compared with torch on that device (`cuda_check`); after a deviation torch serves there. Before a
 build does so for the first time on a model of GPU, a process of its own does (`cuda_trial`), since a kernel
 that goes astray takes its process with it.
 
 Environment: `KVCACHE_CUDA_KERNELS=0` leaves everything on a GPU to torch, `KVCACHE_CUDA_KERNELS=1` does
-without the process of its own, for where none can be started (a GPU in exclusive mode, or with no memory
-left). `KVCACHE_KERNEL_CACHE` and `KVCACHE_NO_BUILD` as for the CPU library (`loader`),
-`CUDA_HOME` the toolkit to build with instead of the one found (`cuda_toolkit`), `TORCH_CUDA_ARCH_LIST` the
-architectures to build for instead of those present, `MAX_JOBS` the compilers run at once.
+without the process of its own. `KVCACHE_KERNEL_CACHE` and `KVCACHE_NO_BUILD` as for the CPU library
+(`loader`), `CUDA_HOME` the toolkit to build with instead of the one found (`cuda_toolkit`),
+`TORCH_CUDA_ARCH_LIST` the architectures to build for instead of those present, `MAX_JOBS` the compilers run
+at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import shutil
 import tempfile
 import threading
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ from .compiler import file_lock
 from .cuda_toolkit import find_toolkit, used_by_torch
 from .ops import SCHEMAS
 
-__all__ = ["CUDA_FLAGS", "build", "check", "sources", "status", "try_load"]
+__all__ = ["CUDA_FLAGS", "build", "check", "sources", "status", "try_load", "why_not"]
 
 CUDA_FLAGS = ("-O3", "-lineinfo")
 """For the device code, beside what torch adds. Nothing that changes rounding."""
@@ -43,11 +44,16 @@ _SOURCES = Path(__file__).with_name("csrc") / "cuda"
 _NAME = "kvcache_plugins_cuda"
 
 _SWITCH = "KVCACHE_CUDA_KERNELS"
+_ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
+_OLDEST = (8, 0)
+"""Compute capability that the kernels need at least."""
 
 _lock = threading.RLock()
 _path: Path | None = None
 _failure: str | None = None
 _checked: set[int] = set()
+_faults: dict[int, str] = {}
+"""Of devices on which the kernels have failed their check."""
 
 
 def sources() -> list[Path]:
@@ -58,30 +64,35 @@ def sources() -> list[Path]:
 def try_load(device: torch.device) -> bool:
     """Make the kernels available for tensors of a device, building and checking them if need be.
 
-    Never raises, whatever building and checking raise. With `KVCACHE_CUDA_KERNELS=0` there are none. The
-    first failure of a process is told in one warning and remembered; later calls return false at once.
+    Never raises, whatever building and checking raise. With `KVCACHE_CUDA_KERNELS=0`, which is looked at
+    until they have been checked, there are none. A failure is told in one warning and remembered; later
+    calls return false at once.
     """
-    if _is_switched_off():
-        return False
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    if _failure is not None:
-        return False
+    index = _index(device)
     if index in _checked:
         return True
+    if _failure is not None or index in _faults or _why_switched_off() is not None:
+        return False
     if torch.cuda.is_current_stream_capturing():
         return False  # neither a build nor a check may be recorded; the next call outside a capture does both
     with _lock:
-        if _failure is None and index not in _checked:
+        if _failure is None and index not in _faults and index not in _checked:
             try:
                 check(torch.device("cuda", index))
             except KernelUnavailableError as error:
                 warnings.warn(
-                    f"Attention over packed keys and values on the GPU runs in plain torch, which is slower: "
-                    f"{error}",
+                    f"Attention over packed keys and values on the GPU runs in plain torch, which is slower "
+                    f"({_SWITCH}=0 chooses that): {error}",
                     RuntimeWarning,
                     stacklevel=2,
                 )
         return index in _checked
+
+
+def why_not(device: torch.device) -> str:
+    """Say why [`try_load`] has just returned false for a device."""
+    reason = _failure or _faults.get(_index(device)) or _why_switched_off()
+    return reason or "they are yet to be checked, which a CUDA graph cannot record: run a step before it."
 
 
 def build(*, force: bool = False) -> Path:
@@ -112,39 +123,51 @@ def build(*, force: bool = False) -> Path:
 
 
 def check(device: torch.device) -> None:
-    """Load the kernels, and compare them with torch on a device; what that finds disables them.
+    """Load the kernels, and compare them with torch on a device; what that finds disables them there.
 
     Args:
-        device (`torch.device`): The GPU, with its index.
+        device (`torch.device`): The GPU.
 
     Raises:
         KernelUnavailableError: If there are none, or they are not to be used there.
     """
-    global _failure
-    path = build()
+    index = _index(device)
+    device = torch.device("cuda", index)
+    with _lock:
+        path = build()
+        if index not in _checked and index not in _faults:
+            fault = _fault(path, device)
+            if fault is None:
+                _checked.add(index)
+            else:
+                _faults[index] = f"the kernels failed their check on {device}: {fault}"
+        if index in _faults:
+            raise KernelUnavailableError(_faults[index])
+
+
+def _fault(path: Path, device: torch.device) -> str | None:
     try:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _OLDEST:
+            return _too_old([capability])
         fault = None if os.environ.get(_SWITCH) == "1" else cuda_trial.find_fault(path, device)
-        fault = fault or cuda_check.find_deviation(device)
+        return cuda_check.find_deviation(device) if fault is None else fault
     except Exception as error:  # a launch that fails, an illegal address: torch serves instead
-        fault = _reason(error)
-    if fault is not None:
-        _failure = f"the kernels failed their check on {device}: {fault}"
-        raise KernelUnavailableError(_failure)
-    assert device.index is not None
-    _checked.add(device.index)
+        return _reason(error)
 
 
 def status() -> loader.KernelStatus:
     """Return the state of the kernels. Never builds, loads or raises."""
     directory = loader.cache_directory()
     release = _nvcc_release()
-    if _failure is not None:
-        return loader.KernelStatus("unavailable", None, directory, release, reason=_failure)
-    if _path is not None:
-        return loader.KernelStatus("loaded", _path, directory, release)
-    reason = _why_none()
+    reason = "\n".join(filter(None, [_failure, *_faults.values()])) or None
+    if _checked:
+        return loader.KernelStatus("loaded", _path, directory, release, reason=reason)
+    reason = reason or _why_switched_off() or (_why_no_device() if _path is None else None)
     if reason is not None:
         return loader.KernelStatus("unavailable", None, directory, release, reason=reason)
+    if _path is not None:
+        return loader.KernelStatus("loaded", _path, directory, release)
     target = _target()
     if loader._is_intact(target):
         return loader.KernelStatus("cached", target, directory, release)
@@ -155,7 +178,7 @@ def status() -> loader.KernelStatus:
 
 
 def _find_or_build(force: bool) -> Path:
-    reason = _why_none()
+    reason = _why_switched_off() or _why_no_device()
     if reason is not None:
         raise KernelUnavailableError(reason)
     target = _target()
@@ -194,7 +217,7 @@ def _compile(target: Path) -> None:
 
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-cuda-") as directory:
         try:
-            with used_by_torch(find_toolkit()):
+            with used_by_torch(find_toolkit()), _for_served_gpus():
                 cpp_extension.load(
                     name=_NAME,
                     sources=[str(path) for path in sources()],
@@ -213,18 +236,35 @@ def _compile(target: Path) -> None:
         sealed.replace(target)
 
 
+@contextmanager
+def _for_served_gpus() -> Iterator[None]:
+    """Keep torch, which builds for all GPUs that are there, from those the kernels do not compile for."""
+    served = [capability for capability in _capabilities() if capability >= _OLDEST]
+    if _ARCHITECTURES in os.environ or served == _capabilities():
+        yield
+        return
+    os.environ[_ARCHITECTURES] = ";".join(f"{major}.{minor}" for major, minor in served)
+    try:
+        yield
+    finally:
+        del os.environ[_ARCHITECTURES]
+
+
 def _reason(error: Exception) -> str:
     """What went wrong, with the name of an exception whose message needs it."""
     speaks = type(error) in (RuntimeError, KernelUnavailableError) or isinstance(error, OSError)
     return str(error) if speaks and str(error) else f"{type(error).__name__}: {error}"
 
 
-def _is_switched_off() -> bool:
-    return os.environ.get(_SWITCH) == "0"
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
 
 
-def _why_none() -> str | None:
-    return f"{_SWITCH}=0 leaves them out." if _is_switched_off() else _why_no_device()
+def _why_switched_off() -> str | None:
+    given = os.environ.get(_SWITCH, "")
+    if given in ("", "1"):
+        return None
+    return f"{_SWITCH}=0 leaves them out." if given == "0" else f"{_SWITCH} must be 0 or 1, got {given!r}."
 
 
 def _why_no_device() -> str | None:
@@ -232,10 +272,17 @@ def _why_no_device() -> str | None:
         return "this build of torch has no CUDA."
     if not torch.cuda.is_available():
         return "torch sees no GPU."
-    oldest = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
-    if oldest < (8, 0):
-        return f"the kernels need compute capability 8.0, and a GPU here has {oldest[0]}.{oldest[1]}."
-    return None
+    present = _capabilities()
+    return _too_old(present) if max(present) < _OLDEST else None
+
+
+def _too_old(capabilities: list[tuple[int, int]]) -> str:
+    found = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+    return f"the kernels need compute capability {_OLDEST[0]}.{_OLDEST[1]}, and here is {found}."
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    return sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
 
 
 def _why_not_buildable() -> str | None:
@@ -270,6 +317,6 @@ def _target() -> Path:
 
 def _architectures() -> str:
     """Hash of what decides the machine code."""
-    given = os.environ.get("TORCH_CUDA_ARCH_LIST")
-    present = sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
-    return hashlib.sha256(f"{given or present}{_nvcc_release()}".encode()).hexdigest()[:16]
+    given = os.environ.get(_ARCHITECTURES)
+    served = [capability for capability in _capabilities() if capability >= _OLDEST]
+    return hashlib.sha256(f"{given or served}{_nvcc_release()}".encode()).hexdigest()[:16]

@@ -1,11 +1,12 @@
-"""The first run of a build of the CUDA kernels on a kind of GPU: in a process of its own.
+"""The first run of a build of the CUDA kernels on a model of GPU: in a process of its own.
 
 A kernel that goes astray there (an illegal address, an endless loop) takes that process with it and not the
-user's. It runs the check that every process makes before it uses the kernels (`cuda_check`). A build that has
-passed is remembered in a file beside it, per GPU model and driver, so a machine pays for this once, about as
-long as importing torch takes. A build that has not is tried again by the next process.
+user's. It makes the check that every process makes before it uses the kernels (`cuda_check`). The verdict is
+kept in a file beside the build, named after its bytes, the model of GPU and the driver, so each of them pays
+for a trial once: importing torch, and the check. Processes that start together wait for one of them and take
+its verdict. What was no fault of the kernels (no memory, a GPU that is busy) is tried again by later ones.
 
-python -m kvcache_plugins.kernels.cuda_trial LIBRARY [INDEX]
+`kvcache-plugins kernels build` holds the trial ahead of time, while nothing else needs the GPU.
 """
 
 from __future__ import annotations
@@ -13,26 +14,36 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import os
+import re
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import cuda_check, loader
 from .compiler import file_lock
 
-__all__ = ["find_fault", "main", "record"]
+__all__ = ["find_fault", "main", "passed"]
 
 _logger = logging.getLogger(__name__)
-_SECONDS = 300
+_SECONDS = 120
 """Long enough for a machine that is busy; what takes longer does not end."""
 _DEVIATES = 3
-"""Status of a process whose kernels are wrong; others tell of a process that broke."""
+"""Status of a process whose kernels are wrong: neither Python's own (1, 2) nor that of a signal."""
 _LINES = 15
-"""Of what such a process said."""
+"""Of what a process said that broke."""
+_NO_FAULT = re.compile(r"out of memory|busy or unavailable", re.IGNORECASE)
+# With the parent's path: the same package, and none that lies in the current directory by chance.
+_CHILD = f"""
+import json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+from {__name__} import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def find_fault(library: Path, device: torch.device) -> str | None:
@@ -42,44 +53,77 @@ def find_fault(library: Path, device: torch.device) -> str | None:
         library (`Path`): A build.
         device (`torch.device`): The GPU, with its index.
     """
-    passed = record(library, device)
-    if passed.exists():
-        return None
+    started, record = time.time(), _record(library, device)
+    verdict = _known(record, started)
+    if verdict is not None:
+        return _fault_of(verdict)
     with ExitStack() as stack:
         with suppress(OSError):  # a directory that cannot be written to: nothing is remembered there
             stack.enter_context(file_lock(library.with_suffix(".trial.lock")))
-        if passed.exists():  # another process was quicker
-            return None
-        fault = _run(library, device)
-        if fault is None:
+        verdict = _known(record, started)  # of a process that was quicker
+        if verdict is None:
+            fault, is_final = _run(library, device)
+            verdict = {"device": _model(device), "fault": fault, "is_final": is_final}
             with suppress(OSError):
-                passed.write_text(json.dumps({"library": library.name, "device": _model(device)}, indent=1))
-        return fault
+                record.write_text(json.dumps(verdict, indent=1), encoding="utf-8")
+    return _fault_of(verdict)
 
 
-def record(library: Path, device: torch.device) -> Path:
-    """Return the file that says a build has passed on this model of GPU, with this driver."""
-    return library.with_suffix(f".{loader._short_hash(_model(device))}.passed")
+def passed(library: Path, device: torch.device) -> bool:
+    """Whether a build is known to have passed its trial on this model of GPU, with this driver."""
+    verdict = _known(_record(library, device), time.time()) if library.exists() else None
+    return verdict is not None and _fault_of(verdict) is None
 
 
-def _run(library: Path, device: torch.device) -> str | None:
-    _logger.warning("trying the CUDA kernels on %s, once on this machine", device)
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", __name__, str(library), str(device.index)]
+def _record(library: Path, device: torch.device) -> Path:
+    """Where the verdict on these bytes, on this model of GPU, with this driver, is or will be."""
+    name = loader._short_hash(f"{_model(device)}{library.read_bytes()[-64:].hex()}")
+    return library.with_suffix(f".{name}.trial")
+
+
+def _fault_of(verdict: dict[str, Any]) -> str | None:
+    return None if verdict["fault"] is None else str(verdict["fault"])
+
+
+def _known(record: Path, started: float) -> dict[str, Any] | None:
+    """The verdict, if it is final or has been found since `started`."""
+    with suppress(OSError, ValueError, KeyError):
+        verdict: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+        if verdict["is_final"] or record.stat().st_mtime >= started:
+            return verdict
+    return None
+
+
+def _run(library: Path, device: torch.device) -> tuple[str | None, bool]:
+    """Hold the trial; return the fault, and whether another trial would find the same."""
+    if not sys.executable or getattr(sys, "frozen", False):
+        return "there is no Python to try them in a process of its own", False
+    _logger.warning("trying the CUDA kernels on %s, once for this build, model of GPU and driver", device)
+    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(library), str(device.index)]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, env=os.environ | {"PYTHONPATH": path}
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SECONDS,
+            text=True,
+            errors="replace",
         )
     except OSError as error:
-        return f"no process could be started to try them ({error})"
+        return f"no process could be started to try them ({error})", False
     except subprocess.TimeoutExpired:
-        return f"they had not ended after {_SECONDS} s in a process of their own"
-    if done.returncode == 0:
-        return None
+        return f"they had not ended after {_SECONDS} s in a process of their own", True
+    said = done.stdout.strip()
     if done.returncode == _DEVIATES:
-        return done.stdout.strip()
-    said = "\n".join(done.stderr.strip().splitlines()[-_LINES:])
-    return f"a process that tried them ended with status {done.returncode}: {said}"
+        return said or "they deviate, and nothing says how", True
+    if done.returncode == 0:
+        tried = said.splitlines()[-1] if said else "nothing"
+        return (None, True) if tried == _model(device) else (f"not they were tried, but {tried}", False)
+    lines = "\n".join(done.stderr.strip().splitlines()[-_LINES:])
+    fault = f"a process that tried them ended with status {done.returncode}: {lines}"
+    if _NO_FAULT.search(lines):
+        fault += "\n`kvcache-plugins kernels build` tries them, while nothing else needs the GPU."
+    return fault, False
 
 
 def _model(device: torch.device) -> str:
@@ -89,19 +133,26 @@ def _model(device: torch.device) -> str:
 
 
 def _driver() -> str:
-    with suppress(OSError):
+    with suppress(OSError, IndexError):
         return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
-    return "unknown"
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return "unknown" if ask is None else f"for CUDA {ask()}"
 
 
 def main(argv: list[str]) -> int:
-    """Load a library, check its kernels on a device, and say what is wrong with them."""
+    """Load a library (first argument), check its kernels on a device (its index, or 0), and tell.
+
+    Raises:
+        FileNotFoundError: If there is no such library.
+    """
     library, *index = argv
+    if not Path(library).is_file():
+        raise FileNotFoundError(f"There is no library {library!r}.")
     device = torch.device("cuda", int(index[0]) if index else 0)
     ctypes.CDLL(library)
     deviation = cuda_check.find_deviation(device)
     torch.cuda.synchronize(device)
-    print(deviation or f"the kernels agree with torch on {device}")
+    print(deviation or _model(device))
     return 0 if deviation is None else _DEVIATES
 
 

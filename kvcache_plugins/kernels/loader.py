@@ -56,7 +56,7 @@ _failure: str | None = None
 
 @dataclass(frozen=True)
 class KernelStatus:
-    """What is known of the native library, without building or loading it.
+    """What is known of a native library, that for CPUs or that for GPUs, without building or loading it.
 
     Args:
         state (`str`): `"loaded"`, `"cached"` (an intact build exists), `"missing"` (the first decode builds
@@ -280,7 +280,7 @@ def _remove_unused(current: Path) -> None:
                 path.unlink(missing_ok=True)
                 # Locks, and what is known of it. Should someone hold a lock, the worst that follows is that
                 # two build the same file.
-                for name in ("lock", "trial.lock", "*.passed"):
+                for name in ("lock", "trial.lock", "*.trial"):
                     for beside in path.parent.glob(f"{path.stem}.{name}"):
                         beside.unlink(missing_ok=True)
 

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import kvcache_plugins as kvp
 from kvcache_plugins.cli import backend_table, main
 from kvcache_plugins.cli.backend_table import SECTIONS, backend_rows, docstring_sections, markdown_table
 from kvcache_plugins.cli.estimate import PRESETS
 from kvcache_plugins.cli.options import cache_label, parse_cache_configs
-from kvcache_plugins.kernels import loader
+from kvcache_plugins.errors import KernelUnavailableError
+from kvcache_plugins.kernels import cuda_loader, cuda_trial, loader
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
@@ -181,6 +183,44 @@ def test_kernels_status_builds_nothing(
     assert lines[0] in ("state:           missing", "state:           unavailable")
     assert f"cache directory: {tmp_path / 'cache'}" in lines
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns the devices on which the kernels are tried; on the second one they fail."""
+    tried: list[str] = []
+
+    def check(device: torch.device) -> None:
+        tried.append(str(device))
+        if device.index == 1:
+            raise KernelUnavailableError("the kernels failed their check on cuda:1: 2 bit")
+
+    monkeypatch.delenv("KVCACHE_CUDA_KERNELS", raising=False)
+    monkeypatch.setattr(loader, "build", lambda *, force: None)
+    monkeypatch.setattr(cuda_loader, "build", lambda *, force: None)
+    monkeypatch.setattr(cuda_loader, "check", check)
+    found = loader.KernelStatus("loaded", Path("cuda.so"), Path("."), "nvcc")
+    monkeypatch.setattr(cuda_loader, "status", lambda: found)
+    monkeypatch.setattr(cuda_trial, "passed", lambda library, device: device.index == 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return tried
+
+
+def test_kernels_build_tries_every_gpu(two_gpus: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "build"]) == 1
+    assert two_gpus == ["cuda:0", "cuda:1"]
+    out, err = capsys.readouterr()
+    assert "cuda:0 passed, cuda:1 not yet" in out
+    assert err == "error: the kernels failed their check on cuda:1: 2 bit\n"
+
+
+def test_kernels_build_leaves_gpus_alone_that_are_switched_off(
+    two_gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCACHE_CUDA_KERNELS", "0")
+    assert main(["kernels", "build"]) == 0
+    assert two_gpus == []
 
 
 def test_kernels_build_says_why_it_cannot(

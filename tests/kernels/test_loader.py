@@ -247,7 +247,7 @@ def test_installing_removes_what_was_not_used_for_90_days(installs: Path) -> Non
     gone = {age(installs / build_name(digit), 91) for digit in "0f"}
     gone |= {age(installs / build_name("0").replace(".so", ".lock"), 91)}
     of_a_gpu = build_name("1").replace("cpu", "cuda")
-    names = (of_a_gpu, *(of_a_gpu.replace(".so", end) for end in (".lock", ".trial.lock", ".0a1b.passed")))
+    names = (of_a_gpu, *(of_a_gpu.replace(".so", end) for end in (".lock", ".trial.lock", ".0a1b.trial")))
     gone |= {age(installs / name, 91) for name in names}
     assert loader._find_or_build(force=True) == (status.path, None)
     assert set(installs.iterdir()) == kept | {status.path.with_suffix(".lock")}

@@ -9,8 +9,9 @@ pytest,
 
     python -m pytest -p tests.kernels.cuda.simulated_device -m cuda
 
-runs the tests marked `cuda` that do not say `simulated=False`. It shows nothing about the machine code, time
-or the order of what runs at the same time.
+runs the tests marked `cuda` that do not say `simulated=False`. It shows nothing about the machine code, time,
+the order of what runs at the same time, or random numbers: generators are those of the CPU. There is no
+backward pass.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tests.kernels.cuda import emulation
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FOLDER = "KVCACHE_SIMULATION"
-"""Environment variable: where builds are kept; a temporary directory if unset."""
+"""Environment variable: where builds are kept, instead of pytest's cache or a temporary directory."""
 _DEFAULT = "KVCACHE_SIMULATION_DEFAULT"
 """With 1, tensors are made on a simulated device where nothing else is said."""
 _MOST = "KVCACHE_SIMULATION_MOST"
@@ -90,7 +91,10 @@ def install(folder: Path | None = None) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    install()
+    if compiler.find_compiler() is None:
+        raise pytest.UsageError("simulated devices need a C++ compiler")
+    cache = getattr(config, "cache", None)
+    install(None if cache is None or _FOLDER in os.environ else cache.mkdir("simulated_device"))
     if os.environ.get(_DEFAULT) == "1":
         torch.set_default_device("cuda")
 
@@ -118,6 +122,8 @@ def _spread(items: list[pytest.Item], most: int) -> list[pytest.Item]:
     """At most so many items, from the first to the last."""
     if len(items) <= most:
         return items
+    if most == 1:
+        return items[:1]
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 

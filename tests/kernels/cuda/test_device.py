@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions, attend
-from kvcache_plugins.kernels import cuda_check, cuda_loader, loader
+from kvcache_plugins.kernels import cuda_check, cuda_loader, cuda_trial, loader
 from kvcache_plugins.kernels.ops import append_tokens
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.handle import KVHandle
@@ -263,6 +263,13 @@ def test_no_step_waits_for_the_device() -> None:
             attend_handles(query, key, value, AttentionOptions())
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.cuda(simulated=False)
+def test_the_trial_passes() -> None:
+    device = torch.device("cuda", 0)
+    assert cuda_trial.find_fault(cuda_loader.build(), device) is None
+    assert cuda_trial.passed(cuda_loader.build(), device)
 
 
 def test_the_check_passes() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(cuda_loader, "_path", None)
     monkeypatch.setattr(cuda_loader, "_failure", None)
     monkeypatch.setattr(cuda_loader, "_checked", set())
+    monkeypatch.setattr(cuda_loader, "_faults", {})
+    monkeypatch.setattr(cuda_loader, "_capabilities", lambda: [(9, 0)])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda_loader, "_architectures", lambda: "0" * 16)
     monkeypatch.setattr(cuda_loader, "_why_no_device", lambda: None)
@@ -161,6 +166,45 @@ def test_the_check_of_working_kernels(emulated: Path, monkeypatch: pytest.Monkey
     assert cuda_check.find_deviation(torch.device("cpu")) is None
     codes = {("codes", False, False), ("codes", True, False), ("codes", False, True)}
     assert kernels >= codes | {"general", ("levels", False, False), ("levels", False, True)}
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def coarse_products() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"),
+        torch.enable_grad,
+        default_dtype,
+        coarse_products,
+    ],
+    ids=["autocast", "default device", "gradients", "default dtype", "coarse products"],
+)
+def test_the_check_whatever_the_user_has_set(
+    state: Callable[[], Any], emulated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(monkeypatch)
+    monkeypatch.setattr(cuda_check, "_CALLS", cuda_check._CALLS[4:])
+    drawn = torch.random.get_rng_state()
+    with state():
+        before = torch.get_default_dtype()
+        assert cuda_check.find_deviation(torch.device("cpu")) is None
+        assert torch.get_default_dtype() == before
+    assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
 _OPERATORS = ("append_tokens", "decode_attention", "decode_tokens", "encode_tokens", "gather_tokens")

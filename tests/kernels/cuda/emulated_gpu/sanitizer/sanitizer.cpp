@@ -14,6 +14,7 @@ enum class Kind { kRead, kWrite, kSame };
 class Watch final : public emulation::Observer {
  public:
   void begin_launch(const uint8_t* shared, size_t shared_bytes) override {
+    if (emulation::here.threads.x > 32 * kMostWarps) fail(0, "has more threads than readers are kept of");
     if (shared_bytes > kMostShared) fail(0, "is given %zu bytes of shared memory", shared_bytes);
     shared_.begin = reinterpret_cast<uintptr_t>(shared);
     shared_.size = shared_bytes;
@@ -81,6 +82,7 @@ class Watch final : public emulation::Observer {
 
  private:
   static constexpr size_t kMostShared = 232448;  // of a thread block, on any GPU so far
+  static constexpr unsigned kMostWarps = 16;     // bits of Read::warps
 
   Clock clock_;
   Runner runner_{};
