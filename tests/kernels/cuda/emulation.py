@@ -34,7 +34,7 @@ _SANITIZER = _GPU / "sanitizer" / "sanitizer.cpp"
 _WATCHED = ["-O1", "-g1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
 _WATCHED += ["-fsanitize=alignment,shift,signed-integer-overflow,integer-divide-by-zero,bounds"]
 _WATCHED += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all"]
-_KNOW_TORCH = ("_binding", "sanitizer")
+_KNOW_TORCH = ("_binding", "sanitizer", "tensors")
 _loaded: dict[Path, ctypes.CDLL] = {}
 
 
@@ -49,8 +49,8 @@ def build(sources: Path, directory: Path, flags: Sequence[str] = ()) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with compiler.file_lock(directory / "lock"):
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # other test processes are waiting for this one
-            objects = list(pool.map(lambda file: _compiled(found, file, directory, *flags), _units(sources)))
-        return _linked(found, objects, directory)
+            objects = list(pool.map(lambda file: compiled(found, file, directory, *flags), _units(sources)))
+        return linked(found, objects, directory)
 
 
 def build_changed(sources: Path, units: Collection[str], directory: Path, intact: Path) -> Path:
@@ -62,10 +62,10 @@ def build_changed(sources: Path, units: Collection[str], directory: Path, intact
     build(SOURCES, intact)
     found = compiler.find_compiler()
     assert found is not None
-    changed = [_compiled(found, file, directory, "-O1") for file in _units(sources) if file.stem in units]
+    changed = [compiled(found, file, directory, "-O1") for file in _units(sources) if file.stem in units]
     assert len(changed) == len(units), f"no such unit among {units}"
-    others = [_compiled(found, file, intact) for file in _units(SOURCES) if file.stem not in units]
-    return _linked(found, changed + others, directory)
+    others = [compiled(found, file, intact) for file in _units(SOURCES) if file.stem not in units]
+    return linked(found, changed + others, directory)
 
 
 def build_sanitizing(
@@ -83,8 +83,8 @@ def build_sanitizing(
     objects = [*(_watched(changed, to) if to is not None else []), *_watched(units, directory)]
     found = compiler.find_compiler()
     assert found is not None
-    objects += [_compiled(found, file, intact) for file in _units(SOURCES) if file.suffix != ".cu"]
-    return _linked(found, [*objects, _sanitizer(directory)], to or directory)
+    objects += [compiled(found, file, intact) for file in _units(SOURCES) if file.suffix != ".cu"]
+    return linked(found, [*objects, _sanitizer(directory)], to or directory)
 
 
 def build_watched(unit: Path, directory: Path) -> Path:
@@ -92,8 +92,8 @@ def build_watched(unit: Path, directory: Path) -> Path:
     found = compiler.find_compiler()
     if found is None:
         pytest.skip("no C++ compiler")
-    machine = _compiled(found, _GPU / "emulation.cpp", directory)
-    return _linked(found, [*_watched([unit], directory), machine, _sanitizer(directory)], directory)
+    machine = compiled(found, _GPU / "emulation.cpp", directory)
+    return linked(found, [*_watched([unit], directory), machine, _sanitizer(directory)], directory)
 
 
 def _watched(units: Sequence[Path], directory: Path) -> list[Path]:
@@ -101,28 +101,32 @@ def _watched(units: Sequence[Path], directory: Path) -> list[Path]:
     assert found is not None
     directory.mkdir(parents=True, exist_ok=True)
     with compiler.file_lock(directory / "lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda file: _compiled(found, file, directory, *_WATCHED), units))
+        return list(pool.map(lambda file: compiled(found, file, directory, *_WATCHED), units))
 
 
 def _sanitizer(directory: Path) -> Path:
     found = compiler.find_compiler()
     assert found is not None
     with compiler.file_lock(directory / "lock"):
-        return _compiled(found, _SANITIZER, directory)
+        return compiled(found, _SANITIZER, directory)
 
 
 def _units(sources: Path) -> list[Path]:
     return sorted([*sources.glob("*.cu"), *sources.glob("*_binding.cpp"), _GPU / "emulation.cpp"])
 
 
-def _compiled(found: compiler.Compiler, file: Path, directory: Path, *flags: str) -> Path:
+def compiled(found: compiler.Compiler, file: Path, directory: Path, *flags: str) -> Path:
+    """The object of a source file in `directory`, compiled unless it is there.
+
+    `flags` go to the compiler, after the usual ones.
+    """
     options = [*(compiler._binding_options() if file.stem.endswith(_KNOW_TORCH) else []), *flags]
     read = [path.read_text() for path in included(file)]
     output = (
-        directory / f"{file.stem}-{_key([torch.__version__, found.description, *_FLAGS, *flags, *read])}.o"
+        directory / f"{file.stem}-{key_of([torch.__version__, found.description, *_FLAGS, *flags, *read])}.o"
     )
     if not output.exists():
-        _run([found.path, *_FLAGS, *options, "-c", str(file), "-o", f"{output}.new"])
+        run([found.path, *_FLAGS, *options, "-c", str(file), "-o", f"{output}.new"])
         Path(f"{output}.new").replace(output)
     return output
 
@@ -142,21 +146,24 @@ def included(file: Path) -> list[Path]:
     return found
 
 
-def _linked(found: compiler.Compiler, objects: list[Path], directory: Path) -> Path:
-    target = directory / f"{_key([path.name for path in objects])}.so"
+def linked(found: compiler.Compiler, objects: list[Path], directory: Path) -> Path:
+    """The library of some objects, which may need torch's, in `directory`, linked unless it is there."""
+    target = directory / f"{key_of([path.name for path in objects])}.so"
     if not target.exists():
         library = str(Path(torch.__file__).parent / "lib")
         files = [*map(str, objects), f"-L{library}", "-ltorch_cpu", "-lc10"]
-        _run([found.path, "-shared", "-o", f"{target}.new", *files])
+        run([found.path, "-shared", "-o", f"{target}.new", *files])
         Path(f"{target}.new").replace(target)
     return target
 
 
-def _key(parts: list[str]) -> str:
+def key_of(parts: list[str]) -> str:
+    """What tells builds of other parts apart."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _run(command: list[str]) -> None:
+def run(command: list[str]) -> None:
+    """Run a compiler, which must succeed."""
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

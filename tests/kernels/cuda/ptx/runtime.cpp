@@ -1,0 +1,118 @@
+// The part of the CUDA runtime that launches of nvcc's host code need, so that this code runs as it is: kernels are
+// registered when the library is loaded, and their PTX is interpreted. And what Python asks.
+#include <string>
+
+#include "launching.h"
+
+namespace {
+
+using ptx::dim3;
+
+// Values of the CUDA headers.
+constexpr int kSuccess = 0, kInvalidValue = 1;
+constexpr int kMostSharedBytes = 97;       // cudaDevAttrMaxSharedMemoryPerBlockOptin
+constexpr int kSharedBytesOfFunction = 8;  // cudaFuncAttributeMaxDynamicSharedMemorySize
+
+struct Function {
+  std::string name;
+  size_t most_shared_bytes = 48 * 1024;  // until it asks for more
+};
+
+// By the address of the host's function of that name.
+std::map<const void*, Function>& functions() {
+  static std::map<const void*, Function> all;
+  return all;
+}
+
+struct Configuration {
+  dim3 grid, threads;
+  size_t shared_bytes;
+  void* stream;
+};
+thread_local Configuration configuration;
+
+}  // namespace
+
+#pragma GCC visibility push(hidden)
+extern "C" {
+
+void** __cudaRegisterFatBinary(void*) {
+  static void* handle = nullptr;
+  return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, void*, void*, void*, void*,
+                            int*) {
+  functions()[function] = {name};
+}
+
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 threads, size_t shared_bytes, void* stream) {
+  configuration = {grid, threads, shared_bytes, stream};
+  return 0;
+}
+int __cudaPopCallConfiguration(dim3* grid, dim3* threads, size_t* shared_bytes, void* stream) {
+  *grid = configuration.grid;
+  *threads = configuration.threads;
+  *shared_bytes = configuration.shared_bytes;
+  *static_cast<void**>(stream) = configuration.stream;
+  return kSuccess;
+}
+
+// A function's handle is its address here, which is what runtimes before 13.0 launch by.
+int __cudaGetKernel(const void** kernel, const void* function) {
+  *kernel = function;
+  return kSuccess;
+}
+int cudaLaunchKernel(const void* function, dim3 grid, dim3 threads, void** arguments, size_t shared_bytes, void*) {
+  const Function& found = functions().at(function);
+  if (shared_bytes > found.most_shared_bytes) return kInvalidValue;
+  ptx::launch(found.name, grid, threads, shared_bytes, arguments[0]);
+  return kSuccess;
+}
+int __cudaLaunchKernel(const void* kernel, dim3 grid, dim3 threads, void** arguments, size_t shared_bytes,
+                       void* stream) {
+  return cudaLaunchKernel(kernel, grid, threads, arguments, shared_bytes, stream);
+}
+
+int cudaGetDevice(int* device) {
+  *device = 0;
+  return kSuccess;
+}
+int cudaDeviceGetAttribute(int* value, int attribute, int) {
+  *value = 232448;
+  return attribute == kMostSharedBytes ? kSuccess : kInvalidValue;
+}
+int cudaFuncSetAttribute(const void* function, int attribute, int value) {
+  if (attribute == kSharedBytesOfFunction) functions().at(function).most_shared_bytes = value;
+  return kSuccess;
+}
+int cudaGetLastError() { return kSuccess; }
+
+}  // extern "C"
+#pragma GCC visibility pop
+
+extern "C" {
+
+// Returns what is wrong with a PTX file, or null.
+const char* kvcache_read_ptx(const char* path) {
+  static thread_local std::string error;
+  try {
+    ptx::read_listing(path);
+    return nullptr;
+  } catch (const std::exception& problem) {
+    error = problem.what();
+    return error.c_str();
+  }
+}
+
+// Kernels that have been launched, or have not.
+const char* kvcache_ptx_kernels(bool is_launched) {
+  static thread_local std::string names;
+  names = ptx::names_of_kernels(is_launched);
+  return names.c_str();
+}
+
+long kvcache_emulated_products() { return ptx::products; }
+
+}  // extern "C"

@@ -1,0 +1,123 @@
+"""The CUDA kernels as nvcc translates them, on a machine without a GPU: their PTX, interpreted.
+
+nvcc compiles the device files as for a GPU, host code included. Their launches call a CUDA runtime, whose
+place `ptx` takes: it runs the PTX on the memory of CPU tensors, warp by warp, and refuses what a GPU may let
+pass (addresses, barriers that not all lanes reach, memory and registers that nobody has written, copies that
+are still under way, accesses that no barrier orders). It shares no code with the emulated GPU, which runs the
+source, and shows what that cannot: inline PTX, and what the compiler has made of the rest. What ptxas makes
+of the PTX it does not show. It knows the instructions that nvcc 13 writes, and refuses others by name.
+
+The operators have the names of the emulated GPU's: a process has one of both. As a plugin of pytest,
+
+    python -m pytest -p tests.kernels.cuda.ptx_machine tests/kernels/cuda/test_emulated_tokens.py
+
+runs tests of the emulated GPU on it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvcache_plugins.kernels import compiler
+from kvcache_plugins.kernels.cuda_toolkit import Toolkit, find_toolkit
+from tests.kernels.cuda import emulation, simulated_device
+
+FOLDER = "KVCACHE_PTX"
+"""Environment variable: where builds are kept; a temporary directory if unset."""
+NEVER_LAUNCHED = "kernels that were never launched: "
+"""What the summary of pytest says of kernels, followed by their names."""
+_INTERPRETER = Path(__file__).with_name("ptx")
+_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-gencode=arch=compute_90,code=compute_90"]
+
+# What is missing for a machine, if something is.
+needs_compilers = pytest.mark.skipif(
+    find_toolkit() is None or compiler.find_compiler() is None, reason="no nvcc, or no C++ compiler"
+)
+
+
+class Machine(NamedTuple):
+    """The library of the interpreter and of all host code, and the PTX of every device file by its stem."""
+
+    library: Path
+    listings: dict[str, Path]
+
+
+def build(folder: Path) -> Machine:
+    """Compile everything into `folder`, or what of it has changed."""
+    found, toolkit = compiler.find_compiler(), find_toolkit()
+    assert found is not None and toolkit is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    units = sorted(emulation.SOURCES.glob("*.cu"), key=lambda file: -len(emulation.included(file)))
+    bindings = sorted(emulation.SOURCES.glob("*_binding.cpp"))
+    with compiler.file_lock(folder / "lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        listings = pool.map(lambda file: _translated(toolkit, file, folder), units)
+        parts = pool.map(lambda file: _interpreting(found, file, folder), sorted(_INTERPRETER.glob("*.cpp")))
+        objects = [*pool.map(lambda file: emulation.compiled(found, file, folder), bindings), *parts]
+        by_unit = {file.stem: listing for file, listing in zip(units, listings, strict=True)}
+        objects += [by_unit[stem].with_suffix(".o") for stem in sorted(by_unit)]
+        return Machine(emulation.linked(found, objects, folder), by_unit)
+
+
+def load(machine: Machine) -> ctypes.CDLL:
+    """Register the operators, with the PTX of the machine."""
+    library = emulation.load(machine.library)
+    library.kvcache_read_ptx.restype = library.kvcache_ptx_kernels.restype = ctypes.c_char_p
+    for listing in machine.listings.values():
+        read(library, listing)
+    return library
+
+
+def read(library: ctypes.CDLL, listing: Path) -> None:
+    """Take kernels from a PTX file, in the place of others of the same names."""
+    error = library.kvcache_read_ptx(str(listing).encode())
+    assert error is None, error
+
+
+def kernels(library: ctypes.CDLL, is_launched: bool) -> list[str]:
+    """Names of the kernels that have been launched, or have not."""
+    return library.kvcache_ptx_kernels(is_launched).decode().split()  # type: ignore[no-any-return]
+
+
+def _interpreting(found: compiler.Compiler, file: Path, folder: Path) -> Path:
+    # every operation rounds, as PTX says
+    return emulation.compiled(found, file, folder, "-ffp-contract=off")
+
+
+def _translated(toolkit: Toolkit, file: Path, folder: Path) -> Path:
+    """The PTX of a device file, kept beside the object of its host code."""
+    read = [path.read_text() for path in emulation.included(file)]
+    listing = folder / f"{file.stem}-{emulation.key_of([toolkit.description, *_FLAGS, *read])}.ptx"
+    if not listing.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as kept:
+            output = Path(kept) / "host.o"
+            command = [toolkit.nvcc, *_FLAGS, "-Xcompiler", "-fPIC", "--keep", "--keep-dir", kept]
+            emulation.run([*command, "-c", str(file), "-o", str(output)])
+            output.replace(listing.with_suffix(".o"))
+            (Path(kept) / f"{file.stem}.ptx").replace(listing)  # last: it tells that both are there
+    return listing
+
+
+# -- as a plugin of pytest
+
+_libraries: list[ctypes.CDLL] = []
+# `KVCACHE_SIMULATION_MOST` parameter sets of a test are run at most
+pytest_collection_modifyitems = simulated_device.pytest_collection_modifyitems
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the tests of the emulated GPU get this machine where they build that."""
+    machine = build(Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="kvcache-ptx-")))
+    _libraries.append(load(machine))  # before tests make tensors, all of which it wants to know
+    emulation.build = lambda *_: machine.library
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for library in _libraries:
+        terminalreporter.write_line(f"{NEVER_LAUNCHED}{kernels(library, is_launched=False)}")

@@ -1,0 +1,178 @@
+"""Tests of the emulated GPU pass on the PTX that nvcc makes of the kernels; PTX that is broken is found."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvcache_plugins.kernels.cuda_toolkit import find_toolkit
+from tests.kernels import fresh_process
+from tests.kernels.cuda import ptx_machine
+
+pytestmark = ptx_machine.needs_compilers
+ROOT = Path(__file__).parents[3]
+TESTS = [f"tests/kernels/cuda/test_emulated_{what}.py" for what in ("attention", "levels", "magnitudes")]
+TESTS += [f"tests/kernels/cuda/test_emulated_{what}.py" for what in ("append", "tokens")]
+
+START = """
+from pathlib import Path
+from tests.kernels.cuda import ptx_machine, test_ptx
+
+library = ptx_machine.load(ptx_machine.build(Path({folder!r})))
+ptx_machine.read(library, Path({listing!r}))
+test_ptx.CHECKS[{unit!r}]()
+"""
+
+
+class Mutation(NamedTuple):
+    """What is broken in the PTX of a unit, wherever it matches; what finds it; and what is said then."""
+
+    unit: str
+    pattern: str
+    replacement: str
+    said: str
+
+
+WRONG = "wrong numbers"
+REGISTER = r"(%[a-z]+\d+)"
+MMA = r"(mma\S+ \{.*\}, \{)" + ", ".join([REGISTER] * 4) + r"(\}, \{.*\}, \{.*\};)"
+# A predicate that holds in some lanes, for an instruction that all must reach.
+PARTED = r"mov.u32 %r99999, %tid.x; setp.gt.u32 %p99999, %r99999, 4; @%p99999 \g<0>"
+MUTATIONS = {
+    "fragments of a product": Mutation("attend_8_rows", MMA, r"\1\2, \4, \3, \5\6", WRONG),
+    "a choice of bytes": Mutation("attend_8_rows", r"(mov\.u32\s+%r\d+), 30258;", r"\1, 21554;", WRONG),
+    "a table of bits": Mutation("attend_8_rows", r"(lop3\.b32 .*), 0xEA;", r"\1, 0xF8;", WRONG),
+    "halves of a pair": Mutation(
+        "attend_8_rows",
+        rf"(cvt\.rn\.f16x2\.f32) {REGISTER}, {REGISTER}, {REGISTER};",
+        r"\1 \2, \4, \3;",
+        WRONG,
+    ),
+    "a copy not waited for": Mutation(
+        "attend_8_rows", "cp.async.wait_group 1", "cp.async.wait_group 2", r"to which thread \d+ copies"
+    ),
+    "a barrier of a warp": Mutation(
+        "attend_8_rows", r"bar\.warp\.sync\s+-1;", "", "no barrier after|nobody has written"
+    ),
+    "a barrier of a block": Mutation(
+        "append_tokens", r"bar\.sync\s+0;", "", "no barrier after|nobody has written"
+    ),
+    "an address of two words": Mutation(
+        "attend_8_rows", r"(ld\.shared\.v2\.u32 .*, \[%r\d+)(\+\d+)?\]", r"\1+1]", "is not aligned to 8"
+    ),
+    "an address of two bytes": Mutation("append_tokens", r"(st\.global\.u16\s+\[%rd\d+)\]", r"\1+2]", WRONG),
+    "an address of a tensor": Mutation(
+        "append_tokens", r"(ld\.global\.u16\s+%rs\d+, \[%rd\d+)\]", r"\1+262144]", "outside of all tensors"
+    ),
+    "a parameter": Mutation(
+        "attend_8_rows", r"(ld\.param\.u64\s+%rd\d+, \[%rd\d+\+)\d+\]", r"\g<1>8192]", "no parameter at"
+    ),
+    "a register": Mutation(
+        "attend_8_rows", r"mov\.f32\s+%f\d+, 0f00000000;", "", "uses a register that has not been set"
+    ),
+    "who takes part": Mutation(
+        "attend_8_rows", r"(shfl\.sync\.bfly.*), (%r\d+), %r\d+;", r"\1, \2, \2;", "0000001f are to take part"
+    ),
+    "lanes at a barrier": Mutation(
+        "attend_8_rows", r"bar\.warp\.sync\s+-1;", PARTED, "missing at a barrier: ffffffe0"
+    ),
+    "lanes at a transpose": Mutation(
+        "attend_8_rows", r"movmatrix.*;", PARTED, "missing where all must come: ffffffe0"
+    ),
+    "an instruction": Mutation(
+        "attend_8_rows", r"mul\.rn\.f16x2", "mul.rz.f16x2", "an unknown instruction mul.rz.f16x2"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where builds are kept: in pytest's cache, if there is one, with those for the emulated GPU."""
+    cache = getattr(request.config, "cache", None)
+    return Path(cache.mkdir("emulated_cuda") if cache else tmp_path_factory.mktemp("emulated_cuda"))
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_emulated_gpu(folder: Path) -> None:
+    """In a process of their own, with a few parameter sets of every test."""
+    environment = os.environ | {ptx_machine.FOLDER: str(folder), "KVCACHE_SIMULATION_MOST": "5"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        ptx_machine.__name__,
+        "-p",
+        "no:cacheprovider",
+        *TESTS,
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and passed is not None, done.stdout[-8000:] + done.stderr[-2000:]
+    assert int(passed[1]) >= 190
+    assert f"{ptx_machine.NEVER_LAUNCHED}[]" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_is_found(name: str, folder: Path, tmp_path: Path) -> None:
+    mutation = MUTATIONS[name]
+    intact = ptx_machine.build(folder).listings[mutation.unit]
+    text, count = re.subn(mutation.pattern, mutation.replacement, intact.read_text())
+    toolkit = find_toolkit()
+    if count == 0 and toolkit is not None and "release 13." not in toolkit.release:
+        pytest.skip(f"{toolkit.release} writes something else")
+    assert count > 0, "the PTX has changed"
+    broken = tmp_path / f"{mutation.unit}.ptx"
+    broken.write_text(text)
+    scripts = [
+        START.format(folder=str(folder), listing=str(of), unit=mutation.unit) for of in (intact, broken)
+    ]
+    right, wrong = fresh_process.run_together(scripts)
+    assert right.returncode == 0, right.stderr
+    assert wrong.returncode != 0 and re.search(mutation.said, wrong.stderr), wrong.stderr
+
+
+def check_attention() -> None:
+    """Attention to keys of 2 and 4 bits, which the kernel for few query rows does, against torch."""
+    import torch
+
+    from kvcache_plugins.attention.reference import AttentionOptions, attend
+    from kvcache_plugins.testing.comparison import relative_rms
+    from tests.kernels.cuda import emulation
+    from tests.kernels.test_decode_attention import CASES, build_layer, step
+
+    for name in ("kivi-2bit-block", "kivi-default"):
+        torch.manual_seed(0)
+        layer = build_layer(CASES[name], 600, dtype=torch.float16, head_dim=128)
+        query, key, value = step(layer, 1, 4)
+        got = emulation.attend(query, key, value, AttentionOptions())
+        expected = attend(query.double(), key.tokens, value.tokens, AttentionOptions())
+        assert relative_rms(expected, got) <= 2.5e-3, WRONG
+
+
+def check_a_step() -> None:
+    """New tokens into the tails and a block, against the kernel for CPUs."""
+    import torch
+
+    from kvcache_plugins.kernels import loader
+    from tests.kernels.append_cases import CODES, Case, due_cases
+
+    loader.build()
+    for name in ("4bit-token", "2bit-channel-g32"):
+        for place in due_cases(CODES[name], 3):
+            case = Case(CODES[name], 3, *place)
+            _, records, _ = case.run(torch.ops.kvcache_emulated.append_tokens)
+            assert torch.equal(records, case.expected(torch.ops.kvcache_plugins.encode_tokens)[1]), WRONG
+
+
+# By the unit whose kernels are run.
+CHECKS = {"attend_8_rows": check_attention, "append_tokens": check_a_step}
