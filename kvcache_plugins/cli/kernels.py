@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "build":
         loader.build(force=args.force)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if gpus and os.environ.get("KVCACHE_CUDA_KERNELS") != "0":
+        is_wanted = gpus > 0 or (torch.version.cuda is not None and "TORCH_CUDA_ARCH_LIST" in os.environ)
+        if is_wanted and os.environ.get("KVCACHE_CUDA_KERNELS") != "0":
             failures = _build_for_gpus(gpus, args.force)
     status = loader.status()
     sizes = [state.st_size for state in loader.cached_builds().values()]

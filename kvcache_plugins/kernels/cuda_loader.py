@@ -10,8 +10,8 @@ that goes astray takes its process with it.
 Environment: `KVCACHE_CUDA_KERNELS=0` leaves everything on a GPU to torch, `KVCACHE_CUDA_KERNELS=1` does
 without the process of its own. `KVCACHE_KERNEL_CACHE` and `KVCACHE_NO_BUILD` as for the CPU library
 (`loader`), `CUDA_HOME` the toolkit to build with instead of the one found (`cuda_toolkit`),
-`TORCH_CUDA_ARCH_LIST` the architectures to build for instead of those present, `MAX_JOBS` the compilers run
-at once.
+`TORCH_CUDA_ARCH_LIST` the architectures to build for instead of those present (with it, a machine without a
+GPU builds too, for others that have the same setting), `MAX_JOBS` the compilers run at once.
 """
 
 from __future__ import annotations
@@ -270,8 +270,8 @@ def _why_switched_off() -> str | None:
 def _why_no_device() -> str | None:
     if torch.version.cuda is None:
         return "this build of torch has no CUDA."
-    if not torch.cuda.is_available():
-        return "torch sees no GPU."
+    if not torch.cuda.is_available():  # as where the image of a machine with GPUs is made
+        return None if os.environ.get(_ARCHITECTURES) else "torch sees no GPU."
     present = _capabilities()
     return _too_old(present) if max(present) < _OLDEST else None
 

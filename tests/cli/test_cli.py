@@ -215,6 +215,20 @@ def test_kernels_build_tries_every_gpu(two_gpus: list[str], capsys: pytest.Captu
     assert err == "error: the kernels failed their check on cuda:1: 2 bit\n"
 
 
+def test_kernels_build_for_gpus_elsewhere(two_gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built and not tried; asked for by naming architectures."""
+    built: list[bool] = []
+    monkeypatch.setattr(cuda_loader, "build", lambda *, force: built.append(force))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    assert main(["kernels", "build"]) == 0
+    assert built == []
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
+    assert main(["kernels", "build"]) == 0
+    assert (built, two_gpus) == ([False], [])
+
+
 def test_kernels_build_leaves_gpus_alone_that_are_switched_off(
     two_gpus: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

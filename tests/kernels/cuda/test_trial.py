@@ -248,6 +248,15 @@ def test_torch_builds_for_the_gpus_that_are_served(monkeypatch: pytest.MonkeyPat
         assert "TORCH_CUDA_ARCH_LIST" not in os.environ
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_builds_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    assert cuda_loader._why_no_device() == "torch sees no GPU."
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert cuda_loader._why_no_device() is None
+
+
 def test_no_check_while_a_graph_is_recorded(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not cuda_loader.try_load(DEVICE)
