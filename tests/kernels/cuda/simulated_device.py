@@ -48,7 +48,7 @@ _installed: list[ctypes.CDLL] = []
 
 def build(folder: Path) -> tuple[Path, Path]:
     """Compile the device and the kernels for it into `folder`, unless they are there."""
-    kernels = emulation.build(emulation.SOURCES, folder / "kernels", _FLAGS)
+    kernels = emulation.build(emulation.SOURCES, folder, _FLAGS)
     found = compiler.find_compiler()
     assert found is not None
     key = hashlib.sha256(f"{torch.__version__}{found.description}{_SOURCE.read_text()}".encode()).hexdigest()
@@ -94,7 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if compiler.find_compiler() is None:
         raise pytest.UsageError("simulated devices need a C++ compiler")
     cache = getattr(config, "cache", None)
-    install(None if cache is None or _FOLDER in os.environ else cache.mkdir("simulated_device"))
+    install(None if cache is None or _FOLDER in os.environ else cache.mkdir("emulated_cuda"))
     if os.environ.get(_DEFAULT) == "1":
         torch.set_default_device("cuda")
 

@@ -47,7 +47,7 @@ def test_every_device_test_is_run() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_on_simulated_devices(name: str, request: pytest.FixtureRequest) -> None:
     arguments, environment, least = RUNS[name]
-    folder = request.config.cache.mkdir("simulated_device")
+    folder = request.config.cache.mkdir("emulated_cuda")
     environment = os.environ | environment | {"KVCACHE_SIMULATION": str(folder)}
     environment.pop("PYTEST_XDIST_WORKER", None)
     command = [
