@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +10,9 @@ import pytest
 
 from kvcache_plugins.kernels.cuda_toolkit import find_toolkit
 from tests.kernels import fresh_process
-from tests.kernels.cuda import ptx_machine
+from tests.kernels.cuda import plugged, ptx_machine
 
 pytestmark = ptx_machine.needs_compilers
-ROOT = Path(__file__).parents[3]
 TESTS = [f"tests/kernels/cuda/test_emulated_{what}.py" for what in ("attention", "levels", "magnitudes")]
 TESTS += [f"tests/kernels/cuda/test_emulated_{what}.py" for what in ("append", "tokens")]
 
@@ -101,24 +97,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.slow
 def test_the_tests_of_the_emulated_gpu(folder: Path) -> None:
     """In a process of their own, with a few parameter sets of every test."""
-    environment = os.environ | {ptx_machine.FOLDER: str(folder), "KVCACHE_SIMULATION_MOST": "5"}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        ptx_machine.__name__,
-        "-p",
-        "no:cacheprovider",
-        *TESTS,
-    ]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
-    assert done.returncode == 0 and passed is not None, done.stdout[-8000:] + done.stderr[-2000:]
-    assert int(passed[1]) >= 190
-    assert f"{ptx_machine.NEVER_LAUNCHED}[]" in done.stdout
+    environment = {ptx_machine.FOLDER: str(folder), "KVCACHE_SIMULATION_MOST": "5"}
+    printed = plugged.run(ptx_machine.__name__, TESTS, environment, least=190)
+    assert f"{ptx_machine.NEVER_LAUNCHED}[]" in printed
 
 
 @pytest.mark.slow

@@ -5,17 +5,14 @@ Each in a process of its own, with a few parameter sets of every test; CONTRIBUT
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvcache_plugins.kernels import compiler
-from tests.kernels.cuda import simulated_device
+from tests.kernels.cuda import plugged, simulated_device
 
 ROOT = Path(__file__).parents[3]
 DEVICE_TESTS = (
@@ -48,19 +45,6 @@ def test_every_device_test_is_run() -> None:
 def test_on_simulated_devices(name: str, request: pytest.FixtureRequest) -> None:
     arguments, environment, least = RUNS[name]
     folder = request.config.cache.mkdir("emulated_cuda")
-    environment = os.environ | environment | {"KVCACHE_SIMULATION": str(folder)}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        simulated_device.__name__,
-        "-p",
-        "no:cacheprovider",
-    ]
-    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-    passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
-    assert done.returncode == 0 and passed is not None, done.stdout[-8000:] + done.stderr[-2000:]
-    assert int(passed[1]) >= least
+    plugged.run(
+        simulated_device.__name__, arguments, environment | {"KVCACHE_SIMULATION": str(folder)}, least
+    )
