@@ -83,7 +83,7 @@ def _has_aligned_fields(layout: SideLayout, record_bytes: int) -> bool:
     return (
         layout.head_dim % 16 == 0
         and layout.codes_offset % 16 == 0
-        and all(field >= codes and field % 8 == 0 for field in fields)
+        and all(field >= codes and field % 16 == 0 for field in fields)
         and (not fields or layout.metadata_bytes == 2)
         and layout.codes_offset + _copied_bytes(layout) <= record_bytes
     )

@@ -17,7 +17,9 @@ MUTATIONS = {
     "a tile of the keys": ("fast_lanes.cuh", "bits = word >> (k / 2 * 8);", "bits = word;"),
     "the tokens of the weights": ("fast_attention.cuh", WEIGHTS, WEIGHTS.replace("7632", "5410")),
     "a unit used before it is there": ("fast_attention.cuh", "copy_wait<1>();", "copy_wait<2>();"),
-    "a missing barrier": ("fast_attention.cuh", BARRIER, "    if (unit > 0) warp_barrier();  // every"),
+    "a missing barrier": ("fast_attention.cuh", BARRIER, "    if (used_ > 0) warp_barrier();  // every"),
+    "sums of smaller logits": ("fast_attention.cuh", "total[n][column] *= decay[column];", ""),
+    "a pair of channels": ("scaled_keys.cuh", "(first, second, 0x7632)", "(first, second, 0x5410)"),
     "a scale per channel": ("key_units.cuh", "0x7654u : 0x7632u", "0x7654u : 0x5410u"),
     "the order of rotations": ("rotated_keys.cuh", "unit.phase + 16 * k", "unit.phase"),
     "the upper levels": ("level_codes.cuh", "and_or(word >> 1, 0x44444444u, 0x32103210u)", "0x32103210u"),
@@ -37,7 +39,7 @@ from tests.kernels.cuda import emulation
 emulation.load(Path({library!r}))
 """
 ATTENTION = """
-from tests.kernels.test_decode_attention import CASES, build_layer, step
+from tests.kernels.decode_cases import CASES, build_layer, step
 from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.testing.comparison import relative_rms
 
@@ -79,14 +81,13 @@ SCRIPTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 @pytest.mark.usefixtures("emulated")
-def test_a_broken_kernel_is_caught(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_broken_kernel_is_caught(name: str, tmp_path: Path, builds: Path) -> None:
     file, text, replacement = MUTATIONS[name]
     sources = Path(shutil.copytree(emulation.SOURCES, tmp_path / "sources"))
     content = (sources / file).read_text()
     assert content.count(text) == 1, f"{file} has changed"
     (sources / file).write_text(content.replace(text, replacement))
     script, units = SCRIPTS["steps" if file.startswith("enc") else "attention"]
-    intact = request.config.cache.mkdir("emulated_cuda")
-    library = emulation.build_changed(sources, units, tmp_path, intact)
+    library = emulation.build_changed(sources, units, tmp_path, builds)
     done = fresh_process.run(START.format(library=str(library)) + script)
     assert done.returncode != 0 or float(done.stdout) > 1e-2

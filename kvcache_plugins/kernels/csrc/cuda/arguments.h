@@ -73,9 +73,13 @@ struct AttentionArguments {
   int64_t fast_stop;                                   // their last slots may be left to `general`: those from here on
   int32_t general_begin, general_end, general_splits;  // everything else
   int32_t sink_splits;  // 1 if one more thread block attends to what `fast` leaves out because it holds sinks
-  // Of the fast path: bytes copied of a record's keys and of its values, room for either, and how to lay them down.
-  int32_t key_copy, value_copy, unit_bytes, key_swizzle, value_swizzle;
+  int32_t key_copy, value_copy;  // bytes of a record that are its keys' and its values', from their codes on
+  // Of the fast path: room for either, and how to lay them down.
+  int32_t unit_bytes, key_swizzle, value_swizzle;
   int32_t unit_slots;  // units of a warp in shared memory: one that is worked on, one or two on the way
+  // What follows from `key` and `value`, for the fast path, which is short of registers: steps and chunks of 16
+  // channels; a row of metadata is shared by 2^shift tokens (at most 64), or by 2^shift tiles of 16.
+  int32_t key_steps, key_group_shift, key_tile_shift, value_chunks, value_chunks_per_group, value_group_shift;
   // Results of every split: [rows][splits] maximum and sum, [rows][splits][value.head_dim]
   float *partial_sums, *partial_outputs;
   void* output;

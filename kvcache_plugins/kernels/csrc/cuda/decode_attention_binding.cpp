@@ -30,7 +30,7 @@ bool is_laid_out_for_copies(const Side& side, int64_t record_bytes) {
   if (side.head_dim % 16 != 0 || side.codes_offset % 16 != 0) return false;
   for (const int offset : {side.scale_offset, side.minimum_offset}) {
     const int relative = offset - side.codes_offset;
-    if (offset >= 0 && (relative < code_bytes || relative % 8 != 0 || side.metadata_bytes != 2)) return false;
+    if (offset >= 0 && (relative < code_bytes || relative % 16 != 0 || side.metadata_bytes != 2)) return false;
   }
   return side.codes_offset + unit_bytes(side) <= record_bytes;
 }
@@ -110,12 +110,18 @@ int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& devic
   };
   const int64_t processors = device.multiprocessors();
   int resident = 2;  // thread blocks on a multiprocessor
+  a.key_copy = unit_bytes(a.key);
+  a.value_copy = unit_bytes(a.value);
   if (columns > 0) {
-    a.key_copy = unit_bytes(a.key);
-    a.value_copy = unit_bytes(a.value);
     a.unit_bytes = (std::max(a.key_copy, a.value_copy) + 127) / 128 * 128;
     a.key_swizzle = swizzle_of(a.key, true);
     a.value_swizzle = swizzle_of(a.value, false);
+    a.key_steps = a.key.head_dim / 16;
+    a.key_group_shift = power_of(a.key.group_tokens);
+    a.key_tile_shift = std::clamp(a.key_group_shift - 4, 0, 2);
+    a.value_chunks = a.value.head_dim / 16;
+    a.value_chunks_per_group = a.value_chunks / a.value.width;
+    a.value_group_shift = power_of(a.value.group_tokens);
   }
   for (; columns > 0; --columns) {  // fewer rows at once need less memory
     a.chunk_rows = rows_at_once(columns);

@@ -106,25 +106,94 @@ KVCACHE_DEVICE void rotate_tile(const Side& side, int batch, int64_t start, int 
   }
 }
 
-// Exact tokens from slot `low` on to the tile; several loads of a thread are on the way at a time.
+// Asks for lines of 128 bytes, those of `rows` that lie `row_step` apart.
+KVCACHE_DEVICE void prefetch_rows(const uint8_t* from, int rows, int64_t row_step, int bytes) {
+  const int lines = (bytes + 127) / 128;
+  for (int i = static_cast<int>(threadIdx.x); i < rows * lines; i += static_cast<int>(blockDim.x))
+    prefetch(from + i / lines * row_step + i % lines * 128);
+}
+
+// Asks for what `load_tile` will read of the slots [low, high) of a block. `bytes`: of a record, from the codes on.
+KVCACHE_DEVICE void prefetch_tile(const Side& side, const Records& records, int bytes, int batch, int head,
+                                  int64_t low, int64_t high) {
+  if (low < side.packed_length)
+    prefetch_rows(records.of(batch, head) + low / kBlockTokens * records.record_bytes + side.codes_offset, 1, 0, bytes);
+  const int size = side.dtype == kFloat32 ? 4 : 2;
+  for (int n = 0; n < side.num_segments; ++n) {
+    const Segment& segment = side.segments[n];
+    const int64_t begin = segment.start > low ? segment.start : low;
+    const int64_t stop = segment.start + segment.length, end = stop < high ? stop : high;
+    if (end <= begin) continue;
+    const int64_t first = batch * segment.batch_stride + head * segment.head_stride +
+                          (begin - segment.start) * segment.token_stride;
+    prefetch_rows(static_cast<const uint8_t*>(segment.data) + first * size, static_cast<int>(end - begin),
+                  segment.token_stride * size, side.head_dim * size);
+  }
+}
+
+// Exact tokens to rows of the tile, number by number; several loads of a thread are on the way at a time.
 template <typename Word>
-KVCACHE_DEVICE void copy_exact(const Segment& segment, int dtype, int64_t base, int64_t low, int64_t start, int numbers,
-                               int dim, float* tile, int stride) {
+KVCACHE_DEVICE void copy_numbers(const Word* from, int64_t token_stride, int dtype, int tokens, int dim, float* tile,
+                                 int stride) {
   constexpr int kBatch = 8;
-  const int threads = static_cast<int>(blockDim.x), first = static_cast<int>(low - start);
-  const Word* from = static_cast<const Word*>(segment.data) + base + (low - segment.start) * segment.token_stride;
+  const int threads = static_cast<int>(blockDim.x), numbers = tokens * dim;
   for (int i = static_cast<int>(threadIdx.x); i < numbers; i += kBatch * threads) {
     Word words[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int at = i + j * threads;
-      words[j] = at < numbers ? from[at / dim * segment.token_stride + at % dim] : Word{0};
+      words[j] = at < numbers ? from[at / dim * token_stride + at % dim] : Word{0};
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int at = i + j * threads;
-      if (at < numbers) tile[(first + at / dim) * stride + at % dim] = word_number(words[j], dtype);
+      if (at < numbers) tile[at / dim * stride + at % dim] = word_number(words[j], dtype);
     }
+  }
+}
+
+// The same, 16 bytes at a time: a warp loads 64 bytes of each of 8 tokens, whose numbers of 16 bits then lie in
+// different banks.
+template <typename Word>
+KVCACHE_DEVICE void copy_vectors(const Word* from, int64_t token_stride, int dtype, int tokens, int dim, float* tile,
+                                 int stride) {
+  constexpr int kBatch = 4, kNumbers = 16 / sizeof(Word);
+  const int warps = static_cast<int>(blockDim.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int groups = (dim / kNumbers + 3) / 4, all = (tokens + 7) / 8 * groups;
+  for (int i = static_cast<int>(threadIdx.x) / 32; i < all; i += kBatch * warps) {
+    uint4 loaded[kBatch];
+    const auto visit = [&](int j, auto copy) {
+      const int token = (i + j * warps) / groups * 8 + lane / 4;
+      const int channel = ((i + j * warps) % groups * 4 + lane % 4) * kNumbers;
+      if (token < tokens && channel < dim) copy(token, channel);
+    };
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j)
+      visit(j, [&](int token, int channel) {
+        loaded[j] = *reinterpret_cast<const uint4*>(from + token * token_stride + channel);
+      });
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j)
+      visit(j, [&](int token, int channel) {
+        float* const to = tile + token * stride + channel;
+        const uint32_t words[4] = {loaded[j].x, loaded[j].y, loaded[j].z, loaded[j].w};
+#pragma unroll
+        for (int n = 0; n < kNumbers; ++n)
+          to[n] = word_number(static_cast<Word>(words[n * 4 / kNumbers] >> n * 8 * sizeof(Word) % 32), dtype);
+      });
+  }
+}
+
+// `tokens` of a segment, from slot `low` on, to rows of the tile.
+template <typename Word>
+KVCACHE_DEVICE void copy_exact(const Segment& segment, int dtype, int64_t base, int64_t low, int tokens, int dim,
+                               float* tile, int stride) {
+  const Word* from = static_cast<const Word*>(segment.data) + base + (low - segment.start) * segment.token_stride;
+  const int64_t steps = segment.token_stride | dim;  // both must be multiples of 16 bytes
+  if (reinterpret_cast<uint64_t>(from) % 16 == 0 && steps * static_cast<int64_t>(sizeof(Word)) % 16 == 0) {
+    copy_vectors(from, segment.token_stride, dtype, tokens, dim, tile, stride);
+  } else {
+    copy_numbers(from, segment.token_stride, dtype, tokens, dim, tile, stride);
   }
 }
 
@@ -164,11 +233,13 @@ KVCACHE_DEVICE void load_tile(const Side& side, const Records& records, bool is_
     const int64_t low = segment.start > start + first ? segment.start : start + first;
     const int64_t end = segment.start + segment.length, high = end < start + count ? end : start + count;
     const int64_t base = batch * segment.batch_stride + head * segment.head_stride;
-    const int numbers = high > low ? static_cast<int>(high - low) * dim : 0;
+    if (high <= low) continue;
+    const int tokens = static_cast<int>(high - low);
+    float* const to = tile + (low - start) * stride;
     if (side.dtype == kFloat32) {
-      copy_exact<uint32_t>(segment, side.dtype, base, low, start, numbers, dim, tile, stride);
+      copy_exact<uint32_t>(segment, side.dtype, base, low, tokens, dim, to, stride);
     } else {
-      copy_exact<uint16_t>(segment, side.dtype, base, low, start, numbers, dim, tile, stride);
+      copy_exact<uint16_t>(segment, side.dtype, base, low, tokens, dim, to, stride);
     }
   }
   block_barrier();

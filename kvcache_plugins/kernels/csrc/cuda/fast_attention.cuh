@@ -15,6 +15,7 @@ namespace kvcache {
 
 constexpr float kWeightScale = 256.0f;  // of weights in fp16, against subnormal numbers
 constexpr float kWeightShift = 8.0f;
+constexpr float kLn2 = 0.69314718055994531f;
 
 // One warp's state: this lane's columns are query rows 8n + 2t and 8n + 2t + 1.
 template <int kColumns, int kTiles>
@@ -49,6 +50,19 @@ struct WarpState {
     minima[n][2] *= even;
     minima[n][3] *= odd;
   }
+  // Takes larger logits than those before, one of every lane; what was summed before becomes less.
+  KVCACHE_DEVICE void raise_best(int n, const float (&found)[2]) {
+    float decay[2];
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      float largest = fmaxf(best[n][column], found[column]);
+      for (int mask = 4; mask < 32; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
+      decay[column] = power_of_two(best[n][column] - (largest == -infinity() ? 0.0f : largest));
+      best[n][column] = largest;
+      total[n][column] *= decay[column];
+    }
+    scale(n, decay[0], decay[1]);
+  }
   // Turns sums of codes as they were multiplied into sums of what the codes stand for; symmetric ones are 128 too
   // large.
   KVCACHE_DEVICE void place_chunks(const Side& values) {
@@ -81,6 +95,14 @@ struct WarpState {
 KVCACHE_DEVICE int exponent_of(float largest, int size = 8) {
   const int exponent = static_cast<int>(float_bits(largest) >> 23 & 255) - 127 - size;
   return exponent < -100 ? -100 : exponent;
+}
+
+// What all products of a head are multiplied by to be logits in units of log 2, metadata of records aside.
+KVCACHE_DEVICE float logit_scale(const AttentionArguments& a, const Rows& rows) {
+  float scale = a.scaling * kLog2E;
+  if (a.key.format == kE4M3) scale *= 256.0f;
+  if (a.key.scale_offset < 0 && a.key.static_scale != nullptr) scale *= a.key.static_scale[rows.head];
+  return scale;
 }
 
 // Lays the queries down as `b` fragments in the order of the key codes, their row scales and sums, and the rotations.
@@ -125,8 +147,9 @@ KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& row
     }
     for (int mask = 16; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
     if (lane == 0) {
-      row_scale[row] = is_used ? bits_float(static_cast<uint32_t>(127 + exponent) << 23) * a.scaling : 0.0f;
-      row_sum[row] = sum;
+      const float grow = bits_float(static_cast<uint32_t>(127 + exponent) << 23);
+      row_scale[row] = is_used ? grow * logit_scale(a, rows) : 0.0f;
+      row_sum[row] = sum * row_scale[row];
     }
   }
   if (a.key.cos == nullptr) return;
@@ -138,58 +161,80 @@ KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& row
   }
 }
 
-// Starts the copy of one unit by a warp: 16 bytes a lane at a time, the codes spread over the banks.
-KVCACHE_DEVICE void copy_unit(uint8_t* to, const uint8_t* from, int bytes, int code_bytes, int swizzle) {
-  int offset = static_cast<int>(threadIdx.x) % 32 * 16;
-#pragma unroll 4
-  for (; offset < code_bytes; offset += 512) copy_async_16(to + swizzled(offset, swizzle), from + offset);
-#pragma unroll 2
-  for (; offset < bytes; offset += 512) copy_async_16(to + offset, from + offset);
+// Starts the copy of one unit by a warp, 16 bytes a lane at a time; `from` is where this lane's bytes begin. The codes
+// are spread over the banks: of the exclusive or that does it one part depends on the lane and one on the step of 512
+// bytes, so that few instructions are left of it.
+KVCACHE_DEVICE void copy_unit(uint8_t* to, const uint8_t* from, int code_bytes, int bytes, int swizzle) {
+  constexpr int kStep = 512;
+  const int first = opaque_lane() * 16, spread = swizzled(first, swizzle);
+  int done = 0;
+#pragma unroll 1
+  for (; done + 4 * kStep <= code_bytes; done += 4 * kStep) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      copy_async_16(to + (spread ^ swizzled(done + i * kStep, swizzle)), from + done + i * kStep);
+  }
+#pragma unroll 1
+  for (; done + first < code_bytes; done += kStep) copy_async_16(to + swizzled(done + first, swizzle), from + done);
+#pragma unroll 1
+  for (done = code_bytes + first; done < bytes; done += 2 * kStep) {
+    copy_async_16(to + done, from + done - first);
+    if (done + kStep < bytes) copy_async_16(to + done + kStep, from + done - first + kStep);
+  }
 }
 
-// The blocks of one warp, every fourth of its thread block's range, as units in shared memory: unit 2i is the keys of
-// its block i, unit 2i + 1 their values; unit m lies in place m % 3, or m % 2 where there is no room for three.
-struct UnitRing {
-  const AttentionArguments& a;
-  const uint8_t* records;
-  uint8_t* places;
+// The blocks of one warp, every fourth of its thread block's range, as units: the keys of a block, then their values,
+// then those of the next. They take turns in two or three places in shared memory.
+class UnitRing {
+ public:
   int begin, end;  // blocks
 
-  KVCACHE_DEVICE UnitRing(const AttentionArguments& a, const Rows& rows, uint8_t* ring, int split)
-      : a(a), records(a.records.of(rows.batch, rows.head)) {
+  KVCACHE_DEVICE UnitRing(const AttentionArguments& a, const Rows& rows, uint8_t* ring, int split) : a_(a) {
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const int64_t blocks = a.fast_end - a.fast_begin;
     begin = a.fast_begin + static_cast<int>(split * blocks / a.fast_splits) + warp;
     end = a.fast_begin + static_cast<int>((split + 1) * blocks / a.fast_splits);
-    places = ring + warp * a.unit_slots * a.unit_bytes;
-  }
-  KVCACHE_DEVICE uint8_t* place(int unit) const {
-    return places + (a.unit_slots == 3 ? unit % 3 : unit % 2) * a.unit_bytes;
-  }
-  KVCACHE_DEVICE void start(int unit) const {
-    const int block = begin + unit / 2 * kWarps;
-    if (block < end) {
-      const uint8_t* record = records + static_cast<int64_t>(block) * a.records.record_bytes;
-      const Side& side = unit % 2 == 0 ? a.key : a.value;
-      copy_unit(place(unit), record + side.codes_offset, unit % 2 == 0 ? a.key_copy : a.value_copy,
-                plane_bytes(1, side.padded_dim) * side.nbits, unit % 2 == 0 ? a.key_swizzle : a.value_swizzle);
-    }
-    copy_commit();
+    record_ = a.records.of(rows.batch, rows.head) + begin * a.records.record_bytes + threadIdx.x % 32 * 16;
+    places_ = ring + warp * a.unit_slots * a.unit_bytes;
   }
   // Starts the first units: as many as may be on the way at once.
   KVCACHE_DEVICE void begin_copies() const {
-    for (int unit = 0; unit < a.unit_slots - 1; ++unit) start(unit);
+    for (int unit = 0; unit < a_.unit_slots - 1; ++unit) {
+      if (begin < end) start(record_, unit == 0, unit * a_.unit_bytes);
+      copy_commit();
+    }
   }
-  // Waits for a unit, and starts another one in the place that the last one has left.
-  KVCACHE_DEVICE uint8_t* next(int unit) const {
-    if (a.unit_slots == 3) {
-      copy_wait<1>();
-    } else {
+  // Waits for the keys or the values of `block`, and starts another unit in the place that the last one has left.
+  KVCACHE_DEVICE uint8_t* next(int block, bool are_keys) {
+    const bool is_one_ahead = a_.unit_slots == 2;
+    if (is_one_ahead) {
       copy_wait<0>();
+    } else {
+      copy_wait<1>();
     }
     warp_barrier();  // every lane's copies have landed, and every lane is done with the place to be filled
-    start(unit + a.unit_slots - 1);
-    return place(unit);
+    const bool is_of_block = is_one_ahead && are_keys;
+    const int last = (a_.unit_slots - 1) * a_.unit_bytes, stride = kWarps * static_cast<int>(a_.records.record_bytes);
+    if (is_of_block || block + kWarps < end)
+      start(record_ + (is_of_block ? 0 : stride), is_one_ahead != are_keys,
+            used_ == 0 ? last : used_ - a_.unit_bytes);
+    copy_commit();
+    if (!are_keys) record_ += stride;
+    uint8_t* const unit = places_ + used_;
+    used_ = used_ == last ? 0 : used_ + a_.unit_bytes;
+    return unit;
+  }
+
+ private:
+  const AttentionArguments& a_;
+  const uint8_t* record_;  // of the block, from this lane's bytes on
+  uint8_t* places_;
+  int used_ = 0;  // the next place to be used, in bytes; the one before it is the next to be filled
+
+  KVCACHE_DEVICE void start(const uint8_t* record, bool are_keys, int place) const {
+    const Side& side = are_keys ? a_.key : a_.value;
+    copy_unit(places_ + place, record + side.codes_offset, plane_bytes(1, side.padded_dim) * side.nbits,
+              are_keys ? a_.key_copy : a_.value_copy, are_keys ? a_.key_swizzle : a_.value_swizzle);
   }
 };
 
@@ -212,71 +257,84 @@ KVCACHE_DEVICE uint32_t load_token_pair(const uint8_t* field, int token, int gro
   return load_2(field + (token >> group_shift) * 2) * 0x10001u;  // neighbours from an even one on share it
 }
 
-// Turns products into weights: c[n][k] holds tokens 16k + 2g (0, 1) and the next (2, 3), query rows 8n + 2t and the
+// Multiplies products by the scales of their tokens, and adds the tokens' minima times the sums of the query rows.
+template <int kColumns>
+KVCACHE_DEVICE void place_tokens(const AttentionArguments& a, const KeyUnit& unit, float (&c)[kColumns][4][4]) {
+  const int lane = opaque_lane(), g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const uint32_t scales = load_token_pair(unit.scale, 16 * k + 2 * g, a.key_group_shift);
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[n][k][i] *= i < 2 ? half_low(scales) : half_high(scales);
+    }
+  }
+  if (unit.minimum == nullptr) return;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const uint32_t minima = load_token_pair(unit.minimum, 16 * k + 2 * g, a.key_group_shift);
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float minimum = i < 2 ? half_low(minima) : half_high(minima);
+        c[n][k][i] = fmaf(minimum, unit.row_sum[8 * n + 2 * t + i % 2], c[n][k][i]);
+      }
+    }
+  }
+}
+
+// Applies to logits what is more than a product: masks, biases, and that slots end.
+template <int kColumns>
+KVCACHE_DEVICE void adjust(const AttentionArguments& a, const Rows& rows, int64_t start, float (&c)[kColumns][4][4]) {
+  const int lane = opaque_lane(), g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = 8 * n + 2 * t + i % 2;
+        const int64_t slot = start + 16 * k + 2 * g + i / 2;
+        if (slot >= a.fast_stop) {
+          c[n][k][i] = -infinity();  // and no bias is read: it may end before the block does
+        } else if (row < rows.count) {
+          c[n][k][i] = adjusted(a, rows, row, slot, c[n][k][i] * kLn2);
+        }
+      }
+    }
+  }
+}
+
+// Turns logits into weights: c[n][k] holds tokens 16k + 2g (0, 1) and the next (2, 3), query rows 8n + 2t and the
 // next. The weights go to shared memory as fragments for the values.
 template <int kColumns, int kTiles>
-KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, const KeyUnit& unit, int64_t start,
-                          const float* row_scale, const float* row_sum, float (&c)[kColumns][4][4],
+KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, int64_t start, float (&c)[kColumns][4][4],
                           WarpState<kColumns, kTiles>& state, uint2* weights) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const int lane = opaque_lane();
   const int64_t oldest = a.length - a.query_length;
   const bool is_plain = a.softcap <= 0.0f && a.alibi == nullptr && a.bias == nullptr &&
                         start + kBlockTokens <= a.fast_stop &&
                         (a.is_causal == 0 || start + kBlockTokens - 1 <= oldest) &&
                         (a.window == 0 || start > a.length - 1 - a.window);
-  const bool per_token = a.key.width == 1;
-  const int group_shift = power_of(a.key.group_tokens);
+  if (!is_plain) adjust(a, rows, start, c);
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
-    const int row = 8 * n + 2 * t;
-    const float unit_of_z = is_plain ? kLog2E : 1.0f, sum[2] = {row_sum[row], row_sum[row + 1]};
-    const float scale[2] = {row_scale[row] * unit_of_z, row_scale[row + 1] * unit_of_z};
     float best[2] = {-infinity(), -infinity()};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const int token = 16 * k + 2 * g;
-      float token_scale[2] = {1.0f, 1.0f}, token_minimum[2] = {0.0f, 0.0f};
-      if (per_token) {
-        const float wide = a.key.format == kE4M3 ? 256.0f : 1.0f;
-        if (unit.scale != nullptr) {
-          const uint32_t pair = load_token_pair(unit.scale, token, group_shift);
-          token_scale[0] = half_low(pair) * wide;
-          token_scale[1] = half_high(pair) * wide;
-        } else {
-          token_scale[0] = token_scale[1] = a.key.static_scale[rows.head] * wide;
-        }
-        if (unit.minimum != nullptr) {
-          const uint32_t pair = load_token_pair(unit.minimum, token, group_shift);
-          token_minimum[0] = half_low(pair);
-          token_minimum[1] = half_high(pair);
-        }
-      }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int which = i / 2, column = i % 2;
-        float z = fmaf(c[n][k][i], token_scale[which], token_minimum[which] * sum[column]) * scale[column];
-        const int64_t slot = start + token + which;
-        if (!is_plain && slot >= a.fast_stop) {
-          z = -infinity();  // and no bias is read: it may end before the block does
-        } else if (!is_plain && row + column < rows.count) {
-          z = adjusted(a, rows, row + column, slot, z);
-        }
-        c[n][k][i] = z;
-        best[column] = fmaxf(best[column], z);
-      }
+      for (int i = 0; i < 4; ++i) best[i % 2] = fmaxf(best[i % 2], c[n][k][i]);
     }
-    float shift[2], decay[2];  // subtracted from logits; of what was summed before
+    // Once some blocks have been seen, it is rare that one holds a larger logit.
+    if (warp_any(best[0] > state.best[n][0] || best[1] > state.best[n][1])) state.raise_best(n, best);
+    float shift[2];  // subtracted from logits
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
-      for (int mask = 4; mask < 32; mask *= 2) best[column] = fmaxf(best[column], shuffle_xor(best[column], mask));
-      const float now = fmaxf(state.best[n][column], best[column]);
-      shift[column] = now == -infinity() ? 0.0f : now;
-      decay[column] = power_of_two(state.best[n][column] - shift[column]);
-      state.best[n][column] = now;
-      state.total[n][column] *= decay[column];
-      shift[column] -= kWeightShift;
+      const float largest = state.best[n][column];
+      shift[column] = (largest == -infinity() ? 0.0f : largest) - kWeightShift;
     }
-    if (warp_any(decay[0] != 1.0f || decay[1] != 1.0f)) state.scale(n, decay[0], decay[1]);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       float weight[4];
@@ -375,43 +433,41 @@ template <int kColumns, int kTiles>
 KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, uint8_t* shared, int split, int place) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const FastMemory memory(a, kColumns);
-  const UnitRing ring(a, rows, shared + memory.ring, split);
+  UnitRing ring(a, rows, shared + memory.ring, split);
   ring.begin_copies();  // nothing else in shared memory has to wait for them
   prepare_queries(a, rows, shared, memory, kColumns);
   block_barrier();
 
   uint2* const weights = reinterpret_cast<uint2*>(shared + memory.weights) + warp * kColumns * 128;
-  const float* const row_scale = reinterpret_cast<const float*>(shared + memory.row_scale);
-  const float* const row_sum = reinterpret_cast<const float*>(shared + memory.row_sum);
 
   KeyUnit key{};
   key.fragments = reinterpret_cast<const uint2*>(shared + memory.fragments);
   key.small_fragments = reinterpret_cast<const uint2*>(shared + memory.small_fragments);
-  key.row_sum = row_sum;
+  key.row_scale = reinterpret_cast<const float*>(shared + memory.row_scale);
+  key.row_sum = reinterpret_cast<const float*>(shared + memory.row_sum);
   key.rotations = reinterpret_cast<const uint4*>(shared + memory.rotations);
   key.rotation_row = memory.rotation_stride / 2;
   key.period = a.key.period;
-  key.steps = a.key.head_dim / 16;
+  key.steps = a.key_steps;
   key.dim = a.key.head_dim;
   key.swizzle = a.key_swizzle;
-  key.row_shift = a.key.group_tokens >= 64 ? 2 : a.key.group_tokens >= 32 ? 1 : 0;
+  key.tile_shift = a.key_tile_shift;
   key.interleaved = a.key.interleaved != 0;
   ValueUnit value{};
   value.weights = weights;
-  value.chunks = a.value.head_dim / 16;
+  value.chunks = a.value_chunks;
   value.width = a.value.width;
-  value.chunks_per_group = value.chunks / a.value.width;
-  value.group_shift = power_of(a.value.group_tokens);
+  value.chunks_per_group = a.value_chunks_per_group;
+  value.group_shift = a.value_group_shift;
   value.swizzle = a.value_swizzle;
 
   WarpState<kColumns, kTiles> state;
   state.clear();
-  int unit = 0;
-  for (int block = ring.begin; block < ring.end; block += kWarps, unit += 2) {
+  for (int block = ring.begin; block < ring.end; block += kWarps) {
     const bool is_left_out = holds_sinks(a, rows.batch, block);
     const int64_t start = static_cast<int64_t>(block) * kBlockTokens;
     const bool is_partial = start + kBlockTokens > a.fast_stop;
-    uint8_t* place_of_unit = ring.next(unit);
+    uint8_t* place_of_unit = ring.next(block, true);
     key.codes = place_of_unit;
     if (!is_left_out) {
       if (is_partial) clear_metadata(a.key, place_of_unit, static_cast<int>(a.fast_stop - start));
@@ -420,9 +476,10 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
       key.phase = a.key.cos != nullptr ? static_cast<int>(start) % a.key.period : 0;
       float products[kColumns][4][4] = {};
       multiply_keys(a.key, key, products);
-      weigh(a, rows, key, start, row_scale, row_sum, products, state, weights);
+      if (key.scale != nullptr && a.key.width == 1) place_tokens(a, key, products);
+      weigh(a, rows, start, products, state, weights);
     }
-    place_of_unit = ring.next(unit + 1);  // its barrier also shows every lane the weights
+    place_of_unit = ring.next(block, false);  // its barrier also shows every lane the weights
     value.codes = place_of_unit;
     if (!is_left_out) {
       if (is_partial) clear_metadata(a.value, place_of_unit, static_cast<int>(a.fast_stop - start));

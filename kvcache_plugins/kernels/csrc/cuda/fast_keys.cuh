@@ -14,30 +14,37 @@ KVCACHE_DEVICE void multiply_rotated_keys(int nbits, const KeyUnit& unit, float 
   return rotated_key_products<4, kRows>(unit, c);
 }
 
+template <int kRows, bool kTogether, int kColumns>
+KVCACHE_DEVICE void multiply_narrow_keys(int nbits, const KeyUnit& unit, float (&c)[kColumns][4][4]) {
+  if (nbits == 2) return scaled_key_products<2, kAffine, kRows, kTogether>(unit, c);
+  if (nbits == 3) return scaled_key_products<3, kAffine, kRows, kTogether>(unit, c);
+  return scaled_key_products<4, kAffine, kRows, kTogether>(unit, c);
+}
+
 template <int kRows, int kColumns>
 KVCACHE_DEVICE void multiply_scaled_keys(int nbits, const KeyUnit& unit, float (&c)[kColumns][4][4]) {
-  if (nbits == 2) return scaled_key_products<2, kAffine, kRows>(unit, c);
-  if (nbits == 3) return scaled_key_products<3, kAffine, kRows>(unit, c);
-  if (nbits == 4) return scaled_key_products<4, kAffine, kRows>(unit, c);
-  return scaled_key_products<8, kAffine, kRows>(unit, c);
+  // of 8 bits a lane's channels are four neighbours
+  if (nbits == 8) return scaled_key_products<8, kAffine, kRows, true>(unit, c);
+  if (kRows > 0 && unit.interleaved) return multiply_narrow_keys<kRows, kRows != 0>(nbits, unit, c);
+  return multiply_narrow_keys<kRows, false>(nbits, unit, c);
 }
 
 // All formats; `c` is [column][tile], products with what codes and metadata per channel stand for.
 template <int kColumns>
 KVCACHE_DEVICE void multiply_keys(const Side& side, const KeyUnit& unit, float (&c)[kColumns][4][4]) {
   if (side.cos != nullptr) {
-    if (unit.row_shift == 0) return multiply_rotated_keys<4>(side.nbits, unit, c);
+    if (unit.tile_shift == 0) return multiply_rotated_keys<4>(side.nbits, unit, c);
     return multiply_rotated_keys<2>(side.nbits, unit, c);
   }
   if (side.width > 1 && side.format == kSymmetric) return grouped_key_products(unit, side.width, c);
   if (side.width > 1) {
-    if (unit.row_shift == 0) return multiply_scaled_keys<4>(side.nbits, unit, c);
-    if (unit.row_shift == 1) return multiply_scaled_keys<2>(side.nbits, unit, c);
+    if (unit.tile_shift == 0) return multiply_scaled_keys<4>(side.nbits, unit, c);
+    if (unit.tile_shift == 1) return multiply_scaled_keys<2>(side.nbits, unit, c);
     return multiply_scaled_keys<1>(side.nbits, unit, c);
   }
-  if (side.format == kSymmetric) return scaled_key_products<8, kSymmetric, 0>(unit, c);
-  if (side.format == kE4M3) return scaled_key_products<8, kE4M3, 0>(unit, c);
-  if (side.format == kE5M2) return scaled_key_products<8, kE5M2, 0>(unit, c);
+  if (side.format == kSymmetric) return scaled_key_products<8, kSymmetric, 0, true>(unit, c);
+  if (side.format == kE4M3) return scaled_key_products<8, kE4M3, 0, true>(unit, c);
+  if (side.format == kE5M2) return scaled_key_products<8, kE5M2, 0, true>(unit, c);
   return multiply_scaled_keys<0>(side.nbits, unit, c);
 }
 

@@ -29,6 +29,20 @@ KVCACHE_DEVICE uint2 load_8(const uint8_t* codes, int offset, int swizzle) {
 KVCACHE_DEVICE uint32_t load_4(const uint8_t* from) { return *reinterpret_cast<const uint32_t*>(from); }
 KVCACHE_DEVICE uint32_t load_2(const uint8_t* from) { return *reinterpret_cast<const uint16_t*>(from); }
 
+// Folds the pairs of `count` numbers of a field, an even one, that lie in this lane's words; 0 where there are none.
+template <typename Fold>
+KVCACHE_DEVICE uint32_t fold_field(const uint8_t* field, int count, Fold fold) {
+  const int lane = opaque_lane();
+  uint32_t found = 0;
+#pragma unroll 1
+  for (int offset = 16 * lane; offset + 16 <= 2 * count; offset += 512) {
+    const uint4 words = *reinterpret_cast<const uint4*>(field + offset);
+    found = fold(fold(found, fold(words.x, words.y)), fold(words.z, words.w));
+  }
+  if (lane < count % 8 / 2) found = fold(found, load_4(field + (count / 8 * 4 + lane) * 4));
+  return found;
+}
+
 // Codes k = 0 .. 3 of 4 bits in each half of a word, as exact numbers. A code in the low bits of 1024's mantissa is
 // added to it; one four bits higher is added to 64.
 KVCACHE_DEVICE uint32_t four_bits(uint32_t word, int k) {

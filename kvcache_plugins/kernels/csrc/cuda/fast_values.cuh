@@ -31,8 +31,14 @@ KVCACHE_DEVICE uint2 load_tokens(const ValueUnit& unit, const uint8_t* field, in
           load_2(first + (2 >> unit.group_shift) * row) | load_2(first + (3 >> unit.group_shift) * row) << 16};
 }
 
-// The same for four groups at once, of rows of four numbers, one per token.
-KVCACHE_DEVICE void load_four_groups(const uint8_t* field, int quad, uint2 (&groups)[4]) {
+// The same for all groups at once, of rows of two, four or eight numbers, one per token; or for none.
+KVCACHE_DEVICE void load_groups(const uint8_t*, int, uint2 (&)[1]) {}
+KVCACHE_DEVICE void load_groups(const uint8_t* field, int quad, uint2 (&groups)[2]) {
+  const uint4 rows = *reinterpret_cast<const uint4*>(field + 16 * quad);
+  groups[0] = {permute_bytes(rows.x, rows.y, 0x5410), permute_bytes(rows.z, rows.w, 0x5410)};
+  groups[1] = {permute_bytes(rows.x, rows.y, 0x7632), permute_bytes(rows.z, rows.w, 0x7632)};
+}
+KVCACHE_DEVICE void load_groups(const uint8_t* field, int quad, uint2 (&groups)[4]) {
   const uint2* rows = reinterpret_cast<const uint2*>(field + 32 * quad);
   const uint2 a = rows[0], b = rows[1], c = rows[2], d = rows[3];
   groups[0] = {permute_bytes(a.x, b.x, 0x5410), permute_bytes(c.x, d.x, 0x5410)};
@@ -40,38 +46,30 @@ KVCACHE_DEVICE void load_four_groups(const uint8_t* field, int quad, uint2 (&gro
   groups[2] = {permute_bytes(a.y, b.y, 0x5410), permute_bytes(c.y, d.y, 0x5410)};
   groups[3] = {permute_bytes(a.y, b.y, 0x7632), permute_bytes(c.y, d.y, 0x7632)};
 }
-
-// Smallest exponent that lets weights of up to 256 times the scales, and the minima, fit fp16. -14 to 14. `minimum`:
-// bits of a magnitude that this lane knows of besides.
-KVCACHE_DEVICE int needed_exponent(const ValueUnit& unit, uint32_t minimum = 0) {
-  if (unit.scale == nullptr) return 0;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int count = (kBlockTokens >> unit.group_shift) * unit.width;
-  uint32_t scale = 0;
-  for (int i = lane; i < count; i += 32) {
-    const uint32_t s = load_2(unit.scale + 2 * i) & 0x7FFFu;
-    scale = s > scale ? s : scale;
-    if (unit.minimum == nullptr) continue;
-    const uint32_t m = load_2(unit.minimum + 2 * i) & 0x7FFFu;
-    minimum = m > minimum ? m : minimum;
+KVCACHE_DEVICE void load_groups(const uint8_t* field, int quad, uint2 (&groups)[8]) {
+  const uint4* rows = reinterpret_cast<const uint4*>(field + 64 * quad);
+  const uint4 a = rows[0], b = rows[1], c = rows[2], d = rows[3];
+  const uint32_t words[4][4] = {{a.x, b.x, c.x, d.x}, {a.y, b.y, c.y, d.y}, {a.z, b.z, c.z, d.z}, {a.w, b.w, c.w, d.w}};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t which = i % 2 == 0 ? 0x5410u : 0x7632u;
+    groups[i] = {permute_bytes(words[i / 2][0], words[i / 2][1], which),
+                 permute_bytes(words[i / 2][2], words[i / 2][3], which)};
   }
-  const int of_scale = static_cast<int>(warp_max(scale) >> 10) - 15;
-  const int of_minimum = static_cast<int>(warp_max(minimum) >> 10) - 15 - 12;
-  const int exponent = of_scale > of_minimum ? of_scale : of_minimum;
-  return exponent < -14 ? -14 : exponent > 14 ? 14 : exponent;
 }
 
-// The same where minima are left as they are and `shrink` meets the weights, of up to 256, before the scales. -7 to 14.
+// The larger half of a word.
+KVCACHE_DEVICE uint32_t larger_half(uint32_t pair) {
+  const uint32_t low = pair & 0xFFFFu, high = pair >> 16;
+  return low > high ? low : high;
+}
+
+// Smallest exponent by which weights of up to 256, shrunk, and then times the scales, fit fp16. -7 to 14.
 KVCACHE_DEVICE int scale_exponent(const ValueUnit& unit) {
   if (unit.scale == nullptr) return 0;
   const int count = (kBlockTokens >> unit.group_shift) * unit.width;
-  uint32_t largest = 0;
-  for (int i = static_cast<int>(threadIdx.x) % 32; 2 * i < count; i += 32) {
-    const uint32_t pair = load_4(unit.scale + 4 * i);
-    largest = larger_halves(largest, count == 1 ? pair & 0xFFFFu : pair);
-  }
-  const uint32_t low = largest & 0xFFFFu, high = largest >> 16;
-  const int exponent = static_cast<int>(warp_max(low > high ? low : high) >> 10) - 15;
+  const uint32_t largest = count == 1 ? load_2(unit.scale) : fold_field(unit.scale, count, larger_halves);
+  const int exponent = static_cast<int>(warp_max(larger_half(largest)) >> 10) - 15;
   return exponent < -7 ? -7 : exponent > 14 ? 14 : exponent;
 }
 
@@ -172,14 +170,14 @@ KVCACHE_DEVICE void add_groups(float (&minima)[kColumns][4], uint2 low, uint2 hi
     multiply_accumulate(minima[n], low.x, high.x, low.y, high.y, weights[n].x, weights[n].y);
 }
 
-// o[column][chunk] += codes * weights, minima[column] += minima * weights; `kAligned`: see AlignedCodes; `kGroups`: 1
-// or 4 if every token has as many scales (and minima), and all chunks are there, 0 if that is not known.
+// o[column][chunk] += codes * weights, minima[column] += minima * weights; `kAligned`: see AlignedCodes; `kGroups`: 1,
+// 2, 4 or 8 if every token has as many scales (and minima), and all chunks are there, 0 if that is not known.
 template <int kBits, int kFormat, bool kAligned, int kGroups, int kColumns, int kTiles>
 KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
                                    float (&minima)[kColumns][4]) {
   constexpr uint32_t kOnes = 0x3C003C00u;
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  constexpr bool kIsWhole = kGroups > 0;
+  const int lane = opaque_lane(), g = lane / 4, t = lane % 4;
+  constexpr bool kIsWhole = kGroups > 0, kHasMany = kGroups > 1;
   constexpr int kGroupTiles = kTiles / (kIsWhole ? kGroups : 1);
   const int chunks = kIsWhole ? kTiles : unit.chunks;
   const LaneValues<kBits, kTiles> places(unit, g, t);
@@ -201,14 +199,14 @@ KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][k
     }
     int next = 0, group = 0;
     AlignedCodes<kBits> codes{};
-    uint2 groups[4];
-    if (kGroups == 4) load_four_groups(unit.scale, quad, groups);
+    uint2 groups[kHasMany ? kGroups : 1];
+    load_groups(unit.scale, quad, groups);
 #pragma unroll
     for (int u = 0; u < kTiles; ++u) {
       if (kIsWhole || u < unit.chunks) {
         if (kIsWhole ? u % kGroupTiles == 0 : u == next) {
-          if (kGroups == 4 || unit.scale != nullptr) {
-            const uint2 numbers = kGroups == 4 ? groups[u / kGroupTiles] : load_tokens(unit, unit.scale, quad, group);
+          if (kHasMany || unit.scale != nullptr) {
+            const uint2 numbers = kHasMany ? groups[u / kGroupTiles] : load_tokens(unit, unit.scale, quad, group);
 #pragma unroll
             for (int n = 0; n < kColumns; ++n)
               scaled[n] = {half2_multiply(plain[n].x, numbers.x), half2_multiply(plain[n].y, numbers.y)};
@@ -258,7 +256,11 @@ KVCACHE_DEVICE void multiply_aligned_values(const ValueUnit& unit, float (&o)[kC
                                             float (&minima)[kColumns][4]) {
   const bool is_whole = unit.chunks == kTiles && unit.group_shift == 0;
   if (is_whole && unit.width == 1) return value_products<kBits, kFormat, true, 1>(unit, o, minima);
-  if (kBits < 8 && is_whole && unit.width == 4) return value_products<kBits, kFormat, true, 4>(unit, o, minima);
+  if constexpr (kBits < 8) {
+    if (is_whole && unit.width == 2) return value_products<kBits, kFormat, true, 2>(unit, o, minima);
+    if (is_whole && unit.width == 4) return value_products<kBits, kFormat, true, 4>(unit, o, minima);
+    if (is_whole && unit.width == 8) return value_products<kBits, kFormat, true, 8>(unit, o, minima);
+  }
   return value_products<kBits, kFormat, true, 0>(unit, o, minima);
 }
 

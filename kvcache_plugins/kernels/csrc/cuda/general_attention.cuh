@@ -69,31 +69,38 @@ KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, 
   const int count = high - start < kBlockTokens ? static_cast<int>(high - start) : kBlockTokens;
   const int key_dim = a.key.head_dim, value_dim = a.value.head_dim;
   load_tile<kPositions>(a.key, a.records, true, rows.batch, rows.head, start, first, count, m.tile, m.stride);
-  for (int i = thread; i < rows.count * kBlockTokens; i += threads) {
-    const int row = i / kBlockTokens, token = i % kBlockTokens;
+  // two rows of a token at a time: its key is loaded once
+  for (int i = thread; i < (rows.count + 1) / 2 * kBlockTokens; i += threads) {
+    const int row = i / kBlockTokens * 2, token = i % kBlockTokens, next = row + 1 < rows.count ? 1 : 0;
     if (token >= count) continue;
-    if (token < first) {
-      m.scores[i] = -infinity();
-      continue;
-    }
     const float *query = m.query + row * key_dim, *key = m.tile + token * m.stride;
-    float sum = 0.0f;
-    for (int d = 0; d < key_dim; ++d) sum = fmaf(query[d], key[d], sum);
-    m.scores[i] = adjusted(a, rows, row, start + token, sum);
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll 8
+    for (int d = 0; token >= first && d < key_dim; ++d) {
+      sum[0] = fmaf(query[d], key[d], sum[0]);
+      sum[1] = fmaf(query[next * key_dim + d], key[d], sum[1]);
+    }
+    for (int j = 0; j <= next; ++j)
+      m.scores[(row + j) * kBlockTokens + token] =
+          token < first ? -infinity() : adjusted(a, rows, row + j, start + token, sum[j]);
   }
   block_barrier();
   for (int row = thread / 32; row < rows.count; row += threads / 32) soften(m, row, count);
   block_barrier();
   load_tile<kPositions>(a.value, a.records, false, rows.batch, rows.head, start, first, count, m.tile, m.stride);
-  for (int i = thread; i < rows.count * value_dim; i += threads) {
-    const int row = i / value_dim, channel = i % value_dim;
-    const float* weights = m.scores + row * kBlockTokens;
-    float sum = m.output[i] * m.decay[row];
-    for (int t = 0; t < count; ++t) {
-      const float weight = weights[t];
-      if (weight != 0.0f) sum = fmaf(weight, m.tile[t * m.stride + channel], sum);  // a hidden slot may hold anything
+  for (int i = thread; i < (rows.count + 1) / 2 * value_dim; i += threads) {
+    const int row = i / value_dim * 2, channel = i % value_dim, next = row + 1 < rows.count ? 1 : 0;
+    const float *weights = m.scores + row * kBlockTokens, *value = m.tile + channel;
+    float* const output = m.output + row * value_dim + channel;
+    float sum[2] = {output[0] * m.decay[row], output[next * value_dim] * m.decay[row + next]};
+#pragma unroll 8
+    for (int t = first; t < count; ++t) {
+      const float number = value[t * m.stride], weight[2] = {weights[t], weights[next * kBlockTokens + t]};
+      sum[0] = fmaf(weight[0], weight[0] != 0.0f ? number : 0.0f, sum[0]);  // a hidden slot may hold anything
+      sum[1] = fmaf(weight[1], weight[1] != 0.0f ? number : 0.0f, sum[1]);
     }
-    m.output[i] = sum;
+    output[0] = sum[0];
+    if (next > 0) output[value_dim] = sum[1];
   }
   block_barrier();
 }
@@ -105,6 +112,15 @@ KVCACHE_DEVICE bool holds_sinks(const AttentionArguments& a, int batch, int64_t 
   return block * kBlockTokens < first + length && (block + 1) * kBlockTokens > first;
 }
 
+// Asks for the keys and values that `attend_block` will read.
+KVCACHE_DEVICE void prefetch_block(const AttentionArguments& a, const Rows& rows, int64_t block, int64_t low,
+                                   int64_t high) {
+  const int64_t start = block * kBlockTokens, end = start + kBlockTokens;
+  const int64_t first = low > start ? low : start, last = high < end ? high : end;
+  prefetch_tile(a.key, a.records, a.key_copy, rows.batch, rows.head, first, last);
+  prefetch_tile(a.value, a.records, a.value_copy, rows.batch, rows.head, first, last);
+}
+
 // One split of what the fast path leaves: split 0 .. general_splits - 1 a range of blocks, the one after those the
 // blocks within the fast range that hold sinks.
 template <bool kPositions>
@@ -113,6 +129,23 @@ KVCACHE_DEVICE void attend_general(const AttentionArguments& a, const Rows& rows
   const GeneralMemory m(a, shared);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int key_dim = a.key.head_dim, value_dim = a.value.head_dim;
+  // [begin, end): the blocks, [low, high): which of their slots
+  int64_t begin, end, low, high;
+  if (split < a.general_splits) {
+    const int blocks = a.general_end - a.general_begin;
+    begin = a.general_begin + split * blocks / a.general_splits;  // at most 128 splits: fits 32 bits
+    end = a.general_begin + (split + 1) * blocks / a.general_splits;
+    low = a.fast_stop;
+    high = a.length;
+  } else {
+    const int length = a.key.sink_length > a.value.sink_length ? a.key.sink_length : a.value.sink_length;
+    const int64_t first = a.records.sink_start != nullptr ? a.records.sink_start[rows.batch] : 0;
+    begin = first / kBlockTokens > a.fast_begin ? first / kBlockTokens : a.fast_begin;
+    end = (first + length - 1) / kBlockTokens + 1 < a.fast_end ? (first + length - 1) / kBlockTokens + 1 : a.fast_end;
+    low = 0;
+    high = a.fast_stop;
+  }
+  if (begin < end) prefetch_block(a, rows, begin, low, high);
   for (int i = thread; i < rows.count * key_dim; i += threads)
     m.query[i] = rows.query(a, i / key_dim, i % key_dim) * a.scaling;
   for (int i = thread; i < rows.count * value_dim; i += threads) m.output[i] = 0.0f;
@@ -121,18 +154,9 @@ KVCACHE_DEVICE void attend_general(const AttentionArguments& a, const Rows& rows
     m.total[i] = 0.0f;
   }
   block_barrier();
-  if (split < a.general_splits) {
-    const int blocks = a.general_end - a.general_begin;
-    const int begin = a.general_begin + split * blocks / a.general_splits;  // at most 128 splits: fits 32 bits
-    const int end = a.general_begin + (split + 1) * blocks / a.general_splits;
-    for (int64_t block = begin; block < end; ++block)
-      attend_block<kPositions>(a, rows, m, block, a.fast_stop, a.length);
-  } else {
-    const int length = a.key.sink_length > a.value.sink_length ? a.key.sink_length : a.value.sink_length;
-    const int64_t first = a.records.sink_start != nullptr ? a.records.sink_start[rows.batch] : 0;
-    const int64_t low = first / kBlockTokens, high = (first + length - 1) / kBlockTokens + 1;
-    for (int64_t block = low > a.fast_begin ? low : a.fast_begin; block < high && block < a.fast_end; ++block)
-      attend_block<kPositions>(a, rows, m, block, 0, a.fast_stop);
+  for (int64_t block = begin; block < end; ++block) {
+    if (block + 1 < end) prefetch_block(a, rows, block + 1, low, high);
+    attend_block<kPositions>(a, rows, m, block, low, high);
   }
   for (int i = thread; i < rows.count; i += threads) {
     const bool is_spoilt = m.total[i] != m.total[i];  // by a visible score that is not a number

@@ -16,10 +16,13 @@ KVCACHE_DEVICE uint32_t signed_bytes(uint32_t word, bool upper) {
 // `groups` of whole steps; `c` is [column][tile].
 template <int kColumns>
 KVCACHE_DEVICE void grouped_key_products(const KeyUnit& unit, int groups, float (&c)[kColumns][4][4]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, row = 2 * groups;
+  const int lane = opaque_lane(), g = lane / 4, t = lane % 4, row = 2 * groups;
   const uint8_t* scales = unit.scale + 2 * g * row;
 #pragma unroll 1
   for (int step = 0, left = unit.steps / groups; step < unit.steps; ++step) {
+    uint2 queries[kColumns];
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) queries[n] = unit.fragments[(n * unit.steps + step) * 32 + lane];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const uint2 words = load_8(unit.codes, (16 * step + 4 * t) * kBlockTokens + 64 * k + 8 * g, unit.swizzle);
@@ -29,16 +32,15 @@ KVCACHE_DEVICE void grouped_key_products(const KeyUnit& unit, int groups, float 
           half2_multiply(signed_bytes(words.x, false), even), half2_multiply(signed_bytes(words.y, false), odd),
           half2_multiply(signed_bytes(words.x, true), even), half2_multiply(signed_bytes(words.y, true), odd)};
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        const uint2 queries = unit.fragments[(n * unit.steps + step) * 32 + lane];
-        multiply_accumulate(c[n][k], a[0], a[1], a[2], a[3], queries.x, queries.y);
-      }
+      for (int n = 0; n < kColumns; ++n)
+        multiply_accumulate(c[n][k], a[0], a[1], a[2], a[3], queries[n].x, queries[n].y);
     }
     if (--left == 0) {  // the next group
       left = unit.steps / groups;
       scales += 2;
     }
   }
+  scale_rows(unit.row_scale, c);
 }
 
 }  // namespace kvcache

@@ -16,7 +16,6 @@ KVCACHE_DEVICE void prepare_level_rows(const AttentionArguments& a, const Rows& 
   const bool interleaved = a.key.interleaved != 0;
   uint32_t* queries = reinterpret_cast<uint32_t*>(shared + memory.queries);
   float* row_scale = reinterpret_cast<float*>(shared + memory.row_scale);
-  float* row_sum = reinterpret_cast<float*>(shared + memory.row_sum);
   const int64_t channels = rows.batch * a.key.channel_batch_stride + static_cast<int64_t>(rows.head) * a.key.head_dim;
   const float *scales = a.key.channel_scale + channels, *offsets = a.key.channel_offset + channels;
   for (int row = thread / 32; row < 8; row += kWarps) {
@@ -44,10 +43,8 @@ KVCACHE_DEVICE void prepare_level_rows(const AttentionArguments& a, const Rows& 
       words[128 + which] = half2_pack(direct, crossed);
       words[130 + which] = half2_pack(u, v);
     }
-    if (lane == 0) {
-      row_scale[row] = is_used ? bits_float(static_cast<uint32_t>(127 + exponent) << 23) * a.scaling : 0.0f;
-      row_sum[row] = 0.0f;
-    }
+    if (lane == 0)
+      row_scale[row] = is_used ? bits_float(static_cast<uint32_t>(127 + exponent) << 23) * a.scaling * kLog2E : 0.0f;
   }
 }
 
@@ -89,13 +86,12 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   prepare_level_tables(a, shared, memory);
   block_barrier();
 
-  const UnitRing ring(a, rows, shared + memory.ring, split);
+  UnitRing ring(a, rows, shared + memory.ring, split);
   uint2* const weights = reinterpret_cast<uint2*>(shared + memory.weights) + warp * 128;
   uint32_t* const angles =
       reinterpret_cast<uint32_t*>(shared + memory.angles + warp * FastMemory::aligned(4 * pairs));
   const uint64_t* const frequencies = reinterpret_cast<const uint64_t*>(shared + memory.frequencies);
   const float* const row_scale = reinterpret_cast<const float*>(shared + memory.row_scale);
-  const float* const row_sum = reinterpret_cast<const float*>(shared + memory.row_sum);
   const int64_t position = a.key.positions != nullptr ? a.key.positions[rows.batch] : 0;
 
   LevelKeyUnit key{};
@@ -105,7 +101,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   key.turn_row = memory.turn_row;
   key.angles = angles;
   key.patches = shared + memory.patches + warp * memory.patch_bytes;
-  key.steps = a.key.head_dim / 16;
+  key.steps = a.key_steps;
   key.dim = a.key.head_dim;
   key.swizzle = a.key_swizzle;
   key.interleaved = a.key.interleaved != 0;
@@ -113,7 +109,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   value.table = key.table + kLevelBytes;
   value.patches = key.patches;
   value.unit.weights = weights;
-  value.unit.chunks = a.value.head_dim / 16;
+  value.unit.chunks = a.value_chunks;
   value.unit.width = 1;
   value.unit.chunks_per_group = value.unit.chunks;
   value.unit.swizzle = a.value_swizzle;
@@ -127,22 +123,22 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   OutlierBounds value_bounds(a.value, rows, heads, ring.begin, ring.begin < ring.end);
   OutlierList<kEntries> of_keys, of_values;
   of_keys.load(a.key, key_bounds);
-  int unit = 0;
-  for (int block = ring.begin; block < ring.end; block += kWarps, unit += 2) {
+  for (int block = ring.begin; block < ring.end; block += kWarps) {
     const bool is_left_out = holds_sinks(a, rows.batch, block), has_next = block + kWarps < ring.end;
     key_bounds = OutlierBounds(a.key, rows, heads, block + kWarps, has_next);
     const int64_t start = static_cast<int64_t>(block) * kBlockTokens;
     turn_block(frequencies, start + position, pairs, angles);
-    key.codes = ring.next(unit);  // its barrier also shows every lane the angles
+    key.codes = ring.next(block, true);  // its barrier also shows every lane the angles
     if (!is_left_out) {
       float products[1][4][4] = {};
       multiply_level_keys(a.key, key, of_keys, products[0]);
       of_values.load(a.value, value_bounds);
-      weigh(a, rows, KeyUnit{}, start, row_scale, row_sum, products, state, weights);
+      scale_rows(row_scale, products);
+      weigh(a, rows, start, products, state, weights);
     }
     of_keys.load(a.key, key_bounds);
     value_bounds = OutlierBounds(a.value, rows, heads, block + kWarps, has_next);
-    value.unit.codes = ring.next(unit + 1);  // its barrier also shows every lane the weights
+    value.unit.codes = ring.next(block, false);  // its barrier also shows every lane the weights
     if (!is_left_out) {
       value.unit.scale = value.unit.codes + (a.value.scale_offset - a.value.codes_offset);
       value.unit.minimum = value.unit.codes + (a.value.minimum_offset - a.value.codes_offset);

@@ -94,7 +94,7 @@ KVCACHE_DEVICE uint32_t level_pair(const LevelTable<kBits>& table, uint32_t code
 
 // Dynamic shared memory of the fast path for levels, in bytes from its start.
 struct LevelMemory {
-  int queries, row_scale, row_sum, frequencies, levels, turns, angles, weights, patches, ring, bytes;
+  int queries, row_scale, frequencies, levels, turns, angles, weights, patches, ring, bytes;
   int turn_row;     // entries of 16 bytes
   int patch_bytes;  // of a warp
 
@@ -102,8 +102,7 @@ struct LevelMemory {
     const int pairs = a.key.head_dim / 2;
     queries = 0;
     row_scale = queries + pairs / 8 * 1024;
-    row_sum = row_scale + 4 * kMostRows;
-    frequencies = row_sum + 4 * kMostRows;
+    frequencies = row_scale + FastMemory::aligned(4 * kMostRows);
     levels = frequencies + FastMemory::aligned(8 * pairs);
     turns = levels + FastMemory::aligned(2 * kLevelBytes);
     turn_row = pairs / 2 + 4;

@@ -100,7 +100,7 @@ KVCACHE_DEVICE void clear_key_patch(const LevelKeyUnit& unit, const OutlierList<
 // c[tile] += q.k of the block.
 template <int kBits, int kEntries>
 KVCACHE_DEVICE void level_key_products(const LevelKeyUnit& unit, const OutlierList<kEntries>& list, float (&c)[4][4]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const int lane = opaque_lane(), g = lane / 4, t = lane % 4;
   const LevelTable<kBits> table(unit.table);
   PatchEntry entries[kEntries];
 #pragma unroll

@@ -16,6 +16,18 @@ struct LevelValueUnit {
   uint8_t* patches;
 };
 
+// Smallest exponent that lets weights of up to 256 times the scales, the offsets and the listed numbers fit fp16. -14
+// to 14. `listed`: bits of the largest magnitude this lane knows of.
+KVCACHE_DEVICE int needed_exponent(const ValueUnit& unit, uint32_t listed) {
+  const auto larger = [](uint32_t x, uint32_t y) { return larger_halves(x & 0x7FFF7FFFu, y & 0x7FFF7FFFu); };
+  const uint32_t scale = larger_half(fold_field(unit.scale, kBlockTokens, larger));
+  const uint32_t offset = larger_half(larger(fold_field(unit.minimum, kBlockTokens, larger), listed));
+  const int of_scale = static_cast<int>(warp_max(scale) >> 10) - 15;
+  const int of_offset = static_cast<int>(warp_max(offset) >> 10) - 15 - 12;
+  const int exponent = of_scale > of_offset ? of_scale : of_offset;
+  return exponent < -14 ? -14 : exponent > 14 ? 14 : exponent;
+}
+
 // Codes of four chunks for the tokens of a quad, where words begin with a first chunk or, of 2 and 3 bits, with one of
 // four.
 template <int kBits>
@@ -74,7 +86,7 @@ template <int kBits, Words kWords, int kEntries, int kTiles>
 KVCACHE_DEVICE void level_value_products(const LevelValueUnit& value, const OutlierList<kEntries>& list,
                                          float (&o)[kTiles][4], float (&minima)[4]) {
   const ValueUnit& unit = value.unit;
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const int lane = opaque_lane(), g = lane / 4, t = lane % 4;
   const LevelTable<kBits> table(value.table);
   PatchEntry entries[kEntries];
 #pragma unroll

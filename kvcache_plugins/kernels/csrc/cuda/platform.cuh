@@ -119,6 +119,13 @@ KVCACHE_DEVICE float power_of_two(float x) {  // 2 units in the last place, subn
 
 // ---- warps and blocks
 
+// The lane, as a number of which the compiler does not know where it comes from: what follows from it is worked out
+// where it is needed, and does not take up registers around a loop that holds the code of many formats.
+KVCACHE_DEVICE int opaque_lane() {
+  int lane = static_cast<int>(threadIdx.x) % 32;
+  asm volatile("" : "+r"(lane));
+  return lane;
+}
 KVCACHE_DEVICE void warp_barrier() { __syncwarp(); }
 KVCACHE_DEVICE void block_barrier() { __syncthreads(); }
 KVCACHE_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
@@ -157,6 +164,9 @@ KVCACHE_DEVICE void multiply_accumulate(float (&c)[4], uint32_t a0, uint32_t a1,
 }
 
 // ---- copies from global to shared memory that finish later
+
+// Asks for the 128 bytes around an address, which will be read soon.
+KVCACHE_DEVICE void prefetch(const uint8_t* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 KVCACHE_DEVICE void copy_async_16(void* to, const void* from) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));

@@ -16,7 +16,7 @@ KVCACHE_DEVICE uint32_t rotated(uint32_t x, uint32_t cosines, uint32_t sines) {
 // metadata per channel in a block; 2 for one or two, of which one is loaded twice, and 4.
 template <int kBits, int kRows, int kColumns>
 KVCACHE_DEVICE void rotated_key_products(const KeyUnit& unit, float (&c)[kColumns][4][4]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const int lane = opaque_lane(), g = lane / 4, t = lane % 4;
   const uint4* turns[4];  // of the even token of this lane in every tile
 #pragma unroll
   for (int k = 0; k < 4; ++k)
@@ -61,8 +61,8 @@ KVCACHE_DEVICE void rotated_key_products(const KeyUnit& unit, float (&c)[kColumn
         a[3] = three_bits(odd, 1, k);
       }
       if (k % (4 / kRows) == 0) {
-        scale = load_channels(unit, unit.scale, k >> unit.row_shift, pair);
-        minimum = load_channels(unit, unit.minimum, k >> unit.row_shift, pair);
+        scale = load_channels(unit, unit.scale, k >> unit.tile_shift, pair);
+        minimum = load_channels(unit, unit.minimum, k >> unit.tile_shift, pair);
       }
       a[0] = half2_fma(a[0], scale.x, minimum.x);
       a[1] = half2_fma(a[1], scale.x, minimum.x);
@@ -78,6 +78,7 @@ KVCACHE_DEVICE void rotated_key_products(const KeyUnit& unit, float (&c)[kColumn
         multiply_accumulate(c[n][k], a[0], a[1], a[2], a[3], queries[n].x, queries[n].y);
     }
   }
+  scale_rows(unit.row_scale, c);
 }
 
 }  // namespace kvcache

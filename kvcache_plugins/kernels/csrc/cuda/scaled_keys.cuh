@@ -18,9 +18,7 @@ namespace kvcache {
 
 // Rows of scales of up to 2 leave queries of up to 2^14 in the range of fp16; beyond, the small ones are taken.
 KVCACHE_DEVICE bool has_large_scales(const KeyUnit& unit, int rows) {
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(unit.scale);
-  uint32_t seen = 0;
-  for (int i = static_cast<int>(threadIdx.x) % 32; i < rows * unit.dim / 2; i += 32) seen |= words[i];
+  const uint32_t seen = fold_field(unit.scale, rows * unit.dim, [](uint32_t x, uint32_t y) { return x | y; });
   return warp_any((seen & 0x40004000u) != 0);  // the highest bit of an exponent: 2 or more
 }
 
@@ -36,43 +34,51 @@ struct ScaledQueries {
   }
 };
 
-// The codes of a lane, step by step, as `a` of tile k; see `place_of`. Two steps repeat the pattern in which codes are
-// spread over the banks, so that a lane's places are known but for a multiple of that.
+// The codes of a lane, two steps at a time, as `a` of tile k; see `place_of`. Two steps repeat the pattern in which
+// codes are spread over the banks, so that a lane's places are known but for a multiple of that.
 template <int kBits, int kFormat>
 struct LaneKeys {
   static constexpr int kSwizzle = kBits == 8 ? 4 : 3, kStepBytes = 16 * kBlockTokens * (kBits == 3 ? 2 : kBits) / 8;
   const uint8_t *low[2], *high[2];  // of an even and an odd step: both words, of 8 bits tiles 0 and 1
+  int plane;                        // of 3 bits: the highest bits of an even step, in bytes from the first code
   uint2 first, second;
   Nibbles even, odd;  // 3 bits: of the even and the odd token
   uint2 words[4];     // 8 bits
 
   KVCACHE_DEVICE LaneKeys(const KeyUnit& unit, int g, int t) {
 #pragma unroll
-    for (int odd_step = 0; odd_step < 2; ++odd_step) {
-      const int at = odd_step * kStepBytes + t * (kStepBytes / 4) + 8 * g;
-      low[odd_step] = unit.codes + swizzled(at, kSwizzle);
-      high[odd_step] = unit.codes + swizzled(at + 64, kSwizzle);
+    for (int which = 0; which < 2; ++which) {
+      const int at = which * kStepBytes + t * (kStepBytes / 4) + 8 * g;
+      low[which] = unit.codes + swizzled(at, kSwizzle);
+      high[which] = unit.codes + swizzled(at + 64, kSwizzle);
     }
+    plane = unit.dim * kBlockTokens / 4 + t / 2 * 64 + 8 * g;
   }
-  // `odd_step` is step % 2, known where loops are unrolled.
-  KVCACHE_DEVICE void load(const KeyUnit& unit, int step, int odd_step, int g, int t) {
-    const int at = (step - odd_step) * kStepBytes;
-    first = *reinterpret_cast<const uint2*>(low[odd_step] + at);
+  KVCACHE_DEVICE void load(const KeyUnit& unit, int which) {
+    first = *reinterpret_cast<const uint2*>(low[which]);
     if (kBits == 8) {
       words[0] = first;
-      words[1] = *reinterpret_cast<const uint2*>(high[odd_step] + at);
-      words[2] = *reinterpret_cast<const uint2*>(low[odd_step] + at + 128);  // beyond the bits that are exchanged
-      words[3] = *reinterpret_cast<const uint2*>(high[odd_step] + at + 128);
+      words[1] = *reinterpret_cast<const uint2*>(high[which]);
+      words[2] = *reinterpret_cast<const uint2*>(low[which] + 128);  // beyond the bits that are exchanged
+      words[3] = *reinterpret_cast<const uint2*>(high[which] + 128);
     } else if (kBits == 4) {
-      second = *reinterpret_cast<const uint2*>(high[odd_step] + at);
+      second = *reinterpret_cast<const uint2*>(high[which]);
     } else if (kBits == 3) {
-      const int plane = unit.dim * kBlockTokens / 4 + (8 * step + 2 * t) / 4 * 64 + 8 * g;
-      const uint2 third = load_8(unit.codes, plane, kSwizzle);
-      even = spread<3>(first.x, high_bits(third.x, t % 2));
-      odd = spread<3>(first.y, high_bits(third.y, t % 2));
+      const int parity = static_cast<int>(threadIdx.x) % 2;  // of t
+      const uint2 third = load_8(unit.codes, plane + 128 * which, kSwizzle);
+      even = spread<3>(first.x, high_bits(third.x, parity));
+      odd = spread<3>(first.y, high_bits(third.y, parity));
     } else {
       second = {first.x >> 8, first.y >> 8};
     }
+  }
+  KVCACHE_DEVICE void advance() {
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      low[which] += 2 * kStepBytes;
+      high[which] += 2 * kStepBytes;
+    }
+    plane += 256;
   }
   KVCACHE_DEVICE void unpack(int k, uint32_t (&a)[4]) const {
     if (kBits == 8) {
@@ -94,32 +100,49 @@ struct LaneKeys {
   }
 };
 
-// `kRows`: of metadata per channel in a block, 0 for none. `c` is [column][tile].
-template <int kBits, int kFormat, int kRows, int kColumns>
+// The metadata of a lane's channels, step by step: pairs that lie together, or are halves of two words.
+template <bool kTogether>
+struct LaneChannels {
+  const uint8_t *low, *high;
+
+  KVCACHE_DEVICE LaneChannels(const uint8_t* row, int dim, int t)
+      : low(row + (kTogether ? 8 : 4) * t), high(low + dim) {}
+  // Of a row that lies `further` bytes behind, `step` steps from here.
+  KVCACHE_DEVICE uint2 load(int further, int step) const {
+    if (kTogether) return *reinterpret_cast<const uint2*>(low + further + 32 * step);
+    const uint32_t first = load_4(low + further + 16 * step), second = load_4(high + further + 16 * step);
+    return {permute_bytes(first, second, 0x5410), permute_bytes(first, second, 0x7632)};
+  }
+  KVCACHE_DEVICE void advance(int steps) {
+    low += (kTogether ? 32 : 16) * steps;
+    high += (kTogether ? 32 : 16) * steps;
+  }
+};
+
+// `kRows`: of metadata per channel in a block, 0 for none; `kTogether`: see LaneChannels. `c` is [column][tile].
+template <int kBits, int kFormat, int kRows, bool kTogether, int kColumns>
 KVCACHE_DEVICE void scaled_key_products(const KeyUnit& unit, float (&c)[kColumns][4][4]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const int lane = opaque_lane(), g = lane / 4, t = lane % 4, row_bytes = 2 * unit.dim;
   const bool is_large = kRows > 0 && has_large_scales(unit, kRows);
-  const uint2* const fragments = is_large ? unit.small_fragments : unit.fragments;
+  const uint2* fragments = (is_large ? unit.small_fragments : unit.fragments) + lane;
   float minima[kColumns][4] = {};
   LaneKeys<kBits, kFormat> codes(unit, g, t);
-  const auto multiply_step = [&](int step, int odd_step) {
-    codes.load(unit, step, odd_step, g, t);
+  LaneChannels<kTogether> scales(unit.scale, unit.dim, t);
+  LaneChannels<kTogether> least(unit.minimum + (kRows > 1 ? g % kRows * row_bytes : 0), unit.dim, t);
+  // The next step or, of two, the one after it, whose places are known from the first's.
+  const auto multiply_step = [&](int which) {
+    codes.load(unit, which);
     uint2 queries[kColumns];
     ScaledQueries<kRows, kColumns> scaled;
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) queries[n] = fragments[(n * unit.steps + step) * 32 + lane];
+    for (int n = 0; n < kColumns; ++n) queries[n] = fragments[(n * unit.steps + which) * 32];
     if (kRows > 0) {
-      // of 8 bits a lane's channels are four neighbours
-      const auto channels = [&](const uint8_t* field, int row) {
-        if (kBits == 8) return *reinterpret_cast<const uint2*>(field + (row * unit.dim + 16 * step + 4 * t) * 2);
-        return load_channels(unit, field, row, 8 * step + 2 * t);
-      };
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) scaled.scale(row, channels(unit.scale, row), queries);
-      const uint2 least = channels(unit.minimum, g % (kRows > 0 ? kRows : 1));  // row g of the product: group g
+      for (int row = 0; row < kRows; ++row) scaled.scale(row, scales.load(row * row_bytes, which), queries);
+      const uint2 numbers = least.load(0, which);  // row g of the product: group g; the rows beyond are zero
 #pragma unroll
       for (int n = 0; n < kColumns; ++n)
-        multiply_accumulate(minima[n], least.x, least.x, least.y, least.y, queries[n].x, queries[n].y);
+        multiply_accumulate(minima[n], numbers.x, 0, numbers.y, 0, queries[n].x, queries[n].y);
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -133,22 +156,30 @@ KVCACHE_DEVICE void scaled_key_products(const KeyUnit& unit, float (&c)[kColumns
     }
   };
 #pragma unroll 1
-  for (int step = 0; step + 1 < unit.steps; step += 2) {
-    multiply_step(step, 0);
-    multiply_step(step + 1, 1);
+  for (int left = unit.steps / 2; left > 0; --left) {
+    multiply_step(0);
+    multiply_step(1);
+    fragments += 64;
+    codes.advance();
+    if (kRows > 0) {
+      scales.advance(2);
+      least.advance(2);
+    }
   }
-  if (unit.steps % 2 != 0) multiply_step(unit.steps - 1, 0);
+  if (unit.steps % 2 != 0) multiply_step(0);
   const float grow = is_large ? static_cast<float>(1 << kQueryShift) : 1.0f;
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float place = place_of<kBits, kFormat>(k) * grow;
+    for (int column = 0; column < 2; ++column) {
+      const int row = 8 * n + 2 * t + column;
+      const float scale = unit.row_scale[row] * grow;
+      const float least = minima[n][column] * scale;  // of group g
+      float added = kFormat == kSymmetric ? -128.0f * unit.row_sum[row] : 0.0f;
 #pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        float added = 0.0f;
-        if (kRows > 0) added = shuffle(minima[n][column], k * kRows / 4 * 4 + t) * grow;
-        if (kFormat == kSymmetric) added = -128.0f * unit.row_sum[8 * n + 2 * t + column];
+      for (int k = 0; k < 4; ++k) {
+        if (kRows > 0 && k * kRows % 4 == 0) added = shuffle(least, k * kRows / 4 * 4 + t);
+        const float place = place_of<kBits, kFormat>(k) * scale;
         c[n][k][column] = fmaf(c[n][k][column], place, added);
         c[n][k][column + 2] = fmaf(c[n][k][column + 2], place, added);
       }

@@ -61,6 +61,7 @@ void wait_for_copies(int pending);
 
 namespace kvcache {
 
+inline int opaque_lane() { return static_cast<int>(threadIdx.x) % 32; }
 void warp_barrier();
 void block_barrier();
 float shuffle(float x, int lane);
@@ -77,6 +78,7 @@ inline void multiply_accumulate(float (&c)[4], uint32_t a0, uint32_t a1, uint32_
   for (int i = 0; i < 4; ++i) c[i] = sum.c[i];
 }
 
+inline void prefetch(const uint8_t*) {}
 void copy_async_16(void* to, const void* from);
 void copy_commit();
 template <int kPending>
