@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.cuda import emulation
+from tests.kernels.cuda import emulation, kept
 
 
 @pytest.fixture(autouse=True)
@@ -16,10 +16,14 @@ def _without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels as the emulated GPU runs them, built once and kept in pytest's cache, if there is one."""
-    cache = getattr(request.config, "cache", None)
-    folder = cache.mkdir("emulated_cuda") if cache is not None else tmp_path_factory.mktemp("emulated_cuda")
-    library = emulation.build(emulation.SOURCES, folder)
+def builds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels built for a machine without a GPU are kept: in pytest's cache, if there is one."""
+    return kept.folder(request.config, "emulated_cuda") or tmp_path_factory.mktemp("emulated_cuda")
+
+
+@pytest.fixture(scope="session")
+def emulated(builds: Path) -> Path:
+    """The kernels as the emulated GPU runs them, built once."""
+    library = emulation.build(emulation.SOURCES, builds)
     emulation.load(library)
     return library

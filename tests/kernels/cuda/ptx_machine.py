@@ -6,6 +6,7 @@ pass (addresses, barriers that not all lanes reach, memory and registers that no
 are still under way, accesses that no barrier orders). It shares no code with the emulated GPU, which runs the
 source, and shows what that cannot: inline PTX, and what the compiler has made of the rest. What ptxas makes
 of the PTX it does not show. It knows the instructions that nvcc 13 writes, and refuses others by name.
+Asked to, it counts what they want of memory (`access_counts`).
 
 The operators have the names of the emulated GPU's: a process has one of both. As a plugin of pytest,
 
@@ -24,10 +25,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from kvcache_plugins.kernels import compiler
 from kvcache_plugins.kernels.cuda_toolkit import Toolkit, find_toolkit
-from tests.kernels.cuda import emulation, simulated_device
+from tests.kernels.cuda import emulation, kept, simulated_device
 
 FOLDER = "KVCACHE_PTX"
 """Environment variable: where builds are kept; a temporary directory if unset."""
@@ -80,6 +82,14 @@ def read(library: ctypes.CDLL, listing: Path) -> None:
     assert error is None, error
 
 
+def launch(library: ctypes.CDLL, kernel: str, memory: torch.Tensor) -> None:
+    """Run one warp of a kernel whose parameter is a tensor, with as many bytes of shared memory."""
+    pointer = ctypes.c_uint64(memory.data_ptr())
+    library.kvcache_launch_ptx.restype = ctypes.c_char_p
+    error = library.kvcache_launch_ptx(kernel.encode(), ctypes.c_size_t(memory.nbytes), ctypes.byref(pointer))
+    assert error is None, error
+
+
 def kernels(library: ctypes.CDLL, is_launched: bool) -> list[str]:
     """Names of the kernels that have been launched, or have not."""
     return library.kvcache_ptx_kernels(is_launched).decode().split()  # type: ignore[no-any-return]
@@ -94,13 +104,14 @@ def _translated(toolkit: Toolkit, file: Path, folder: Path) -> Path:
     """The PTX of a device file, kept beside the object of its host code."""
     read = [path.read_text() for path in emulation.included(file)]
     listing = folder / f"{file.stem}-{emulation.key_of([toolkit.description, *_FLAGS, *read])}.ptx"
-    if not listing.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as kept:
-            output = Path(kept) / "host.o"
-            command = [toolkit.nvcc, *_FLAGS, "-Xcompiler", "-fPIC", "--keep", "--keep-dir", kept]
+    code = listing.with_suffix(".o")
+    if not all([kept.is_there(code), kept.is_there(listing)]):
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            output = Path(made) / "host.o"
+            command = [toolkit.nvcc, *_FLAGS, "-Xcompiler", "-fPIC", "--keep", "--keep-dir", made]
             emulation.run([*command, "-c", str(file), "-o", str(output)])
-            output.replace(listing.with_suffix(".o"))
-            (Path(kept) / f"{file.stem}.ptx").replace(listing)  # last: it tells that both are there
+            output.replace(code)
+            (Path(made) / f"{file.stem}.ptx").replace(listing)
     return listing
 
 

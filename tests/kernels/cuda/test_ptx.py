@@ -87,26 +87,19 @@ MUTATIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where builds are kept: in pytest's cache, if there is one, with those for the emulated GPU."""
-    cache = getattr(request.config, "cache", None)
-    return Path(cache.mkdir("emulated_cuda") if cache else tmp_path_factory.mktemp("emulated_cuda"))
-
-
 @pytest.mark.slow
-def test_the_tests_of_the_emulated_gpu(folder: Path) -> None:
+def test_the_tests_of_the_emulated_gpu(builds: Path) -> None:
     """In a process of their own, with a few parameter sets of every test."""
-    environment = {ptx_machine.FOLDER: str(folder), "KVCACHE_SIMULATION_MOST": "5"}
+    environment = {ptx_machine.FOLDER: str(builds), "KVCACHE_SIMULATION_MOST": "5"}
     printed = plugged.run(ptx_machine.__name__, TESTS, environment, least=190)
     assert f"{ptx_machine.NEVER_LAUNCHED}[]" in printed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mutation_is_found(name: str, folder: Path, tmp_path: Path) -> None:
+def test_a_mutation_is_found(name: str, builds: Path, tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
-    intact = ptx_machine.build(folder).listings[mutation.unit]
+    intact = ptx_machine.build(builds).listings[mutation.unit]
     text, count = re.subn(mutation.pattern, mutation.replacement, intact.read_text())
     toolkit = find_toolkit()
     if count == 0 and toolkit is not None and "release 13." not in toolkit.release:
@@ -115,7 +108,7 @@ def test_a_mutation_is_found(name: str, folder: Path, tmp_path: Path) -> None:
     broken = tmp_path / f"{mutation.unit}.ptx"
     broken.write_text(text)
     scripts = [
-        START.format(folder=str(folder), listing=str(of), unit=mutation.unit) for of in (intact, broken)
+        START.format(folder=str(builds), listing=str(of), unit=mutation.unit) for of in (intact, broken)
     ]
     right, wrong = fresh_process.run_together(scripts)
     assert right.returncode == 0, right.stderr

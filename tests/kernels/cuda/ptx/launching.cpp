@@ -7,6 +7,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <sstream>
 
 namespace ptx {
 namespace {
@@ -15,11 +16,14 @@ struct Entry {
   const Listing* listing;
   size_t at;
   std::unique_ptr<Kernel> kernel;  // once launched
+  std::vector<Count> counts;       // of its instructions, if it was launched while they were counted
+  uint64_t warps = 0;              // launched meanwhile
 };
 
 std::list<Listing> listings;
 std::map<std::string, Entry> entries;
 std::mutex mutex;
+bool is_counting = false;
 
 // Memory that launches use again, because most of it stays as it is.
 struct Memory {
@@ -30,12 +34,12 @@ struct Memory {
 };
 Memory memory;
 
-const Kernel& find_kernel(const std::string& name) {
+Entry& find_kernel(const std::string& name) {
   const auto found = entries.find(name);
   if (found == entries.end()) throw std::runtime_error("there is no PTX of " + name);
   Entry& entry = found->second;
   if (entry.kernel == nullptr) entry.kernel = std::make_unique<Kernel>(parse(*entry.listing, entry.at));
-  return *entry.kernel;
+  return entry;
 }
 
 void check_launch(const Kernel& kernel, dim3 grid, dim3 threads, size_t shared_bytes) {
@@ -108,12 +112,13 @@ void read_listing(const std::string& path) {
   const std::lock_guard lock(mutex);
   const std::string name = path.substr(path.rfind('/') + 1);
   listings.push_back({name, {std::istreambuf_iterator<char>(file), {}}});
-  for (const auto& [kernel, at] : find_kernels(listings.back().text)) entries[kernel] = {&listings.back(), at, nullptr};
+  for (const auto& [kernel, at] : find_kernels(listings.back().text)) entries[kernel] = {&listings.back(), at};
 }
 
 void launch(const std::string& name, dim3 grid, dim3 threads, size_t shared_bytes, const void* parameters) {
   const std::lock_guard lock(mutex);
-  const Kernel& kernel = find_kernel(name);
+  Entry& entry = find_kernel(name);
+  const Kernel& kernel = *entry.kernel;
   check_launch(kernel, grid, threads, shared_bytes);
   Block block;
   const size_t count = threads.x / kLanes, numbers = kernel.widths.size() * kLanes;
@@ -122,12 +127,17 @@ void launch(const std::string& name, dim3 grid, dim3 threads, size_t shared_byte
   block.parameters = static_cast<const uint8_t*>(parameters);
   block.shared_bytes = shared_bytes;
   block.records = memory.records.data();
+  if (is_counting) {
+    entry.counts.resize(kernel.code.size());
+    entry.warps += count * grid.x * grid.y * grid.z;
+  }
   std::vector<Warp> warps(count);
   for (size_t i = 0; i < count; ++i) {
     warps[i].block = &block;
     warps[i].kernel = &kernel;
     warps[i].index = static_cast<int>(i);
     warps[i].values = memory.values.data() + i * numbers;
+    if (is_counting) warps[i].counts = entry.counts.data();
   }
   for (block.index.z = 0; block.index.z < grid.z; ++block.index.z)
     for (block.index.y = 0; block.index.y < grid.y; ++block.index.y)
@@ -138,6 +148,35 @@ void launch(const std::string& name, dim3 grid, dim3 threads, size_t shared_byte
         for (Warp& warp : warps) begin(warp, grid, threads);
         run_block(warps, block);
       }
+}
+
+void count_accesses(bool are_counted) {
+  const std::lock_guard lock(mutex);
+  is_counting = are_counted;
+  if (!are_counted) return;
+  for (auto& [name, entry] : entries) {
+    entry.counts.clear();
+    entry.warps = 0;
+  }
+}
+
+std::string counts() {
+  const std::lock_guard lock(mutex);
+  std::ostringstream lines;
+  for (const auto& [name, entry] : entries) {
+    if (entry.counts.empty()) continue;
+    const Places places(*entry.listing);
+    lines << demangled(name) << '\t' << entry.warps << '\n';
+    for (size_t i = 0; i < entry.counts.size(); ++i) {
+      const Count& count = entry.counts[i];
+      if (count.times == 0) continue;
+      lines << places.of(entry.kernel->code[i].at);
+      for (const uint64_t number : {count.times, count.wavefronts, count.least, count.sectors, count.bytes})
+        lines << '\t' << number;
+      lines << '\n';
+    }
+  }
+  return lines.str();
 }
 
 std::string names_of_kernels(bool is_launched) {

@@ -14,6 +14,13 @@ void read_listing(const std::string& path);
 // Runs the thread blocks of a grid one after the other. Throws what is wrong with the launch or the kernel.
 void launch(const std::string& name, dim3 grid, dim3 threads, size_t shared_bytes, const void* parameters);
 
+// Begins to count what launches ask of memory, anew, or ends.
+void count_accesses(bool are_counted);
+
+// What was counted: for every kernel a line of its name and warps, and one for each of its instructions that was
+// executed: its place, times, wavefronts, the least of them, sectors, bytes. Tabs lie between.
+std::string counts();
+
 // Names, a line each.
 std::string names_of_kernels(bool is_launched);
 

@@ -4,6 +4,7 @@
 #include <bit>
 #include <type_traits>
 
+#include "counting.h"
 #include "program.h"
 
 namespace ptx {
@@ -59,9 +60,13 @@ struct Warp {
   uint32_t active = 0, step = 1;
   std::vector<std::vector<Copy>> copies[kLanes];  // groups committed, oldest first
   std::vector<Copy> open[kLanes];
+  Count* counts = nullptr;  // of every instruction, if they are counted
 
   uint64_t* operator[](int number) { return values + static_cast<size_t>(number) * kLanes; }
   int thread(int lane) const { return index * kLanes + lane; }
+  Count* count_of(const Instruction& i) const {
+    return counts == nullptr ? nullptr : counts + (&i - kernel->code.data());
+  }
 };
 
 // Runs a warp until it waits at a block barrier or ends.

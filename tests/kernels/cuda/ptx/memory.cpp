@@ -80,11 +80,20 @@ void write_byte(Warp& w, const Instruction& i, int lane, uint32_t at, bool is_sa
 void start_copy(Warp& w, const Instruction& i, uint32_t lanes) {
   const uint64_t *to = w[i.from[0]], *from = w[i.from[1]];
   if (*w[i.from[2]] != 16) fail(w, i, "a copy of another size than 16");
+  if (Count* const count = w.count_of(i)) {
+    count_shared(*count, to, 0, 16, lanes, false);
+    count_global(*count, from, 0, 16, lanes);
+  }
   for_lanes(lanes, [&](int lane) {
     const uint32_t at = shared(w, i, to[lane], 16);
     w.open[lane].push_back({at, global(w, i, from[lane], 16)});
     for (int k = 0; k < 16; ++k) write_byte(w, i, lane, at + k, false, true);
   });
+}
+
+// prefetch: what is asked for must be there.
+void prefetch(Warp& w, const Instruction& i, uint32_t lanes) {
+  for_lanes(lanes, [&](int lane) { global(w, i, w[i.from[0]][lane], 1); });
 }
 
 void commit_copies(Warp& w, const Instruction&, uint32_t lanes) {
@@ -109,11 +118,20 @@ void wait_for_copies(Warp& w, const Instruction& i, uint32_t lanes) {
   });
 }
 
+void count_access(const Warp& w, const Instruction& i, const uint64_t* addresses, int size, uint32_t lanes,
+                  bool is_load) {
+  Count* const count = w.count_of(i);
+  if (count == nullptr) return;
+  if (i.space == Space::kShared) count_shared(*count, addresses, i.offset, size, lanes, is_load);
+  if (i.space == Space::kGlobal) count_global(*count, addresses, i.offset, size, lanes);
+}
+
 }  // namespace
 
 void load(Warp& w, const Instruction& i, uint32_t lanes) {
   const uint64_t* addresses = w[i.from[0]];
   const int size = i.bytes * i.to.size;
+  count_access(w, i, addresses, size, lanes, true);
   for_lanes(lanes, [&](int lane) {
     const uint64_t address = addresses[lane] + i.offset;
     const uint8_t* from;
@@ -141,6 +159,7 @@ void load(Warp& w, const Instruction& i, uint32_t lanes) {
 void store(Warp& w, const Instruction& i, uint32_t lanes) {
   const uint64_t* addresses = w[i.from[0]];
   const int count = i.from.size - 1, size = i.bytes * count;
+  count_access(w, i, addresses, size, lanes, false);
   for_lanes(lanes, [&](int lane) {
     uint8_t bytes[16];
     for (int k = 0; k < count; ++k) std::memcpy(bytes + k * i.bytes, &w[i.from[1 + k]][lane], i.bytes);
@@ -159,6 +178,7 @@ void store(Warp& w, const Instruction& i, uint32_t lanes) {
 
 void add_copies(Operations& table) {
   table["cp.async.cg.shared.global"] = start_copy;
+  table["prefetch.global.L2"] = prefetch;
   table["cp.async.commit_group"] = commit_copies;
   table["cp.async.wait_group"] = wait_for_copies;
 }

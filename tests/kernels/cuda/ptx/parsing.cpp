@@ -64,13 +64,14 @@ class Parser {
       if (found == labels_.end()) fail("an unknown label " + std::string(label));
       kernel_.code[from].target = found->second;
     }
+    poison_halves();
     find_joins(kernel_.code);
     return std::move(kernel_);
   }
 
  private:
   [[noreturn]] void fail(const std::string& message) const {
-    throw std::runtime_error("PTX, " + place_of(listing_, at_) + ": " + message);
+    throw std::runtime_error("PTX, " + Places(listing_).of(at_) + ": " + message);
   }
 
   // .entry NAME( .param .align 8 .b8 NAME_param_0[bytes] ) .maxntid x, y, z {
@@ -216,15 +217,31 @@ class Parser {
     if (found == operations().end()) fail("an unknown instruction " + name);
     i.operation = found->second;
     i.is_aligned = name.find(".aligned") != name.npos;
-    if (name.starts_with("cp.async")) {  // have no result
+    if (name.starts_with("cp.async") || name.starts_with("prefetch")) {  // have no result
       for (const std::string_view operand : operands) {
         if (operand.front() != '[') i.from.add(value(operand));
-        else if (add_address(i, operand) != 0) fail("a copy with an offset");
+        else if (add_address(i, operand) != 0) fail("a copy or a prefetch with an offset");
       }
       return;
     }
     for (size_t k = 0; k < operands.size(); ++k)
       for (const std::string_view item : members(operands[k])) k == 0 ? add_result(i, item) : add_source(i, item);
+  }
+
+  // Of a pair whose upper half nobody looks at, nvcc makes a register that nothing sets. Such a half is poison here,
+  // which makes wrong numbers and addresses of what it gets into.
+  void poison_halves() {
+    constexpr uint64_t kPoison = 0xBAD0BAD1;
+    std::vector<bool> is_set(kernel_.widths.size());
+    for (const Instruction& i : kernel_.code)
+      for (const int number : i.to) is_set[number] = true;
+    for (const auto& [number, _] : kernel_.constants) is_set[number] = true;
+    for (const auto& [_, number] : kernel_.specials) is_set[number] = true;
+    for (Instruction& i : kernel_.code) {
+      if (i.operation != operations().at("mov.b64.pack") || is_set[i.from[1]]) continue;
+      i.from.items[1] = constant(kPoison);
+      is_set.resize(kernel_.widths.size(), true);
+    }
   }
 
   // A register, a predicate, or both: %r|%p.

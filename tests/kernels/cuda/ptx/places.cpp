@@ -1,4 +1,4 @@
-// What an error says of its place, found out when there is one.
+// What errors and counts say of their places, found out when there is one to be told.
 #include <cxxabi.h>
 
 #include <algorithm>
@@ -9,16 +9,6 @@
 #include "machine.h"
 
 namespace ptx {
-namespace {
-
-// NAME of the line `.file number "PATH/NAME"`.
-std::string file_name(const std::string& text, const std::string& number) {
-  const size_t at = text.find("\t.file\t" + number + " \"");
-  if (at == text.npos) return "?";
-  const size_t end = text.find('"', text.find('"', at) + 1);
-  const size_t begin = text.find_last_of("/\"", end - 1) + 1;
-  return text.substr(begin, end - begin);
-}
 
 std::string demangled(const std::string& name) {
   char* text = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, nullptr);
@@ -27,19 +17,31 @@ std::string demangled(const std::string& name) {
   return found;
 }
 
-}  // namespace
-
-std::string place_of(const Listing& listing, size_t at) {
+Places::Places(const Listing& listing) : listing_(listing) {
   const std::string& text = listing.text;
-  const auto line = 1 + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(at), '\n');
+  constexpr std::string_view kFile = "\t.file\t";
+  for (size_t at = text.find('\n'); at != text.npos; at = text.find('\n', at + 1)) {
+    ends_.push_back(at);
+    if (text.compare(at + 1, kFile.size(), kFile) != 0) continue;
+    // .file NUMBER "PATH/NAME"
+    const size_t end = text.find('"', text.find('"', at) + 1), begin = text.find_last_of("/\"", end - 1) + 1;
+    files_[std::atoi(text.c_str() + at + 1 + kFile.size())] = text.substr(begin, end - begin);
+  }
+}
+
+std::string Places::of(size_t at) const {
+  const std::string& text = listing_.text;
+  const auto line = 1 + std::distance(ends_.begin(), std::lower_bound(ends_.begin(), ends_.end(), at));
   const std::string statement = text.substr(at, text.find(';', at) - at);
-  std::string place = listing.name + ":" + std::to_string(line) + " `" + statement + "`";
+  std::string place = listing_.name + ":" + std::to_string(line) + " `" + statement + "`";
   std::replace(place.begin(), place.end(), '\t', ' ');
   // .loc FILE LINE COLUMN, before what it is of; line 0 is none
-  int file = 0, row = 0;
-  for (size_t location = text.rfind(".loc\t", at); location != text.npos; location = text.rfind(".loc\t", location - 1))
-    if (std::sscanf(text.c_str() + location, ".loc %d %d", &file, &row) == 2 && row > 0)
-      return place + " of " + file_name(text, std::to_string(file)) + ":" + std::to_string(row);
+  constexpr std::string_view kLocation = ".loc\t";
+  for (size_t from = text.rfind(kLocation, at); from != text.npos; from = text.rfind(kLocation, from - 1)) {
+    char* end = nullptr;
+    const long file = std::strtol(text.c_str() + from + kLocation.size(), &end, 10), row = std::strtol(end, &end, 10);
+    if (row > 0) return place + " of " + files_.at(static_cast<int>(file)) + ":" + std::to_string(row);
+  }
   return place;
 }
 
@@ -53,7 +55,7 @@ void fail(const Warp& warp, const Instruction& instruction, const char* format, 
   std::snprintf(where, sizeof(where), "warp %d of block (%u, %u, %u), lanes %08x", warp.index, block.x, block.y,
                 block.z, warp.active);
   throw std::runtime_error("PTX of " + demangled(warp.kernel->name) + ", " +
-                           place_of(*warp.kernel->listing, instruction.at) + ", " + where + ": " + what);
+                           Places(*warp.kernel->listing).of(instruction.at) + ", " + where + ": " + what);
 }
 
 }  // namespace ptx

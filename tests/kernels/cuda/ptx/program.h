@@ -86,8 +86,20 @@ Kernel parse(const Listing& listing, size_t entry);
 // Sets `join` of every branch.
 void find_joins(std::vector<Instruction>& code);
 
-// Line and text of an instruction, and the line of the source that it is of.
-std::string place_of(const Listing& listing, size_t at);
+// The name of a kernel as its source has it.
+std::string demangled(const std::string& name);
+
+// Line and text of the instructions of a listing, and the lines of the source that they are of.
+class Places {
+ public:
+  explicit Places(const Listing& listing);
+  std::string of(size_t at) const;
+
+ private:
+  const Listing& listing_;
+  std::vector<size_t> ends_;  // of lines
+  std::map<int, std::string> files_;
+};
 
 // Every instruction but loads, stores, branches and barriers, by name.
 const Operations& operations();

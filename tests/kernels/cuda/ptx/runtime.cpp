@@ -31,6 +31,19 @@ struct Configuration {
 };
 thread_local Configuration configuration;
 
+// What a function throws, or null.
+template <class Body>
+const char* problem_of(Body body) {
+  static thread_local std::string message;
+  try {
+    body();
+    return nullptr;
+  } catch (const std::exception& problem) {
+    message = problem.what();
+    return message.c_str();
+  }
+}
+
 }  // namespace
 
 #pragma GCC visibility push(hidden)
@@ -96,14 +109,21 @@ extern "C" {
 
 // Returns what is wrong with a PTX file, or null.
 const char* kvcache_read_ptx(const char* path) {
-  static thread_local std::string error;
-  try {
-    ptx::read_listing(path);
-    return nullptr;
-  } catch (const std::exception& problem) {
-    error = problem.what();
-    return error.c_str();
-  }
+  return problem_of([&] { ptx::read_listing(path); });
+}
+
+// One warp of a kernel, by its name in the PTX; returns what is wrong, or null.
+const char* kvcache_launch_ptx(const char* name, size_t shared_bytes, const void* parameters) {
+  return problem_of([&] { ptx::launch(name, {}, {ptx::kLanes}, shared_bytes, parameters); });
+}
+
+void kvcache_count_accesses(bool are_counted) { ptx::count_accesses(are_counted); }
+
+// See `ptx::counts`.
+const char* kvcache_ptx_counts() {
+  static thread_local std::string lines;
+  lines = ptx::counts();
+  return lines.c_str();
 }
 
 // Kernels that have been launched, or have not.

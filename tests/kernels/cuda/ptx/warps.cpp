@@ -47,6 +47,7 @@ bool follow(Warp& w) {
     const Instruction& i = code[at];
     w.active = w.paths.back().lanes;
     const uint32_t lanes = guarded(w, i);
+    if (w.counts != nullptr) ++w.counts[at].times;
     switch (i.control) {
       case Control::kNone:
         operate(w, i, lanes);

@@ -1,0 +1,52 @@
+"""What tests compile is kept in pytest's cache, under a name that says what it depends on, while it is used.
+
+Whoever finds a file there renews its modification time, and whoever asks for a folder removes what nobody has
+found there for some days: objects of sources that have changed since, mostly.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+__all__ = ["DAYS", "folder", "is_there", "remove_unused"]
+
+DAYS = 3
+"""Without use: a weekend."""
+_SUFFIXES = (".new", ".o", ".ptx", ".so", ".txt")
+"""Of what is compiled, or was being compiled; locks stay, which somebody may hold."""
+
+
+def folder(config: pytest.Config, name: str) -> Path | None:
+    """A folder of pytest's cache without what is no longer used, if there is a cache."""
+    cache = getattr(config, "cache", None)
+    if cache is None:
+        return None
+    found = Path(cache.mkdir(name))
+    remove_unused(found)
+    return found
+
+
+def is_there(file: Path) -> bool:
+    """Whether a file is there, of which it is noted then that it is used."""
+    with suppress(OSError):  # such as that of somebody else
+        os.utime(file)
+    return file.exists()
+
+
+def remove_unused(found: Path) -> None:
+    """Remove what has not been used for `DAYS`, and directories left by compilers; as far as possible."""
+    limit = time.time() - DAYS * 86400
+    for path in found.iterdir():
+        with suppress(OSError):  # another process does the same
+            if path.stat().st_mtime >= limit:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.suffix in _SUFFIXES:
+                path.unlink()
