@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -58,7 +59,7 @@ class KVCache(Cache):
         model, config = split_model_or_config(model_or_config)
         config = decoder_config(config)
         self.config = self.config_class.from_dict(options)
-        kernel = select_kernel(self.config.kernel, self.backend)
+        kernel = self._select_kernel(model)
         self.model_config = config
         self._plans = plan_layers(config)
         skipped = self.config.skipped_layers(len(self._plans))
@@ -131,7 +132,11 @@ class KVCache(Cache):
 
         Returns:
             `KVCache`: itself.
+
+        Raises:
+            KernelUnavailableError: If `kernel="native"` cannot be met where the model is.
         """
+        self._select_kernel(model)
         self._choose_frequencies(model, prompt_length, max_cache_length)
         facts = self._describe(model)
         padding = _left_padding(attention_mask)
@@ -209,6 +214,12 @@ class KVCache(Cache):
                 stacklevel=4,
             )
         follow_cache(model, self)  # now, because the layers are about to be described
+
+    def _select_kernel(self, model: nn.Module | None) -> str:
+        devices: set[torch.device] = set()
+        if model is not None and self.config.kernel == "native":
+            devices = {parameter.device for parameter in model.parameters()}
+        return select_kernel(self.config.kernel, self.backend, devices)
 
     def _build_layer(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
         return self.layer_class(config, layer_idx, facts) if plan.dense_reason is None else plan.build_dense()

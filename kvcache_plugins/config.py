@@ -75,7 +75,8 @@ class BackendConfig:
 
     Args:
         kernel (`str`): `"auto"` (a native kernel where one exists, else torch), `"torch"` (the reference) or
-            `"native"` (raise where no native kernel can serve).
+            `"native"` (raise where no native kernel can serve: on a GPU the CUDA kernels must, elsewhere
+            those for CPUs).
         residual_length (`int`): Newest tokens kept exact.
         sink_length (`int`): First real (unpadded) tokens kept exact.
         skip_layers (`list[int]`): Layer indices, negative ones counted from the end, left in the model's

@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import KernelUnavailableError
 from ..kernels import cuda_loader, loader
 from ..kernels.layout import Side
 from ..kernels.ops import decode_attention
+from ..kernels.selection import native_is_unavailable
 from ..layers.handle import KVHandle
 from ..layers.view import StreamView
 from .bias import LogitBias, logit_bias, per_head
@@ -47,8 +47,7 @@ def attend_handles(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
         options (`AttentionOptions`): Scaling, masks and biases.
 
     Raises:
-        KernelUnavailableError: If the layer was configured with `kernel="native"`, its device has native
-            kernels, and none of them reads its codecs.
+        KernelUnavailableError: If the layer was configured with `kernel="native"` and no kernel serves this.
     """
     layer = key.layer
     if layer.config.kernel == "torch":
@@ -64,6 +63,8 @@ def attend_handles(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
             layer.kernel_reason = None if query.is_cpu else why_not_fast(query, key.tokens, value.tokens)
             return served
         reason = served
+    if layer.config.kernel == "native":
+        raise native_is_unavailable(f"layer {layer.layer_idx}", reason)
     layer.kernel, layer.kernel_reason = "torch", reason
     return attend(query, key.tokens, value.tokens, options)
 
@@ -95,24 +96,14 @@ def _attend_on_cuda(query: Tensor, key: KVHandle, value: KVHandle, options: Atte
     if sides is None:
         return _UNREADABLE
     if not cuda_loader.try_load(query.device):
-        reason = f"there are no CUDA kernels: {cuda_loader.why_not(query.device)}"
-        if key.layer.config.kernel == "native":
-            raise KernelUnavailableError(f"kernel='native' was given, but {reason}")
-        return reason
+        return f"there are no CUDA kernels: {cuda_loader.why_not(query.device)}"
     return attend_on_device(query, key.tokens, value.tokens, sides, options)
 
 
 def _sides(key: KVHandle, value: KVHandle) -> tuple[Side, Side] | None:
     """Both streams as the kernels read them; `None` if no kernel reads their codecs."""
     keys, values = describe(key.tokens), describe(value.tokens)
-    if keys is not None and values is not None:
-        return keys, values
-    if key.layer.config.kernel == "native":
-        raise KernelUnavailableError(
-            f"kernel='native' was given, but no native kernel reads the codecs of layer "
-            f"{key.layer.layer_idx}; kernel='auto' and kernel='torch' work without."
-        )
-    return None
+    return None if keys is None or values is None else (keys, values)
 
 
 def _is_served(query: Tensor, key: KVHandle) -> bool:

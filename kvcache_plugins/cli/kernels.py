@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Build if asked to, then print the state."""
     import torch
 
-    from ..kernels import cuda_loader, loader
+    from ..kernels import builds, cuda_loader, loader
 
     failures = []
     if args.action == "build":
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         if is_wanted and os.environ.get("KVCACHE_CUDA_KERNELS") != "0":
             failures = _build_for_gpus(gpus, args.force)
     status = loader.status()
-    sizes = [state.st_size for state in loader.cached_builds().values()]
+    sizes = [state.st_size for state in builds.cached_builds().values()]
     rows = {
         "state": status.state,
         "library": status.path,

@@ -9,15 +9,13 @@ that goes astray takes its process with it.
 
 Environment: `KVCACHE_CUDA_KERNELS=0` leaves everything on a GPU to torch, `KVCACHE_CUDA_KERNELS=1` does
 without the process of its own. `KVCACHE_KERNEL_CACHE` and `KVCACHE_NO_BUILD` as for the CPU library
-(`loader`), `CUDA_HOME` the toolkit to build with instead of the one found (`cuda_toolkit`),
+(`builds`), `CUDA_HOME` the toolkit to build with instead of the one found (`cuda_toolkit`),
 `TORCH_CUDA_ARCH_LIST` the architectures to build for instead of those present (with it, a machine without a
 GPU builds too, for others that have the same setting), `MAX_JOBS` the compilers run at once.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import os
 import platform
 import shutil
@@ -31,8 +29,8 @@ from pathlib import Path
 import torch
 
 from ..errors import KernelUnavailableError
-from . import cuda_check, cuda_trial, loader
-from .compiler import file_lock
+from . import builds, cuda_check, cuda_trial
+from .builds import KernelStatus
 from .cuda_toolkit import find_toolkit, used_by_torch
 from .ops import SCHEMAS
 
@@ -156,23 +154,23 @@ def _fault(path: Path, device: torch.device) -> str | None:
         return _reason(error)
 
 
-def status() -> loader.KernelStatus:
+def status() -> KernelStatus:
     """Return the state of the kernels. Never builds, loads or raises."""
-    directory = loader.cache_directory()
+    directory = builds.cache_directory()
     release = _nvcc_release()
     reason = "\n".join(filter(None, [_failure, *_faults.values()])) or None
     if _checked:
-        return loader.KernelStatus("loaded", _path, directory, release, reason=reason)
+        return KernelStatus("loaded", _path, directory, release, reason=reason)
     reason = reason or _why_switched_off() or (_why_no_device() if _path is None else None)
     if reason is not None:
-        return loader.KernelStatus("unavailable", None, directory, release, reason=reason)
+        return KernelStatus("unavailable", None, directory, release, reason=reason)
     if _path is not None:
-        return loader.KernelStatus("loaded", _path, directory, release)
+        return KernelStatus("loaded", _path, directory, release)
     target = _target()
-    if loader._is_intact(target):
-        return loader.KernelStatus("cached", target, directory, release)
+    if builds.is_intact(target):
+        return KernelStatus("cached", target, directory, release)
     reason = _why_not_buildable()
-    return loader.KernelStatus(
+    return KernelStatus(
         "missing" if reason is None else "unavailable", target, directory, release, reason=reason
     )
 
@@ -182,32 +180,19 @@ def _find_or_build(force: bool) -> Path:
     if reason is not None:
         raise KernelUnavailableError(reason)
     target = _target()
-    if not force and loader._is_intact(target):
+    if not force and builds.is_intact(target):
         with suppress(OSError):  # intact, but not for this process: rebuilt below
             return _load(target)
     reason = _why_not_buildable()
     if reason is not None:
         raise KernelUnavailableError(reason)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(target.with_suffix(".lock")):
-            if force or not loader._is_intact(target):  # another process may have built it meanwhile
-                loader._logger.warning("building the CUDA kernels into %s, once on this machine", target)
-                _compile(target)
-                loader._remove_unused(target)
-                return target
-    except OSError as error:
-        raise KernelUnavailableError(
-            f"the kernel cache directory {target.parent} cannot be used ({error}); "
-            "KVCACHE_KERNEL_CACHE names another."
-        ) from error
+    if builds.install(target, "CUDA", lambda: _compile(target), force=force):
+        return target  # which torch has loaded
     return _load(target)
 
 
 def _load(path: Path) -> Path:
-    ctypes.CDLL(str(path))  # registers the implementations
-    with suppress(OSError):  # the directory may be read-only, or somebody else's
-        os.utime(path)
+    builds.load(path)
     return path
 
 
@@ -232,7 +217,7 @@ def _compile(target: Path) -> None:
             lines = _reason(error).splitlines()[-20:]
             raise KernelUnavailableError("\n".join(["the CUDA kernels do not build:", *lines])) from error
         sealed = Path(directory) / "sealed.so"
-        sealed.write_bytes(loader._sealed(built.read_bytes()))
+        sealed.write_bytes(builds.sealed(built.read_bytes()))
         sealed.replace(target)
 
 
@@ -286,8 +271,8 @@ def _capabilities() -> list[tuple[int, int]]:
 
 
 def _why_not_buildable() -> str | None:
-    if loader._is_building_forbidden():
-        return f"KVCACHE_NO_BUILD forbids building kernels, and none is cached in {loader.cache_directory()}."
+    if builds.why_forbidden() is not None:
+        return builds.why_forbidden()
     if _nvcc_release() is None:
         return "no nvcc was found (CUDA_HOME, or nvcc on the PATH)."
     if shutil.which("ninja") is None and not _has_ninja_module():
@@ -311,12 +296,12 @@ def _target() -> Path:
     parts += CUDA_FLAGS
     for path in sorted(_SOURCES.iterdir()):
         parts += [path.name, path.read_text(encoding="utf-8")]
-    key = loader._short_hash("\0".join(parts))
-    return loader.cache_directory() / f"cuda-{key}-{_architectures()}.so"
+    key = builds.short_hash("\0".join(parts))
+    return builds.cache_directory() / f"cuda-{key}-{_architectures()}.so"
 
 
 def _architectures() -> str:
     """Hash of what decides the machine code."""
     given = os.environ.get(_ARCHITECTURES)
     served = [capability for capability in _capabilities() if capability >= _OLDEST]
-    return hashlib.sha256(f"{given or served}{_nvcc_release()}".encode()).hexdigest()[:16]
+    return builds.short_hash(f"{given or served}{_nvcc_release()}")

@@ -2,9 +2,10 @@
 
 A kernel that goes astray there (an illegal address, an endless loop) takes that process with it and not the
 user's. It makes the check that every process makes before it uses the kernels (`cuda_check`). The verdict is
-kept in a file beside the build, named after its bytes, the model of GPU and the driver, so each of them pays
-for a trial once: importing torch, and the check. Processes that start together wait for one of them and take
-its verdict. What was no fault of the kernels (no memory, a GPU that is busy) is tried again by later ones.
+kept in a file (`verdicts`) named after the build's bytes, the model of GPU and the driver, so each of them
+pays for a trial once: importing torch, and the check. Processes that start together wait for one of them and
+take its verdict. What was no fault of the kernels (no memory, a GPU that is busy) is tried again by later
+ones.
 
 `kvcache-plugins kernels build` holds the trial ahead of time, while nothing else needs the GPU.
 """
@@ -18,14 +19,13 @@ import re
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from . import cuda_check, loader
-from .compiler import file_lock
+from . import builds, cuda_check
+from .verdicts import Verdict, VerdictFile
 
 __all__ = ["find_fault", "main", "passed"]
 
@@ -53,45 +53,26 @@ def find_fault(library: Path, device: torch.device) -> str | None:
         library (`Path`): A build.
         device (`torch.device`): The GPU, with its index.
     """
-    started, record = time.time(), _record(library, device)
-    verdict = _known(record, started)
-    if verdict is not None:
-        return _fault_of(verdict)
-    with ExitStack() as stack:
-        with suppress(OSError):  # a directory that cannot be written to: nothing is remembered there
-            stack.enter_context(file_lock(library.with_suffix(".trial.lock")))
-        verdict = _known(record, started)  # of a process that was quicker
-        if verdict is None:
-            fault, is_final = _run(library, device)
-            verdict = {"device": _model(device), "fault": fault, "is_final": is_final}
-            with suppress(OSError):
-                record.write_text(json.dumps(verdict, indent=1), encoding="utf-8")
-    return _fault_of(verdict)
+    started, file = time.time(), _verdict_file(library, device)
+    verdict = file.read(started)
+    if verdict is None:
+        with file.locked():
+            verdict = file.read(started)  # of a process that was quicker
+            if verdict is None:
+                verdict = Verdict(_model(device), *_run(library, device))
+                file.write(verdict)
+    return verdict.fault
 
 
 def passed(library: Path, device: torch.device) -> bool:
     """Whether a build is known to have passed its trial on this model of GPU, with this driver."""
-    verdict = _known(_record(library, device), time.time()) if library.exists() else None
-    return verdict is not None and _fault_of(verdict) is None
+    verdict = _verdict_file(library, device).read(time.time()) if library.exists() else None
+    return verdict is not None and verdict.fault is None
 
 
-def _record(library: Path, device: torch.device) -> Path:
-    """Where the verdict on these bytes, on this model of GPU, with this driver, is or will be."""
-    name = loader._short_hash(f"{_model(device)}{library.read_bytes()[-64:].hex()}")
-    return library.with_suffix(f".{name}.trial")
-
-
-def _fault_of(verdict: dict[str, Any]) -> str | None:
-    return None if verdict["fault"] is None else str(verdict["fault"])
-
-
-def _known(record: Path, started: float) -> dict[str, Any] | None:
-    """The verdict, if it is final or has been found since `started`."""
-    with suppress(OSError, ValueError, KeyError):
-        verdict: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
-        if verdict["is_final"] or record.stat().st_mtime >= started:
-            return verdict
-    return None
+def _verdict_file(library: Path, device: torch.device) -> VerdictFile:
+    # a build ends in its digest
+    return VerdictFile(library, builds.short_hash(f"{_model(device)}{library.read_bytes()[-64:].hex()}"))
 
 
 def _run(library: Path, device: torch.device) -> tuple[str | None, bool]:

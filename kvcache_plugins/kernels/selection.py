@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from ..errors import KernelUnavailableError
-from . import loader
+from collections.abc import Collection
 
-__all__ = ["native_kernels", "select_kernel"]
+import torch
+
+from ..errors import KernelUnavailableError
+from . import cuda_loader, loader
+
+__all__ = ["native_is_unavailable", "native_kernels", "select_kernel"]
 
 _SERVED = ("float8", "int4", "int8", "kivi", "kvquant")
 
@@ -19,24 +23,48 @@ def native_kernels(backend: str) -> tuple[str, ...]:
     return ("cpu", "cuda") if backend in _SERVED else ()
 
 
-def select_kernel(requested: str, backend: str) -> str:
+def select_kernel(requested: str, backend: str, devices: Collection[torch.device] = ()) -> str:
     """Return what a layer reports as its kernel until it has attended for the first time.
+
+    `"native"` is met by the CUDA kernels where the model is on a GPU, or a part of it, and by the CPU library
+    elsewhere. Where that is not known (a configuration without a model, and a machine with a GPU) nothing is
+    asked for here, and attention raises where there is no kernel.
 
     Args:
         requested (`str`): `"auto"` (native where possible, built at the first decode), `"torch"` or
             `"native"`.
         backend (`str`): Registry name.
+        devices (`Collection[torch.device]`): Where the model's parameters are; none if there is no model.
 
     Raises:
-        KernelUnavailableError: If `"native"` is asked for and no native library can be loaded or built.
+        KernelUnavailableError: If `"native"` is asked for and there are no kernels for a device.
     """
     if requested != "native":
         return "torch"
+    kinds = {device.type for device in devices} - {"meta"}  # that of weights which are loaded when needed
     try:
-        loader.build()
+        if "cuda" in kinds:  # to which weights are moved that wait elsewhere for their turn
+            for device in sorted((device for device in devices if device.type == "cuda"), key=str):
+                cuda_loader.check(device)
+            return "cuda"
+        if kinds - {"cpu"}:
+            raise KernelUnavailableError(f"there are none for {', '.join(sorted(kinds - {'cpu'}))}.")
+        if kinds or not (devices or torch.cuda.is_available()):
+            loader.build()
+            return "cpu"
     except KernelUnavailableError as error:
-        raise KernelUnavailableError(
-            f"kernel='native' was given, but no native kernel for the backend {backend!r} is available here; "
-            f"kernel='auto' and kernel='torch' work without. Reason: {error}"
-        ) from error
-    return "cpu"
+        raise native_is_unavailable(f"the backend {backend!r}", str(error)) from error
+    return "torch"
+
+
+def native_is_unavailable(what: str, reason: str) -> KernelUnavailableError:
+    """The error where `kernel="native"` cannot be met.
+
+    Args:
+        what (`str`): What no native kernel serves.
+        reason (`str`): Why not.
+    """
+    return KernelUnavailableError(
+        f"kernel='native' was given, but no native kernel serves {what} here; kernel='auto' and "
+        f"kernel='torch' work without. Reason: {reason}"
+    )

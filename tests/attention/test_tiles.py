@@ -16,7 +16,7 @@ from kvcache_plugins.attention.tiles import Visibility, can_attend_tiles
 from kvcache_plugins.kernels import loader
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.testing.comparison import relative_rms
-from tests.kernels.test_decode_attention import CASES, build_layer, library, step
+from tests.kernels.decode_cases import CASES, build_layer, library, step
 from tests.reference.attention import naive_attention
 
 __all__ = ["library"]  # a fixture

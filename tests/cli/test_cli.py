@@ -17,6 +17,7 @@ from kvcache_plugins.cli.estimate import PRESETS
 from kvcache_plugins.cli.options import cache_label, parse_cache_configs
 from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.kernels import cuda_loader, cuda_trial, loader
+from kvcache_plugins.kernels.builds import KernelStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
@@ -199,7 +200,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(loader, "build", lambda *, force: None)
     monkeypatch.setattr(cuda_loader, "build", lambda *, force: None)
     monkeypatch.setattr(cuda_loader, "check", check)
-    found = loader.KernelStatus("loaded", Path("cuda.so"), Path("."), "nvcc")
+    found = KernelStatus("loaded", Path("cuda.so"), Path("."), "nvcc")
     monkeypatch.setattr(cuda_loader, "status", lambda: found)
     monkeypatch.setattr(cuda_trial, "passed", lambda library, device: device.index == 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -20,7 +20,7 @@ def _import() -> None:
     """What takes seconds. Nothing of it builds, loads or calls a kernel."""
     import tests.kernels.append_cases
     import tests.kernels.cuda.emulation
-    import tests.kernels.test_decode_attention
+    import tests.kernels.decode_cases
     from kvcache_plugins.kernels import cuda_loader, loader
 
     assert loader._library is None and cuda_loader._path is None and not tests.kernels.cuda.emulation._loaded

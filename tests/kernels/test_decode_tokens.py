@@ -16,7 +16,7 @@ from kvcache_plugins.layers.codec import Float8Codec
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.layers.stream import StreamSpec
 from kvcache_plugins.quantizers.granularity import per_token_head
-from tests.kernels.test_decode_attention import CASES, build_layer, isa, library, states, step
+from tests.kernels.decode_cases import CASES, build_layer, isa, library, states, step
 
 __all__ = ["isa", "library"]  # fixtures
 

@@ -19,7 +19,7 @@ from kvcache_plugins.layers.field_layout import side_layout
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.layers.records import Records
 from kvcache_plugins.quantizers.packing import unpack_keys, unpack_values
-from tests.kernels.test_decode_attention import build_layer
+from tests.kernels.decode_cases import build_layer
 
 LENGTH = 333
 CASES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ import pytest
 
 from kvcache_plugins import KernelUnavailableError
 from kvcache_plugins.cli import main
-from kvcache_plugins.kernels import compiler, loader
+from kvcache_plugins.kernels import builds, compiler, loader
 from kvcache_plugins.kernels.selection import select_kernel
 from tests.kernels import fresh_process
 
@@ -178,7 +178,7 @@ def test_corrupted_build_is_rebuilt_by_one_of_two_processes(
     """By a compiler that takes its time, and whose library is the one there was."""
     (library,) = cache.glob("*.so")
     intact, log, made = library.read_bytes(), tmp_path / "calls", tmp_path / "made.so"
-    made.write_bytes(intact[: -loader._DIGEST_BYTES])
+    made.write_bytes(intact[: -builds._DIGEST_BYTES])
     body = f"""
         echo "$@" >> {log}
         case " $* " in *" -shared "*) sleep 1; source={made};; *) source=/dev/null;; esac
@@ -255,7 +255,7 @@ def test_installing_removes_what_was_not_used_for_90_days(installs: Path) -> Non
 
 
 def test_finding_removes_nothing(installs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_is_intact", lambda path: True)
+    monkeypatch.setattr(builds, "is_intact", lambda path: True)
     monkeypatch.setattr(loader, "_load", lambda path: None)
     old = age(installs / build_name("0"), 200)
     assert loader._find_or_build(force=False) == (loader.status().path, None)
@@ -265,10 +265,10 @@ def test_finding_removes_nothing(installs: Path, monkeypatch: pytest.MonkeyPatch
 def test_another_process_may_remove_the_same(installs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [age(installs / build_name(digit), 91) for digit in "01"]
     (installs / build_name("2")).symlink_to(installs / "gone")  # listed, but no longer there
-    found = loader.cached_builds()
+    found = builds.cached_builds()
     assert list(found) == paths
     paths[0].unlink()
-    monkeypatch.setattr(loader, "cached_builds", lambda: found)
+    monkeypatch.setattr(builds, "cached_builds", lambda: found)
     loader._find_or_build(force=True)
     assert not paths[1].exists()
 

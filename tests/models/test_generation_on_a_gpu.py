@@ -15,7 +15,8 @@ from accelerate import dispatch_model
 from transformers import PreTrainedModel
 
 from kvcache_plugins.cache import KVCache, build_cache
-from kvcache_plugins.kernels import cuda_loader
+from kvcache_plugins.errors import KernelUnavailableError
+from kvcache_plugins.kernels import cuda_loader, loader
 from kvcache_plugins.testing.generation import SCENARIOS, padded_prompt, run_scenario
 from kvcache_plugins.testing.models import tiny_model
 
@@ -69,10 +70,13 @@ def test_tokens_are_those_of_the_cpu(
 
 
 def _generated(model: PreTrainedModel, cache_config: dict[str, Any]) -> tuple[torch.Tensor, KVCache]:
-    inputs = {name: tensor.to(model.device) for name, tensor in padded_prompt(LENGTHS).items()}
     cache = build_cache(model, cache_config)
-    tokens = model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=40)  # type: ignore[operator]
-    return tokens, cache
+    return _continued(model, cache), cache
+
+
+def _continued(model: PreTrainedModel, cache: KVCache) -> torch.Tensor:
+    inputs = {name: tensor.to(model.device) for name, tensor in padded_prompt(LENGTHS).items()}
+    return model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=40)  # type: ignore[operator, no-any-return]
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -105,3 +109,41 @@ def test_layers_on_several_devices(name: str, models: tuple[PreTrainedModel, Pre
     assert devices == {first, last}
     assert set(cache.report().kernel) == {"cuda"}
     assert torch.equal(tokens.cpu(), _generated(models[0], CACHES[name])[0])
+
+
+@pytest.fixture
+def no_cpu_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no C++ compiler that the CPU kernels could be built with."""
+    monkeypatch.setattr(loader, "_library", None)
+    monkeypatch.setattr(loader, "_failure", "no C++ compiler was found.")
+
+
+@pytest.mark.usefixtures("no_cpu_library")
+@pytest.mark.parametrize("is_known", [True, False], ids=["model", "configuration"])
+def test_native_kernels_are_those_of_the_gpu(
+    is_known: bool, models: tuple[PreTrainedModel, PreTrainedModel]
+) -> None:
+    on_cpu, on_gpu = models
+    options = CACHES["int8"] | {"kernel": "native"}
+    cache = build_cache(on_gpu if is_known else on_gpu.config, options)
+    assert set(cache.report().kernel) == {"cuda" if is_known else "torch"}, "before anything was read"
+    tokens, _ = _generated(on_gpu, CACHES["int8"])
+    assert torch.equal(_continued(on_gpu, cache), tokens)
+    assert set(cache.report().kernel) == {"cuda"}
+    with pytest.raises(KernelUnavailableError, match=r"kernel='native' was given.*no C\+\+ compiler"):
+        build_cache(on_cpu, options)
+
+
+def test_no_native_kernels_on_the_gpu(
+    models: tuple[PreTrainedModel, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before anything is read; the CPU has its own."""
+    monkeypatch.setattr(cuda_loader, "_checked", set())
+    monkeypatch.setattr(cuda_loader, "_faults", {0: "the kernels failed their check on cuda:0: 2 bit"})
+    options = CACHES["int8"] | {"kernel": "native"}
+    said = "kernel='native' was given.*'int8'.*kernel='auto' and kernel='torch'.*failed their check on cuda:0"
+    for given in (models[1], models[1].config):
+        with pytest.raises(KernelUnavailableError, match=said):
+            build_cache(given, options).bind(models[1])
+    _, cache = _generated(models[0], options)
+    assert set(cache.report().kernel) == {"cpu"}

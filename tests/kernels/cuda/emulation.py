@@ -24,16 +24,20 @@ from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.kernels import compiler
 from kvcache_plugins.kernels.ops import SCHEMAS
 from kvcache_plugins.layers.handle import KVHandle
+from tests.kernels.cuda import kept
 
 SOURCES = Path(compiler.__file__).with_name("csrc") / "cuda"
-_FLAGS = ["-std=c++20", "-O2", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered"]
+_FLAGS = ["-std=c++20", "-O2", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
+_FLAGS += ["-Wno-clobbered", "-Wno-unknown-warning-option", "-Wno-pass-failed"]  # GCC's, and Clang's two
 _GPU = Path(__file__).with_name("emulated_gpu")
 _FLAGS += ["-DKVCACHE_EMULATION", "-xc++", f"-I{_GPU}", f"-I{SOURCES}"]
 _SANITIZER = _GPU / "sanitizer" / "sanitizer.cpp"
 # Only the compiler's calls are wanted, which the sanitizer takes; the libraries that usually do are left out.
-_WATCHED = ["-O1", "-g1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
+_WATCHED = ["-O1", "-g1", "-fsanitize=thread"]
 _WATCHED += ["-fsanitize=alignment,shift,signed-integer-overflow,integer-divide-by-zero,bounds"]
 _WATCHED += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all"]
+_WATCHED_BY_GCC = ["--param=tsan-instrument-func-entry-exit=0"]
+_WATCHED_BY_CLANG = ["-mllvm", "-tsan-instrument-func-entry-exit=0"]
 _KNOW_TORCH = ("_binding", "sanitizer", "tensors")
 _loaded: dict[Path, ctypes.CDLL] = {}
 
@@ -101,12 +105,26 @@ def build_watched(unit: Path, directory: Path) -> Path:
     return linked(found, [*_watched([unit], directory), machine, _sanitizer(directory)], directory)
 
 
+def why_not_watched(directory: Path) -> str | None:
+    """Why device units cannot be compiled so that the sanitizer sees what they do; `None` if they can."""
+    found = compiler.find_compiler()
+    if found is None:
+        return "no C++ compiler"
+    command = [found.path, *_FLAGS, *_watching(found), "-c", os.devnull, "-o", str(directory / "nothing.o")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return None if done.returncode == 0 else f"{found.description} does not sanitize: {done.stderr}"
+
+
+def _watching(found: compiler.Compiler) -> list[str]:
+    return [*_WATCHED, *(_WATCHED_BY_CLANG if "clang" in found.description else _WATCHED_BY_GCC)]
+
+
 def _watched(units: Sequence[Path], directory: Path) -> list[Path]:
     found = compiler.find_compiler()
     assert found is not None
     directory.mkdir(parents=True, exist_ok=True)
     with compiler.file_lock(directory / "lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda file: compiled(found, file, directory, *_WATCHED), units))
+        return list(pool.map(lambda file: compiled(found, file, directory, *_watching(found)), units))
 
 
 def _sanitizer(directory: Path) -> Path:
@@ -134,7 +152,7 @@ def compiled(found: compiler.Compiler, file: Path, directory: Path, *flags: str)
     output = (
         directory / f"{file.stem}-{key_of([torch.__version__, found.description, *_FLAGS, *flags, *read])}.o"
     )
-    if not output.exists():
+    if not kept.is_there(output):
         run([found.path, *_FLAGS, *options, "-c", str(file), "-o", f"{output}.new"])
         Path(f"{output}.new").replace(output)
     return output
@@ -158,7 +176,7 @@ def included(file: Path) -> list[Path]:
 def linked(found: compiler.Compiler, objects: list[Path], directory: Path) -> Path:
     """The library of some objects, which may need torch's, in `directory`, linked unless it is there."""
     target = directory / f"{key_of([path.name for path in objects])}.so"
-    if not target.exists():
+    if not kept.is_there(target):
         library = str(Path(torch.__file__).parent / "lib")
         files = [*map(str, objects), f"-L{library}", "-ltorch_cpu", "-lc10"]
         run([found.path, "-shared", "-o", f"{target}.new", *files])

@@ -23,9 +23,9 @@ from kvcache_plugins.backends.kvquant import NORMAL_FLOAT
 from kvcache_plugins.kernels import cuda_check
 from tests.kernels.append_cases import CODES, Case, due_cases
 from tests.kernels.cuda import emulation
+from tests.kernels.decode_cases import CASES as LAYERS
+from tests.kernels.decode_cases import build_layer, step
 from tests.kernels.test_append_tokens import rotated, scaled
-from tests.kernels.test_decode_attention import CASES as LAYERS
-from tests.kernels.test_decode_attention import build_layer, step
 from tests.kernels.test_decode_tokens import side_of
 from tests.kernels.test_gather_tokens import CASES as GATHERABLE
 from tests.kernels.test_gather_tokens import blank, layouts, packed, some_slots

@@ -33,7 +33,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_plugins.kernels import compiler, cuda_loader
-from tests.kernels.cuda import emulation
+from tests.kernels.cuda import emulation, kept
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FOLDER = "KVCACHE_SIMULATION"
@@ -54,7 +54,7 @@ def build(folder: Path) -> tuple[Path, Path]:
     key = hashlib.sha256(f"{torch.__version__}{found.description}{_SOURCE.read_text()}".encode()).hexdigest()
     device = folder / f"device-{key[:16]}.so"
     with compiler.file_lock(folder / "device.lock"):
-        if not device.exists():
+        if not kept.is_there(device):
             library = Path(torch.__file__).parent / "lib"
             new = device.with_suffix(".new")
             command = [found.path, "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Werror"]
@@ -93,8 +93,7 @@ def install(folder: Path | None = None) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if compiler.find_compiler() is None:
         raise pytest.UsageError("simulated devices need a C++ compiler")
-    cache = getattr(config, "cache", None)
-    install(None if cache is None or _FOLDER in os.environ else cache.mkdir("emulated_cuda"))
+    install(None if _FOLDER in os.environ else kept.folder(config, "emulated_cuda"))
     if os.environ.get(_DEFAULT) == "1":
         torch.set_default_device("cuda")
 
@@ -106,9 +105,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a GPU that is there"))
     most = int(os.environ.get(_MOST, 0))
     if most:
-        kept = {id(item) for group in _by_function(items) for item in _spread(group, most)}
-        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-        items[:] = [item for item in items if id(item) in kept]
+        chosen = {id(item) for group in _by_function(items) for item in _spread(group, most)}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+        items[:] = [item for item in items if id(item) in chosen]
 
 
 def _by_function(items: list[pytest.Item]) -> list[list[pytest.Item]]:

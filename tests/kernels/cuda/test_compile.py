@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvcache_plugins.kernels import compiler
+from tests.kernels.cuda import kept
 from tests.kernels.cuda.emulation import SOURCES, included
 
 # Architectures, and the virtual one through which each is compiled: for 12.0, nvcc translates as for 10.0.
@@ -39,16 +40,16 @@ def compiled(file: Path, output: Path, reports: Path | None) -> dict[str, str]:
     flags += [f"-gencode=arch=compute_{via},code=sm_{real}" for real, via in known.items()]
     read = [path.read_text() for path in included(file)]
     key = hashlib.sha256("\0".join([answer("--version"), *flags, *read]).encode()).hexdigest()[:16]
-    kept = reports / f"{file.stem}-{key}.txt" if reports is not None else None
-    if kept is not None and kept.exists():
-        report = kept.read_text()
+    known_report = reports / f"{file.stem}-{key}.txt" if reports is not None else None
+    if known_report is not None and kept.is_there(known_report):
+        report = known_report.read_text()
     else:
         command = [str(_NVCC), *flags, "-c", str(file), "-o", str(output)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         report = done.stderr
-        if kept is not None:
-            kept.write_text(report)
+        if known_report is not None:
+            known_report.write_text(report)
     kernels = re.split(r"(?=^ptxas info +: Compiling entry function)", report, flags=re.MULTILINE)
     return {real: "".join(part for part in kernels if f"for 'sm_{real}'" in part) for real in known}
 
@@ -57,8 +58,7 @@ def compiled(file: Path, output: Path, reports: Path | None) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(SOURCES.glob("*.cu")), ids=lambda path: path.stem)
 def test_device_code_compiles(file: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    cache = getattr(request.config, "cache", None)
-    reports = compiled(file, tmp_path / "out.o", None if cache is None else cache.mkdir("compiled_cuda"))
+    reports = compiled(file, tmp_path / "out.o", kept.folder(request.config, "compiled_cuda"))
     assert reports, f"this nvcc knows none of {list(ARCHITECTURES)}"
     for architecture, report in reports.items():
         used = [int(count) for count in re.findall(r"Used (\d+) registers", report)]

@@ -20,7 +20,7 @@ from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.registry import get_backend
 from kvcache_plugins.testing.comparison import relative_rms
 from tests.kernels.append_cases import CODES, Case, due_cases
-from tests.kernels.test_decode_attention import CASES, states
+from tests.kernels.decode_cases import CASES, states
 
 pytestmark = pytest.mark.cuda
 BOUNDS = {torch.float32: 1e-5, torch.float16: 8e-4, torch.bfloat16: 3e-3}

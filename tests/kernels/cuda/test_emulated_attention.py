@@ -20,7 +20,7 @@ from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.testing.comparison import relative_rms
 from tests.kernels.cuda import emulation
-from tests.kernels.test_decode_attention import CASES, FP32_ERROR, _masks, build_layer, step
+from tests.kernels.decode_cases import CASES, FP32_ERROR, build_layer, masks, step
 
 pytestmark = pytest.mark.usefixtures("emulated")
 # fp16: queries and outputs have 11 bits, decoded keys and weights in between too
@@ -203,12 +203,12 @@ def test_queries_that_are_not_contiguous() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("query_length", [1, 3])
-@pytest.mark.parametrize("mask", _masks(2, 4, 1, 80))
+@pytest.mark.parametrize("mask", masks(2, 4, 1, 80))
 def test_masks(mask: str, query_length: int, dtype: torch.dtype) -> None:
     padding = torch.tensor([70, 3])
     layer = build_layer({"backend": "kivi", "residual_length": 32}, 200, padding=padding, dtype=dtype)
     query, key, value = step(layer, query_length, 4)
-    given = _masks(2, 8, query_length, key.shape[2])[mask]
+    given = masks(2, 8, query_length, key.shape[2])[mask]
     check(query, key, value, AttentionOptions(mask=given), fast=dtype == torch.float16)
 
 

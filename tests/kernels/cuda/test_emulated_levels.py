@@ -20,7 +20,7 @@ from kvcache_plugins.registry import get_backend
 from kvcache_plugins.testing.comparison import relative_rms
 from tests.kernels.cuda import emulation
 from tests.kernels.cuda.test_emulated_attention import check
-from tests.kernels.test_decode_attention import build_layer, states, step
+from tests.kernels.decode_cases import build_layer, states, step
 
 pytestmark = pytest.mark.usefixtures("emulated")
 BOUND = 6e-4

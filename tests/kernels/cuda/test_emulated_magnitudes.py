@@ -7,8 +7,9 @@ import torch
 
 from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.layers.handle import KVHandle
+from kvcache_plugins.testing.comparison import relative_rms
 from tests.kernels.cuda import emulation
-from tests.kernels.test_decode_attention import build_layer, relative_rms, states
+from tests.kernels.decode_cases import build_layer, states
 
 pytestmark = pytest.mark.usefixtures("emulated")
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import pytest
 
-from kvcache_plugins.kernels import compiler
 from tests.kernels import fresh_process
 from tests.kernels.cuda import emulation
 from tests.kernels.cuda.sanitizer_cases import CASES
@@ -102,12 +101,17 @@ MUTATIONS = {
         "fast_lanes.cuh", LOAD, LOAD.replace("(codes", "(codes + 1"), "attend_8_rows", "8 rows", UNALIGNED
     ),
     "copies beyond a unit": Mutation(
-        "fast_attention.cuh", "offset < bytes;", "offset < bytes + 512;", "attend_8_rows", "8 rows", COPY
+        "fast_attention.cuh",
+        "done < bytes; done",
+        "done < bytes + 512; done",
+        "attend_8_rows",
+        "8 rows",
+        COPY,
     ),
     "a bias that has ended": Mutation(
         "fast_attention.cuh",
-        "if (!is_plain && slot >= a.fast_stop) {",
-        "if (!is_plain && slot < 0) {",
+        "if (slot >= a.fast_stop) {",
+        "if (slot < 0) {",
         "attend_8_rows",
         "layers",
         OUTSIDE,
@@ -165,27 +169,36 @@ MUTATIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where builds are kept: in pytest's cache, if there is one."""
-    if compiler.find_compiler() is None:
-        pytest.skip("no C++ compiler")
-    cache = getattr(request.config, "cache", None)
-    return Path(cache.mkdir("emulated_cuda") if cache else tmp_path_factory.mktemp("emulated_cuda"))
+@pytest.fixture(scope="module", autouse=True)
+def watching_compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """GCC and Clang tell of loads and stores; another compiler may not."""
+    reason = emulation.why_not_watched(tmp_path_factory.mktemp("watching"))
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def test_another_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = tmp_path / "c++"
+    refusing.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec echo "another 1.0"\necho "-fsanitize?" >&2; exit 1'
+    )
+    refusing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(refusing))
+    assert emulation.why_not_watched(tmp_path) == f"{refusing} (another 1.0) does not sanitize: -fsanitize?\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_is_found(name: str, folder: Path) -> None:
-    library = emulation.build_sanitizing(folder, folder)
+def test_nothing_is_found(name: str, builds: Path) -> None:
+    library = emulation.build_sanitizing(builds, builds)
     done = fresh_process.run(RUN.format(library=str(library), name=name))
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_a_fault_is_found(name: str, folder: Path) -> None:
+def test_a_fault_is_found(name: str, builds: Path) -> None:
     """In whatever order the threads happen to run."""
-    library = str(emulation.build_watched(FAULTS, folder))
+    library = str(emulation.build_watched(FAULTS, builds))
     scripts = [RUN_FAULT.format(library=library, name=name, seed=seed) for seed in (0, 1, 2)]
     expected = FOUND[name]
     for done in fresh_process.run_together(scripts):
@@ -197,13 +210,13 @@ def test_a_fault_is_found(name: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_broken_kernel_is_found(name: str, folder: Path, tmp_path: Path) -> None:
+def test_a_broken_kernel_is_found(name: str, builds: Path, tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
     sources = Path(shutil.copytree(emulation.SOURCES, tmp_path / "sources"))
     content = (sources / mutation.file).read_text()
     assert content.count(mutation.text) == 1, f"{mutation.file} has changed"
     (sources / mutation.file).write_text(content.replace(mutation.text, mutation.replacement))
-    library = emulation.build_sanitizing(folder, folder, [sources / f"{mutation.unit}.cu"], tmp_path)
+    library = emulation.build_sanitizing(builds, builds, [sources / f"{mutation.unit}.cu"], tmp_path)
     done = fresh_process.run(RUN_ONCE.format(library=str(library), name=mutation.case))
     assert done.returncode != 0 and re.search(f"emulated GPU: thread .*({mutation.found})", done.stderr), (
         done.stderr

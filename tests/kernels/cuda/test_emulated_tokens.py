@@ -14,7 +14,7 @@ from kvcache_plugins.kernels.gathering import gather_records
 from kvcache_plugins.layers import native_encoding, stepping
 from kvcache_plugins.layers.handle import KVHandle
 from tests.kernels import test_encode_tokens as encoding
-from tests.kernels.test_decode_attention import CASES, build_layer, step
+from tests.kernels.decode_cases import CASES, build_layer, step
 from tests.kernels.test_decode_tokens import side_of
 from tests.kernels.test_encode_tokens import BLOCK, LENGTHS, rotary, states
 from tests.kernels.test_gather_tokens import CASES as GATHERABLE

@@ -11,7 +11,7 @@ from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.kernels.cuda_inputs import is_fast
 from tests.kernels.cuda import emulation
 from tests.kernels.cuda.test_emulated_attention import check
-from tests.kernels.test_decode_attention import CASES, build_layer, step
+from tests.kernels.decode_cases import CASES, build_layer, step
 
 pytestmark = pytest.mark.usefixtures("emulated")
 SHARED_BYTES = (232448, 101376, 90000)

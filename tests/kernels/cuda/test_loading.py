@@ -13,10 +13,10 @@ import torch
 
 from kvcache_plugins.attention.description import describe
 from kvcache_plugins.errors import KernelUnavailableError
-from kvcache_plugins.kernels import cuda_check, cuda_inputs, cuda_loader, loader
+from kvcache_plugins.kernels import builds, cuda_check, cuda_inputs, cuda_loader
 from kvcache_plugins.kernels.cuda_inputs import on_device
 from kvcache_plugins.kernels.layout import Side
-from tests.kernels.test_decode_attention import CASES, build_layer, step
+from tests.kernels.decode_cases import CASES, build_layer, step
 
 DEVICE = torch.device("cuda", 0)
 
@@ -94,9 +94,9 @@ def test_a_build_is_sealed_and_found_again(fresh: Path, monkeypatch: pytest.Monk
 
     loaded: list[str] = []
     monkeypatch.setattr(cpp_extension, "load", build)
-    monkeypatch.setattr(cuda_loader.ctypes, "CDLL", loaded.append)
+    monkeypatch.setattr(builds.ctypes, "CDLL", loaded.append)
     path = cuda_loader.build()
-    assert path.parent == fresh and path.name.startswith("cuda-") and loader._is_intact(path)
+    assert path.parent == fresh and path.name.startswith("cuda-") and builds.is_intact(path)
     assert not loaded and not list(fresh.glob("build-*"))  # torch has loaded what it built
     monkeypatch.setattr(cuda_loader, "_path", None)
     assert cuda_loader.status().state == "cached"

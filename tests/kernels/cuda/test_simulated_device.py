@@ -42,9 +42,8 @@ def test_every_device_test_is_run() -> None:
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a torch with CUDA cannot be given other devices")
 @pytest.mark.skipif(compiler.find_compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("name", RUNS)
-def test_on_simulated_devices(name: str, request: pytest.FixtureRequest) -> None:
+def test_on_simulated_devices(name: str, builds: Path) -> None:
     arguments, environment, least = RUNS[name]
-    folder = request.config.cache.mkdir("emulated_cuda")
     plugged.run(
-        simulated_device.__name__, arguments, environment | {"KVCACHE_SIMULATION": str(folder)}, least
+        simulated_device.__name__, arguments, environment | {"KVCACHE_SIMULATION": str(builds)}, least
     )

@@ -14,6 +14,8 @@ import torch
 
 from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.kernels import cuda_check, cuda_loader, cuda_trial
+from kvcache_plugins.kernels.verdicts import VerdictFile
+from tests.kernels.cuda.test_verdicts import close
 
 DEVICE = torch.device("cuda", 1)
 DEVIATION = "2 bit, 64 tokens: attention deviates by 0.3"
@@ -24,6 +26,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A build that is a file, and a GPU that is a name."""
     gpu(monkeypatch, "H200")
     monkeypatch.setattr(cuda_trial, "_driver", lambda: "580")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     path = tmp_path / "cuda-0.so"
     path.write_bytes(b"machine code")
     return path
@@ -130,17 +133,16 @@ def test_no_process_can_be_started(
 
 
 def test_a_directory_of_somebody_else(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as that of an image: what cannot be remembered is tried by every process."""
+    """Such as that of an image: the verdict is kept in one of the user's own."""
     calls = play(monkeypatch, library.parent, PASS)
-
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(cuda_trial, "file_lock", refuse)
-    monkeypatch.setattr(Path, "write_text", lambda self, text, **options: refuse(self))
+    close(library.parent / "image", monkeypatch)
+    (library.parent / "image").mkdir()
+    library = library.rename(library.parent / "image" / library.name)
+    assert not cuda_trial.passed(library, DEVICE)
     assert cuda_trial.find_fault(library, DEVICE) is None
     assert cuda_trial.find_fault(library, DEVICE) is None
-    assert len(calls.read_text().splitlines()) == 2
+    assert cuda_trial.passed(library, DEVICE)
+    assert len(calls.read_text().splitlines()) == 1
 
 
 def test_a_process_imports_what_this_one_does(
@@ -151,7 +153,7 @@ def test_a_process_imports_what_this_one_does(
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
     monkeypatch.chdir(tmp_path)
     library.unlink()
-    monkeypatch.setattr(cuda_trial, "_record", lambda library, device: tmp_path / "record")
+    monkeypatch.setattr(cuda_trial, "_verdict_file", lambda library, device: VerdictFile(library, "0"))
     fault = cuda_trial.find_fault(library, DEVICE)
     assert fault is not None and "FileNotFoundError: There is no library" in fault
 

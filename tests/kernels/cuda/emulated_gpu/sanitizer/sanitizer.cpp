@@ -2,6 +2,7 @@
 // before every load and store are wanted: they end here, and not in the library that looks for races of the host. The
 // calls of -fsanitize=undefined end here too.
 #include <cstdlib>
+#include <cstring>
 
 #include "shadow.h"
 #include "tensors.h"
@@ -141,6 +142,21 @@ void __tsan_read_range(void* at, size_t size) {
 }
 void __tsan_write_range(void* at, size_t size) {
   sanitizer::watch.access(at, size, sanitizer::Kind::kWrite, __builtin_return_address(0));
+}
+// Clang's, where GCC writes the calls above, or lets the library do it unseen.
+void* __tsan_memset(void* to, int byte, size_t size) {
+  sanitizer::watch.access(to, size, sanitizer::Kind::kWrite, __builtin_return_address(0));
+  return std::memset(to, byte, size);
+}
+void* __tsan_memcpy(void* to, const void* from, size_t size) {
+  sanitizer::watch.access(from, size, sanitizer::Kind::kRead, __builtin_return_address(0));
+  sanitizer::watch.access(to, size, sanitizer::Kind::kWrite, __builtin_return_address(0));
+  return std::memcpy(to, from, size);
+}
+void* __tsan_memmove(void* to, const void* from, size_t size) {
+  sanitizer::watch.access(from, size, sanitizer::Kind::kRead, __builtin_return_address(0));
+  sanitizer::watch.access(to, size, sanitizer::Kind::kWrite, __builtin_return_address(0));
+  return std::memmove(to, from, size);
 }
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}

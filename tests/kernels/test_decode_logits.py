@@ -1,0 +1,71 @@
+"""What changes a logit: masks, windows, caps, slopes, sinks and padding, in every native decode kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache_plugins.attention.reference import AttentionOptions
+from tests.kernels.decode_cases import CASES, build_layer, check, isa, library, masks, step
+
+__all__ = ["isa", "library"]  # fixtures
+
+
+@pytest.mark.parametrize("query_length", [1, 3])
+@pytest.mark.parametrize("mask", masks(2, 4, 1, 80))
+def test_masks(isa: str, mask: str, query_length: int) -> None:
+    padding = torch.tensor([70, 3])
+    layer = build_layer({"backend": "kivi", "residual_length": 32}, 200, padding=padding)
+    query, key, value = step(layer, query_length, 4)
+    given = masks(2, 8, query_length, key.shape[2])[mask]
+    check(query, key, value, AttentionOptions(mask=given))
+
+
+@pytest.mark.parametrize("query_length", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 1},
+        {"sliding_window": 64},
+        {"sliding_window": 150},
+        {"sliding_window": 1000},
+        {"softcap": 5.0},
+        {"scaling": 0.5},
+        {"sink_logits": True},
+        {"alibi_slopes": True},
+        {"position_bias": True},
+        {"sink_logits": True, "alibi_slopes": True, "softcap": 20.0, "sliding_window": 100},
+    ],
+    ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()),
+)
+def test_options(isa: str, options: dict[str, Any], query_length: int) -> None:
+    layer = build_layer(CASES["kivi-default"], 333)
+    query, key, value = step(layer, query_length, 4)
+    options = dict(options)
+    if options.get("sink_logits"):
+        options["sink_logits"] = torch.randn(8) + 2
+    if options.get("alibi_slopes"):
+        options["alibi_slopes"] = 2.0 ** -torch.arange(1.0, 9.0)
+    if options.get("position_bias"):
+        options["position_bias"] = torch.randn(1, 8, query_length, key.shape[2])
+    check(query, key, value, AttentionOptions(is_causal=query_length > 1, **options))
+
+
+def test_a_query_that_sees_nothing_gets_zeros(isa: str) -> None:
+    layer = build_layer(CASES["int8-default"], 200)
+    query, key, value = step(layer, 1, 4)
+    mask = torch.ones(2, 1, 1, 201, dtype=torch.bool)
+    mask[0] = False
+    got = check(query, key, value, AttentionOptions(mask=mask))
+    assert torch.equal(got[0], torch.zeros_like(got[0]))
+
+
+def test_sinks_with_padding(isa: str) -> None:
+    padding = torch.tensor([66, 0])
+    for name in ("int4-sinks", "kivi-sinks"):
+        layer = build_layer(CASES[name], 200, padding=padding)
+        query, key, value = step(layer, 1, 4)
+        mask = (torch.arange(201) >= padding[:, None])[:, None, None]
+        check(query, key, value, AttentionOptions(mask=mask))

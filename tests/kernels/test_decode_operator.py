@@ -1,0 +1,80 @@
+"""The operator that the native decode kernels implement: its default, its schema, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache_plugins.attention.description import describe
+from kvcache_plugins.attention.native import attend_handles
+from kvcache_plugins.attention.reference import AttentionOptions
+from kvcache_plugins.kernels import ops
+from kvcache_plugins.kernels.ops import decode_attention
+from kvcache_plugins.layers.base import PackedLayer
+from kvcache_plugins.testing.comparison import relative_rms
+from tests.kernels.decode_cases import CASES, FP32_ERROR, build_layer, library, step
+
+__all__ = ["library"]  # a fixture
+
+
+def _arguments(layer: PackedLayer) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    query, key, value = step(layer, 1, 4)
+    sides = describe(key.tokens), describe(value.tokens)
+    return (query, layer.records.data, *sides), {"scaling": 64**-0.5}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_default_of_the_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain-torch default says the same as the kernels."""
+    layer = build_layer(CASES[name], 200)
+    arguments, options = _arguments(layer)
+    native = decode_attention(*arguments, **options)
+    query, records, keys, values = arguments
+    plain = ops._decode_attention(
+        query, records, keys.segments, values.segments, keys.extras, values.extras, None,
+        keys.layout.integers(), values.layout.integers(), options["scaling"], None, False, 0, 0.0, None, None,
+    )  # fmt: skip
+    assert relative_rms(plain, native) <= FP32_ERROR
+
+
+@pytest.mark.no_poison
+def test_opcheck() -> None:
+    arguments, options = _arguments(build_layer(CASES["kivi-default"], 200))
+    query, records, keys, values = arguments
+    torch.library.opcheck(
+        torch.ops.kvcache_plugins.decode_attention.default,
+        (
+            query, records, keys.segments, values.segments, keys.extras, values.extras, None,
+            keys.layout.integers(), values.layout.integers(), options["scaling"], None, False, 0, 0.0,
+            None, None,
+        ),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda a: {"query": a[0][:, :3]}, "Invalid heads of query: expected a multiple of 2, got 3"),
+        (lambda a: {"query": a[0].double()}, "Invalid dtype of query"),
+        (lambda a: {"query": a[0][..., :32]}, "Invalid shape of query"),
+        (lambda a: {"records": a[1].to(torch.int32)}, "Invalid dtype of records: expected uint8, got Int"),
+        (lambda a: {"records": a[1][:, :, :1]}, "Invalid packed_length of key_layout"),
+        (lambda a: {"bias": torch.zeros(2, 1, 1, 7)}, "Invalid shape of bias"),
+    ],
+)
+def test_wrong_arguments(change: Any, said: str) -> None:
+    arguments, options = _arguments(build_layer(CASES["kivi-default"], 200))
+    names = ("query", "records", "keys", "values")
+    given = dict(zip(names, arguments, strict=True)) | options | change(arguments)
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        decode_attention(**given)
+
+
+def test_unknown_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCACHE_CPU_ISA", "sse9")
+    layer = build_layer(CASES["kivi-default"], 200)
+    with pytest.raises(ValueError, match="KVCACHE_CPU_ISA must be one of avx512, avx2, portable, got sse9"):
+        attend_handles(*step(layer, 1, 4), AttentionOptions())
