@@ -228,11 +228,13 @@ MOVING = {
     ),
     "gather int8": Moving("gather_kernel", partial(gather, "int8"), reads=1.6),
     "gather int4": Moving("gather_kernel", partial(gather, "int4"), reads=1.45),
-    # and one channel's, too
-    "decode int8 keys": Moving("decode_kernel", partial(decode, INT8, KEYS), reads=8.5),
-    "decode int8 values": Moving("decode_kernel", partial(decode, INT8, VALUES), reads=4.75),
-    "decode int4 keys": Moving("decode_kernel", partial(decode, INT4, KEYS), reads=16),
-    "decode 2bit g32 keys": Moving("decode_kernel", partial(decode, kivi(2, 32), KEYS), reads=4),
+    # numbers of 16 tokens, in rows of an odd length; metadata are loaded once per code
+    "decode int8 keys": Moving("decode_kernel", partial(decode, INT8, KEYS)),
+    "decode int8 values": Moving("decode_kernel", partial(decode, INT8, VALUES), reads=1.9),
+    "decode int4 keys": Moving("decode_kernel", partial(decode, INT4, KEYS), shared=1.5),
+    "decode 2bit g32 keys": Moving(
+        "decode_kernel", partial(decode, kivi(2, 32), KEYS), reads=4.5, shared=1.5
+    ),
 }
 
 

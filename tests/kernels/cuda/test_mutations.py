@@ -29,7 +29,7 @@ MUTATIONS = {
     "the first new token": ("encoding.cuh", "slot >= a.newer_start", "slot > a.newer_start"),
     "the words of an odd token": ("encode_words.cuh", "thin_out(2, low % 2)", "thin_out(2, 0)"),
     "the lanes of a key": ("encode_words.cuh", "first_ = 2 * low, wrap_ = 31", "first_ = 0, wrap_ = 31"),
-    "a place of the codes": ("code_places.h", "shift + bits * (token >> 4)", "shift"),
+    "a place of the codes": ("decode_words.cuh", "16 * upper + low * k", "16 * upper"),
 }
 START = """
 import torch

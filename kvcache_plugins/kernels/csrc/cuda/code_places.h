@@ -43,30 +43,6 @@ KVCACHE_BOTH CodePlace code_place(int bits, int dim, bool is_key, bool interleav
 // The exponent of a power of two of at most 64.
 KVCACHE_BOTH int power_of(int x) { return (x >= 2) + (x >= 4) + (x >= 8) + (x >= 16) + (x >= 32) + (x >= 64); }
 
-// The codes of one channel, token by token: `code_place` with everything that is the same for all tokens done once.
-struct ChannelPlaces {
-  int32_t bits, is_key, first, shift, chunk, chunks, word_shift;
-
-  KVCACHE_BOTH ChannelPlaces(int bits, int dim, bool is_key, bool interleaved, int channel)
-      : bits(bits), is_key(is_key), chunk(channel / 16), chunks(dim / 16), word_shift(4 - power_of(bits)) {
-    const CodePlace place = code_place(bits, dim, is_key, interleaved, 0, channel);
-    first = is_key || bits == 8 ? place.offset : channel % 16 * 4;
-    shift = place.shift;
-  }
-  KVCACHE_BOTH CodePlace of(int token) const {
-    if (bits == 8) return {first + (is_key ? 4 * token : (token >> 2) * chunks * 64 + (token & 3)), 0};
-    if (is_key) return {first + (token & 15) * 4, shift + bits * (token >> 4)};
-    const int place = (token >> 1) * chunks + chunk;
-    return {first + (place >> word_shift) * 64 + (token & 1) * 2, bits * (place & ((1 << word_shift) - 1))};
-  }
-  KVCACHE_BOTH uint32_t read(const uint8_t* plane, int token) const {
-    const CodePlace place = of(token);
-    if (bits == 8) return plane[place.offset];
-    const uint32_t word = *reinterpret_cast<const uint16_t*>(plane + place.offset);
-    return word >> place.shift & ((1u << bits) - 1);
-  }
-};
-
 // Bytes of a plane of `bits` bits.
 KVCACHE_BOTH int plane_bytes(int bits, int dim) { return kBlockTokens * dim * bits / 8; }
 

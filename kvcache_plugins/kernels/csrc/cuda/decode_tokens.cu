@@ -16,8 +16,11 @@ KVCACHE_KERNEL(256, 2) decode_kernel(const DecodeArguments a) {
   load_tile<true>(a.side, a.records, a.is_key != 0, batch, head, start, static_cast<int>(low - start),
                   static_cast<int>(high - start), tile, stride);
   const int64_t row = (static_cast<int64_t>(batch) * a.records.heads + head) * (a.stop - a.start) + low - a.start;
-  for (int64_t i = threadIdx.x; i < (high - low) * dim; i += blockDim.x)
-    write_number(a.output, a.dtype, row * dim + i, tile[(low - start + i / dim) * stride + i % dim]);
+  const float* const first = tile + (low - start) * stride;
+  const int numbers = static_cast<int>(high - low) * dim;
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < numbers; i += static_cast<int>(blockDim.x))
+    write_number(a.output, a.dtype, row * dim + i, first[i / dim * stride + i % dim]);
 }
 
 int decode_slots(const DecodeArguments& a, int batch, void* stream) {

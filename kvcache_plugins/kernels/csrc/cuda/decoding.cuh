@@ -2,67 +2,13 @@
 // option. It is what `decode_tokens` writes out, and how decode attention reads what the fast path does not.
 #pragma once
 
+#include "decode_words.cuh"
 #include "query_rows.cuh"
 
 namespace kvcache {
 
 // Numbers of a row of a tile: one more than the channels, so that a column lies in different banks.
 KVCACHE_BOTH int tile_stride(int dim) { return dim + 1; }
-
-// What the codes of a channel stand for, token by token, before outliers and rotations.
-struct ChannelDecoder {
-  const Side& side;
-  ChannelPlaces places, third;  // of 3 bits, in planes of 2 bits and of 1
-  int group_shift, column;      // of metadata: 2^group_shift tokens share a row
-  float scale, minimum, factor;  // where they are the same for all tokens
-
-  KVCACHE_DEVICE ChannelDecoder(const Side& side, bool is_key, int batch, int head, int heads, int channel)
-      : side(side),
-        places(side.nbits == 3 ? 2 : side.nbits, side.padded_dim, is_key, side.interleaved != 0, channel),
-        third(1, side.padded_dim, is_key, side.interleaved != 0, channel),
-        group_shift(power_of(side.group_tokens)),
-        column(channel / (side.head_dim / side.width)),
-        scale(1.0f),
-        minimum(0.0f) {
-    if (side.channel_scale != nullptr) {
-      const int64_t at = batch * side.channel_batch_stride + static_cast<int64_t>(head) * side.head_dim + channel;
-      scale = side.channel_scale[at];
-      minimum = side.channel_offset[at];
-    } else if (side.scale_offset < 0) {
-      scale = side.static_scale[head];
-    }
-    const int64_t row = static_cast<int64_t>(batch) * heads + head;
-    factor = side.factors != nullptr ? side.factors[row * side.head_dim + channel] : 1.0f;
-  }
-  KVCACHE_DEVICE float operator()(const uint8_t* record, int token) const {
-    const uint8_t* codes = record + side.codes_offset;
-    uint32_t code = places.read(codes, token);
-    if (side.nbits == 3) code |= third.read(codes + plane_bytes(2, side.padded_dim), token) << 2;
-    const float value = side.format == kNonUniform ? side.levels[code] : code_value(code, side.format);
-    float by = scale, plus = minimum;
-    if (side.channel_scale == nullptr) {
-      const int entry = (token >> group_shift) * side.width + column;
-      if (side.scale_offset >= 0) by = read_metadata(record + side.scale_offset, side.metadata_bytes, entry);
-      if (side.minimum_offset >= 0) plus = read_metadata(record + side.minimum_offset, side.metadata_bytes, entry);
-    }
-    return multiply_rounded(add_rounded(multiply_rounded(value, by), plus), factor);
-  }
-};
-
-// Brings the tokens [first, last) of a record into tile[token][channel]: a thread per channel, or several, so that what
-// is the same for all tokens is done once, and loads of several tokens are on the way at a time.
-KVCACHE_DEVICE void decode_record(const Side& side, const uint8_t* record, bool is_key, int batch, int head, int heads,
-                                  int first, int last, float* tile, int stride) {
-  const int dim = side.head_dim, threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
-  const int sharing = dim < threads ? threads / dim : 1;  // threads of a channel
-  if (thread >= sharing * dim) return;
-  for (int channel = thread % dim; channel < dim; channel += threads) {
-    const ChannelDecoder decode(side, is_key, batch, head, heads, channel);
-#pragma unroll 4
-    for (int token = first + thread / dim; token < last; token += sharing)
-      tile[token * stride + channel] = decode(record, token);
-  }
-}
 
 // Adds what the codes of a block lack (kvcache_plugins/quantizers/outliers.py). Whatever the tensors hold, what is
 // read and written lies inside of them.
@@ -208,7 +154,11 @@ KVCACHE_DEVICE void load_tile(const Side& side, const Records& records, bool is_
   const int packed = left <= 0 ? 0 : left < count ? static_cast<int>(left) : count;
   if (packed > first) {
     const uint8_t* record = records.of(batch, head) + (start / kBlockTokens) * records.record_bytes;
-    decode_record(side, record, is_key, batch, head, records.heads, first, packed, tile, stride);
+    if (is_usual(side)) {
+      RecordDecoder<true>(side, record, batch, head, records.heads, first, packed, tile, stride).decode(is_key);
+    } else {
+      RecordDecoder<false>(side, record, batch, head, records.heads, first, packed, tile, stride).decode(is_key);
+    }
     if (side.outliers != nullptr) {
       block_barrier();
       add_outliers(side, batch, head, records.heads, start / kBlockTokens, first, packed, tile, stride);

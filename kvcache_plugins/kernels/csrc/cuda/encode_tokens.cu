@@ -27,10 +27,14 @@ struct SearchArguments {
 KVCACHE_KERNEL(kEncodeThreads, 2) search_kernel(const SearchArguments s) {
   const EncodeArguments& a = s.states;
   const Tokens tokens{a, blockIdx.z, blockIdx.y};
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  const int thread = static_cast<int>(threadIdx.x), warps = kEncodeThreads / 32;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
   bool is_plain = true;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < a.count * a.head_dim; i += step)
-    is_plain &= fabsf(tokens.stored(a.start + i / a.head_dim, static_cast<int>(i % a.head_dim))) < s.limit;
+  for (int64_t token = blockIdx.x * static_cast<int64_t>(warps) + thread / 32; token < a.count; token += step) {
+#pragma unroll 4
+    for (int channel = thread % 32; channel < a.head_dim; channel += 32)
+      is_plain &= fabsf(tokens.stored(a.start + token, channel)) < s.limit;
+  }
   if (!is_plain) raise_flag(s.flag);
 }
 
