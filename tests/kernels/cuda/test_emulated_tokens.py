@@ -210,6 +210,37 @@ def test_decoded_slots(name: str, start: int, stop: int) -> None:
                 assert torch.equal(decoded(handle, start, stop, dtype), exact.to(dtype))
 
 
+def shifted(tensor: Tensor, count: int) -> Tensor:
+    """The same numbers, `count` of them further than memory is allocated."""
+    room = torch.empty(tensor.numel() + count, dtype=tensor.dtype)
+    return room[count:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "name", ["int8-default", "kivi-default", "kivi-3bit", "float8-default", "kvquant-default"]
+)
+def test_data_that_are_not_aligned(name: str, dtype: torch.dtype) -> None:
+    _, key, value = step(build_layer(CASES[name], 330, dtype=dtype), 3, 1)
+    for handle in (key, value):
+        records, side, is_key, sink_start = side_of(handle)
+        expected = decoded(handle, 0, 333, dtype)
+        segments = [shifted(segment, 1) for segment in side.segments]
+        assert any(segment.numel() for segment in segments) and shifted(records, 2).data_ptr() % 4 == 2
+        got = torch.ops.kvcache_emulated.decode_tokens(
+            shifted(records, 2),
+            segments,
+            side.extras,
+            sink_start,
+            side.layout.integers(),
+            is_key,
+            0,
+            333,
+            dtype,
+        )
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounding_is_to_nearest_even(dtype: torch.dtype) -> None:
     halves = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
