@@ -8,8 +8,8 @@
 // subnormal, code 2^-24 (or a little larger: `place_of`), which tensor cores multiply exactly. Scales per token, and
 // all powers of two, are applied to the products.
 //
-// About 1 instruction per code of 2, 4 or 8 bits without metadata per channel, 1.2 to 1.6 with one row of them and 1.4
-// to 1.9 with two; of 3 bits one more. By count in the machine code for sm_90; not measured.
+// 0.9 to 1 instruction per code of 2, 4 or 8 bits without metadata per channel, 1.3 to 1.5 with one row of them, 1.4 to
+// 1.7 with two, 1.6 to 2.1 with four; of 3 bits 0.8 more. By count in the machine code for sm_90; not measured.
 #pragma once
 
 #include "key_units.cuh"
