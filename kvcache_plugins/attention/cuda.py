@@ -1,6 +1,6 @@
 """Attention over packed data on a GPU: the CUDA kernels for a few query tokens, tiles they decode for many.
 
-Nothing here reads device memory, so a decode step waits for nothing and can be part of a CUDA graph.
+A decode step reads no device memory here, so it waits for nothing and can be part of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from ..layers.records import RecordLayout
 from ..layers.view import StreamView
 from .bias import logit_bias, per_head
 from .description import describe
+from .flash import why_no_flash
 from .reference import AttentionOptions, attend
+from .tiles import attend_tiles, can_attend_tiles
 
 __all__ = ["attend_on_device", "why_not_fast"]
 
@@ -87,6 +89,16 @@ class _DecodedView:
         )
 
 
+def _can_attend_tiles(query: Tensor, values: Side, length: int, options: AttentionOptions) -> bool:
+    """Whether torch's flash attention serves decoded tiles; if not, the reference does, in fp32."""
+    width = max(query.shape[3], values.layout.head_dim)
+    if torch.cuda.is_current_stream_capturing():
+        return False  # masks are read on the host, and so is whether flash attention is right here
+    if why_no_flash(query.device, query.dtype, width) is not None:
+        return False
+    return can_attend_tiles(options, length, query.shape[2])
+
+
 def attend_on_device(
     query: Tensor,
     tokens: StreamView,
@@ -112,6 +124,8 @@ def attend_on_device(
     has_sinks = starts is not None and (keys.sinks is not None or values.sinks is not None)
     sink_start = starts.to(device, torch.int64) if starts is not None and has_sinks else None
     if query.shape[2] > MAX_QUERIES:
+        if _can_attend_tiles(query, values, tokens.length, options):
+            return attend_tiles(query, tokens.stream.records.data, keys, values, options, sink_start)
         decoded = _DecodedView(tokens, keys, sink_start), _DecodedView(value_tokens, values, sink_start)
         return attend(query, decoded[0], decoded[1], options)
     bias, is_causal = logit_bias(options, query.shape[2], tokens.length)

@@ -52,7 +52,9 @@ def attend_handles(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
     layer = key.layer
     if layer.config.kernel == "torch":
         reason = "kernel='torch' was given"
-    elif value.layer is not layer or not _is_served(query, key):
+    elif value.layer is not layer:
+        reason = "keys and values of different layers have no native kernel"
+    elif not _is_served(query, key):
         reason = (
             f"there is no native kernel for {query.dtype} queries on {query.device} and keys on {key.device}"
         )

@@ -1,4 +1,4 @@
-"""Attention of many query tokens over packed data on the CPU: decode a tile, attend to it densely, merge.
+"""Attention of many query tokens over packed data: decode a tile, attend to it densely, merge.
 
 A tile of tokens is decoded by a native kernel into the dtype of the queries and attended to by torch's own
 flash attention, which returns the log-sum-exp of every row. Two tiles with outputs `a`, `b` and log-sum-exps
@@ -21,13 +21,14 @@ from torch.nn import functional as F
 
 from ..kernels.layout import Side
 from ..kernels.ops import decode_tokens
+from .flash import attend_flash
 from .reference import AttentionOptions
 
 __all__ = ["Visibility", "attend_tiles", "can_attend_tiles"]
 
-_TILE_VALUES = 1 << 21
-"""Decoded values in a tile of keys: 2048 tokens of 8 heads of 128 channels. Shorter tiles merge more often;
-longer ones gain nothing once attention is bound by its products."""
+_TILE_VALUES = {"cpu": 1 << 21, "cuda": 1 << 25}
+"""Decoded values in a tile of keys: 2048 tokens of 8 heads of 128 channels, and 32768 on a GPU. Shorter tiles
+merge more often; longer ones gain nothing once attention is bound by its products."""
 _PART = 512
 """Queries, and new tokens, of one masked product: flash attention works on 512 tokens at a time itself."""
 _FAR = -1e4
@@ -45,6 +46,7 @@ class Visibility:
         window (`int`, *optional*): Nor one at or below its own minus `window`.
         mask (`torch.Tensor`, *optional*): Boolean (true = attend) or additive, `(B or 1, Hq or 1, q or 1,
             length)`.
+        device (`torch.device`): Where masks are made.
     """
 
     length: int
@@ -52,16 +54,19 @@ class Visibility:
     is_causal: bool
     window: int | None
     mask: Tensor | None
+    device: torch.device
 
     @classmethod
-    def of(cls, options: AttentionOptions, length: int, query_length: int) -> Visibility:
+    def of(
+        cls, options: AttentionOptions, length: int, query_length: int, device: torch.device
+    ) -> Visibility:
         """What the options say."""
         mask = options.mask
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
             mask = mask.expand(*mask.shape[:3], length) if mask.shape[3] == 1 else mask[..., :length]
         is_causal = options.is_causal or options.sliding_window is not None
-        return cls(length, query_length, is_causal, options.sliding_window, mask)
+        return cls(length, query_length, is_causal, options.sliding_window, mask, device)
 
     @property
     def first_slot(self) -> int:
@@ -99,7 +104,8 @@ class Visibility:
 
     def _structure(self, slots: tuple[int, int], oldest: int, newest: int) -> Tensor:
         """Causality and window as a mask `(1, 1, n, t)`."""
-        tokens, own = torch.arange(*slots), torch.arange(oldest, newest + 1)[:, None]
+        tokens = torch.arange(*slots, device=self.device)
+        own = torch.arange(oldest, newest + 1, device=self.device)[:, None]
         visible = tokens <= own
         if self.window is not None:
             visible = visible & (tokens > own - self.window)
@@ -119,9 +125,12 @@ def can_attend_tiles(options: AttentionOptions, length: int, query_length: int) 
     """
     if options.softcap is not None or options.alibi_slopes is not None or options.position_bias is not None:
         return False
-    visibility = Visibility.of(options, length, query_length)
+    if options.mask is None:
+        return True
+    visibility = Visibility.of(options, length, query_length, options.mask.device)
     mask = visibility.mask
-    if mask is None or mask.dtype == torch.bool or not bool(((mask < _FAR) & (mask > -torch.inf)).any()):
+    assert mask is not None
+    if mask.dtype == torch.bool or not bool(((mask < _FAR) & (mask > -torch.inf)).any()):
         return True
     best = mask.amax(-1)
     return not visibility.is_causal and not bool(((best < _FAR) & (best > -torch.inf)).any())
@@ -138,7 +147,8 @@ def attend_tiles(
     """Attend from many new tokens over packed and exact keys and values.
 
     Args:
-        query (`torch.Tensor` of shape `(B, Hq, q, D)`): fp32, bf16 or fp16, on the CPU.
+        query (`torch.Tensor` of shape `(B, Hq, q, D)`): fp32, bf16 or fp16; on a GPU what
+            `why_no_flash` has nothing against.
         records (`torch.Tensor` of shape `(B, H, N, record_bytes)`): uint8, the packed blocks.
         keys (`Side`): How to read the keys: `T` tokens.
         values (`Side`): How to read the values: as many.
@@ -152,11 +162,11 @@ def attend_tiles(
     batch_size, query_heads, query_length, head_dim = query.shape
     kv_heads, value_dim = records.shape[1], values.layout.head_dim
     scaling = options.scaling if options.scaling is not None else head_dim**-0.5
-    visibility = Visibility.of(options, keys.length, query_length)
+    visibility = Visibility.of(options, keys.length, query_length, query.device)
     width = max(head_dim, value_dim)  # flash attention wants one
     grouped = _widened(query, width).reshape(batch_size, kv_heads, -1, query_length, width)
     merged = _Merged(grouped, value_dim)
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(query.device.type, enabled=False):
         for slots in _tiles(visibility, batch_size * kv_heads * width):
             parts = _parts(visibility, slots)
             if not parts:
@@ -210,12 +220,10 @@ def _attend(
         hidden = ~mask.any(-1) if mask.dtype == torch.bool else (mask == -torch.inf).all(-1)
         mask = mask.expand(-1, -1, group, -1, -1).flatten(2, 3)
         if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=rows.dtype).masked_fill_(~mask, -torch.inf)
+            mask = rows.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
         else:
             mask = mask.float()
-    output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        rows.flatten(2, 3), keys, values, attn_mask=mask, scale=scaling
-    )
+    output, total = attend_flash(rows.flatten(2, 3), keys, values, mask, scaling)
     output, total = output.unflatten(2, (group, count)), total.unflatten(2, (group, count))
     if hidden is not None and bool(hidden.any()):  # what such a row returns is not specified
         output = output.masked_fill(hidden[..., None], 0.0)
@@ -225,7 +233,7 @@ def _attend(
 
 def _tiles(visibility: Visibility, values_per_token: int) -> list[tuple[int, int]]:
     """Cut the slots: long tiles of the past, then the new tokens in parts like those of the queries."""
-    step = max(_PART, _TILE_VALUES // values_per_token // _PART * _PART)
+    step = max(_PART, _TILE_VALUES[visibility.device.type] // values_per_token // _PART * _PART)
     first, new = visibility.first_slot, visibility.length - visibility.query_length
     past = [(start, min(start + step, new)) for start in range(first, new, step)]
     length = visibility.length

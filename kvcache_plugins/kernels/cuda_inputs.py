@@ -83,6 +83,11 @@ def _has_aligned_fields(layout: SideLayout, record_bytes: int) -> bool:
     return (
         layout.head_dim % 16 == 0
         and layout.codes_offset % 16 == 0
+        and (
+            layout.format == FORMATS["nonuniform"]
+            or layout.scale_offset >= 0
+            or (layout.minimum_offset < 0 and layout.width == 1)
+        )
         and all(field >= codes and field % 16 == 0 for field in fields)
         and (not fields or layout.metadata_bytes == 2)
         and layout.codes_offset + _copied_bytes(layout) <= record_bytes

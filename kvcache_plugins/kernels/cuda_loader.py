@@ -271,8 +271,8 @@ def _capabilities() -> list[tuple[int, int]]:
 
 
 def _why_not_buildable() -> str | None:
-    if builds.why_forbidden() is not None:
-        return builds.why_forbidden()
+    if (forbidden := builds.why_forbidden()) is not None:
+        return forbidden
     if _nvcc_release() is None:
         return "no nvcc was found (CUDA_HOME, or nvcc on the PATH)."
     if shutil.which("ninja") is None and not _has_ninja_module():

@@ -67,7 +67,9 @@ class VerdictFile:
         """Keep a verdict; never raises, and says so where it cannot be kept."""
         for directory in self._directories(make=True):
             with suppress(OSError):
-                (directory / self._name).write_text(json.dumps(asdict(verdict), indent=1), encoding="utf-8")
+                whole = directory / f"{self._name}.{os.getpid()}"  # readers take no lock
+                whole.write_text(json.dumps(asdict(verdict), indent=1), encoding="utf-8")
+                whole.replace(directory / self._name)
                 return
         _logger.warning(
             "what was found of the CUDA kernels can be kept in none of %s, so every process tries them "

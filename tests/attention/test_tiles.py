@@ -32,7 +32,7 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     )
     monkeypatch.setattr(native, "_PASS_QUERIES", 16)
     if request.param == "small":
-        monkeypatch.setattr(tiles, "_TILE_VALUES", 1)
+        monkeypatch.setitem(tiles._TILE_VALUES, "cpu", 1)
         monkeypatch.setattr(tiles, "_PART", 16)
 
 
@@ -198,7 +198,7 @@ def test_slots_are_decoded_once_in_bounded_tiles(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(tiles, "decode_tokens", watch_decode)
     monkeypatch.setattr(tiles, "_attend", watch_product)
-    monkeypatch.setattr(tiles, "_TILE_VALUES", 2 * 2 * 64 * 64)
+    monkeypatch.setitem(tiles._TILE_VALUES, "cpu", 2 * 2 * 64 * 64)
     monkeypatch.setattr(tiles, "_PART", 16)
     query, key, value = step(build_layer(CASES["int8-default"], 1000), 32, 2)
     causal = torch.ones(32, 1032, dtype=torch.bool).tril(1000)
@@ -280,7 +280,7 @@ def test_visibility_of_parts(window: int | None, masked: bool) -> None:
         mask[..., 10:20], mask[..., 30:40] = True, False
         visible = visible & mask[0, 0]
     options = AttentionOptions(is_causal=True, sliding_window=window, mask=mask)
-    visibility = Visibility.of(options, length, query_length)
+    visibility = Visibility.of(options, length, query_length, torch.device("cpu"))
     assert not visible[:, : visibility.first_slot].any()
     kinds = set()
     for start in range(0, length, 5):

@@ -30,6 +30,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_plugins.kernels import compiler, cuda_loader
@@ -44,6 +45,7 @@ _MOST = "KVCACHE_SIMULATION_MOST"
 """So many parameter sets of a test are run at most; all if unset."""
 _FLAGS = ("-DKVCACHE_LIBRARY=kvcache_plugins", "-DKVCACHE_DISPATCH_KEY=CUDA")
 _installed: list[ctypes.CDLL] = []
+_operators = torch.library.Library("aten", "IMPL")
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -78,6 +80,7 @@ def install(folder: Path | None = None) -> None:
     library.kvcache_most_simulated_bytes.restype = ctypes.c_int64
     _installed.append(library)
     torch.version.cuda = "simulated"
+    _operators.impl("_scaled_dot_product_flash_attention", _flash_attention, "CUDA")
     for name, fake in vars(_fakes(library)).items():
         setattr(torch.cuda, name, fake)
     for name in ("is_available", "device_count", "synchronize", "empty_cache"):
@@ -175,6 +178,21 @@ def _fakes(library: ctypes.CDLL) -> types.SimpleNamespace:
         CUDAGraph=_Graph,
         graph=_recorded,
     )
+
+
+def _flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What torch's operator for GPUs returns, which the CPU does not have."""
+    assert query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0 and not is_causal
+    rows, keys, values = (states.cpu().float() for states in (query, key, value))
+    logits = torch.einsum("bhqd,bhkd->bhqk", rows, keys) * (scale or query.shape[-1] ** -0.5)
+    weights = logits.softmax(-1).to(query.dtype).float()
+    output = torch.einsum("bhqk,bhkd->bhqd", weights, values).to(query)
+    nothing = output.new_empty(0)
+    counts = (nothing, nothing, query.shape[2], key.shape[2])
+    return output, logits.logsumexp(-1).to(query.device), *counts, nothing, nothing, nothing
 
 
 class _Generator(torch.Generator):

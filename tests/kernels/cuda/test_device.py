@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from kvcache_plugins.attention import cuda, tiles
 from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.kernels import cuda_check, cuda_loader, cuda_trial, loader
@@ -167,6 +169,40 @@ def test_options(options: dict[str, Any]) -> None:
     if "mask" in options:
         options["mask"] = torch.rand(2, 1, 3, 336, device="cuda") > 0.3
     check(query, key, value, AttentionOptions(is_causal=True, **options), 1e-3)
+
+
+MANY = 700
+"""Query tokens of a next turn."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 300}, {"mask": True}, {"sink_logits": True}], ids=str
+)
+@pytest.mark.parametrize("name", ["kivi-default", "kvquant-default", "int8-default"])
+def test_the_next_turn(
+    name: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By flash attention over decoded tiles, with the error of flash attention over what they hold."""
+    monkeypatch.setitem(tiles._TILE_VALUES, "cuda", 2 * 2 * 64 * 512)
+    query, key, value = step(device_layer(CASES[name], 1500, dtype=dtype), MANY, 4)
+    given, length = dict(options), 1500 + MANY
+    if "mask" in given:  # pads of the first row
+        given["mask"] = torch.arange(length, device="cuda") >= torch.tensor([40, 0], device="cuda")[:, None]
+        given["mask"] = given["mask"][:, None, None]
+    if "sink_logits" in given:
+        given["sink_logits"] = torch.randn(8, device="cuda")
+    given = AttentionOptions(is_causal=True, **given)
+    expected = attend(query.double(), key.tokens, value.tokens, given)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "attend", None)  # the reference, which would be better and slower
+        got = attend_handles(query, key, value, given)
+    dense = [handle.tokens.dense(dtype).repeat_interleave(4, 1) for handle in (key, value)]
+    causal = torch.ones(MANY, length, dtype=torch.bool, device="cuda").tril(length - MANY)
+    theirs = F.scaled_dot_product_attention(query, *dense, attn_mask=causal)
+    plain = attend(query.double(), key.tokens, value.tokens, AttentionOptions(is_causal=True))
+    assert key.layer.kernel == "cuda" and torch.isfinite(got).all() and got.dtype == dtype
+    assert relative_rms(expected, got) <= 1.25 * relative_rms(plain, theirs) + 1e-4
 
 
 @pytest.mark.parametrize("name", ["kivi-4bit-block-g128", "int8-default", "int4-default", "float8-default"])

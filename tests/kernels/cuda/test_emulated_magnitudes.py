@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from kvcache_plugins.attention.reference import AttentionOptions, attend
+from kvcache_plugins.backends.int8 import Int8Layer
+from kvcache_plugins.layers.codec import SymmetricCodec
 from kvcache_plugins.layers.handle import KVHandle
+from kvcache_plugins.layers.stream import StreamSpec
+from kvcache_plugins.quantizers.granularity import Granularity
 from kvcache_plugins.testing.comparison import relative_rms
 from tests.kernels.cuda import emulation
 from tests.kernels.decode_cases import build_layer, states
@@ -45,3 +49,23 @@ def test_magnitudes(name: str, key_factor: float, query_factor: float) -> None:
     got = emulation.attend(query, key, value, options)
     assert emulation.products() > before, "the tensor cores were not used"
     assert relative_rms(attend(query.double(), key.tokens, value.tokens, options), got) <= 2.5e-3
+
+
+@pytest.mark.parametrize("head_dim", [48, 80, 112])
+def test_the_last_of_an_odd_number_of_scales(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = StreamSpec(SymmetricCodec(Granularity(64, 16)), 64)
+    monkeypatch.setattr(Int8Layer, "value_stream", lambda self, head_dim: spec)
+    # no kernel encodes such groups
+    layer = build_layer({"backend": "int8", "kernel": "torch"}, 0, head_dim=head_dim, dtype=torch.bfloat16)
+    keys, values = states(2, 2, 220, head_dim, None, torch.bfloat16)
+    values[..., -16:] *= 50000
+    layer.update(keys[:, :, :219], values[:, :, :219])
+    key, value = layer.update(keys[:, :, 219:], values[:, :, 219:])
+    assert isinstance(key, KVHandle) and isinstance(value, KVHandle)
+    query = torch.randn(2, 8, 1, head_dim).bfloat16()
+    before = emulation.products()
+    got = emulation.attend(query, key, value, AttentionOptions())
+    assert emulation.products() > before, "the tensor cores were not used"
+    expected = attend(query.double(), key.tokens, value.tokens, AttentionOptions())
+    for channels in (slice(-16, None), slice(None, -16)):
+        assert relative_rms(expected[..., channels], got[..., channels]) <= 2.5e-3

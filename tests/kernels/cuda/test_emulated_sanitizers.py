@@ -80,14 +80,14 @@ class Mutation(NamedTuple):
 LOAD = "return *reinterpret_cast<const uint2*>(codes + swizzled(offset, swizzle)"
 MUTATIONS = {
     "copies that others use": Mutation(
-        "fast_attention.cuh",
+        "unit_ring.cuh",
         "    warp_barrier();  // every lane's copies have landed",
         "    //",
         "attend_8_rows",
         "8 rows",
     ),
     "a copy used too early": Mutation(
-        "fast_attention.cuh", "copy_wait<1>();", "copy_wait<2>();", "attend_8_rows", "8 rows", COPY
+        "unit_ring.cuh", "copy_wait<1>();", "copy_wait<2>();", "attend_8_rows", "8 rows", COPY
     ),
     "results over the copies": Mutation(
         "fast_attention.cuh",
@@ -101,7 +101,7 @@ MUTATIONS = {
         "fast_lanes.cuh", LOAD, LOAD.replace("(codes", "(codes + 1"), "attend_8_rows", "8 rows", UNALIGNED
     ),
     "copies beyond a unit": Mutation(
-        "fast_attention.cuh",
+        "unit_ring.cuh",
         "done < bytes; done",
         "done < bytes + 512; done",
         "attend_8_rows",

@@ -226,18 +226,11 @@ def test_data_that_are_not_aligned(name: str, dtype: torch.dtype) -> None:
         records, side, is_key, sink_start = side_of(handle)
         expected = decoded(handle, 0, 333, dtype)
         segments = [shifted(segment, 1) for segment in side.segments]
-        assert any(segment.numel() for segment in segments) and shifted(records, 2).data_ptr() % 4 == 2
-        got = torch.ops.kvcache_emulated.decode_tokens(
-            shifted(records, 2),
-            segments,
-            side.extras,
-            sink_start,
-            side.layout.integers(),
-            is_key,
-            0,
-            333,
-            dtype,
-        )
+        assert any(segment.numel() for segment in segments) and shifted(records, 4).data_ptr() % 16 == 4
+        extras = (side.extras, sink_start, side.layout.integers(), is_key, 0, 333, dtype)
+        got = torch.ops.kvcache_emulated.decode_tokens(shifted(records, 4), segments, *extras)
+        with pytest.raises(ValueError, match=r"records.*multiples of 4 bytes"):
+            torch.ops.kvcache_emulated.decode_tokens(shifted(records, 2), segments, *extras)
         assert torch.equal(got, expected)
 
 

@@ -122,7 +122,7 @@ def check_attention() -> None:
     from kvcache_plugins.attention.reference import AttentionOptions, attend
     from kvcache_plugins.testing.comparison import relative_rms
     from tests.kernels.cuda import emulation
-    from tests.kernels.test_decode_attention import CASES, build_layer, step
+    from tests.kernels.decode_cases import CASES, build_layer, step
 
     for name in ("kivi-2bit-block", "kivi-default"):
         torch.manual_seed(0)

@@ -200,6 +200,10 @@ inline Records describe_records(const at::Tensor& records, int64_t batch, const 
   check_tensor(records, "records", {batch, records.size(1), records.size(2), records.size(3)});
   KVCACHE_CHECK(records.size(2) <= 1 || records.stride(2) == records.size(3), "stride", "records", records.size(3),
                 records.stride(2));
+  const int64_t apart = reinterpret_cast<int64_t>(records.const_data_ptr()) | records.stride(0) | records.stride(1) |
+                        records.size(3);
+  KVCACHE_CHECK(apart % 4 == 0 || records.numel() == 0, "alignment", "records", "records at multiples of 4 bytes",
+                records.size(3));
   Records described{records.const_data_ptr<uint8_t>(), records.size(3), records.stride(0), records.stride(1),
                     static_cast<int32_t>(records.size(1)), nullptr};
   if (sink_start.has_value()) {

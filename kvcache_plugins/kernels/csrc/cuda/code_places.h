@@ -1,5 +1,6 @@
 // Where a code lies in a record: the byte order of kvcache_plugins/quantizers/packing.py, one code at a time, for host
-// and device. Kernels that must be fast know more of the order (fast_keys.cuh, fast_values.cuh).
+// and device. Kernels that must be fast know more of the order (fast_keys.cuh, fast_values.cuh, decode_words.cuh,
+// encode_words.cuh).
 #pragma once
 
 #include <cstdint>

@@ -28,6 +28,7 @@ int unit_bytes(const Side& side) {
 bool is_laid_out_for_copies(const Side& side, int64_t record_bytes) {
   const int code_bytes = plane_bytes(1, side.padded_dim) * side.nbits;
   if (side.head_dim % 16 != 0 || side.codes_offset % 16 != 0) return false;
+  if (side.format != kNonUniform && side.scale_offset < 0 && (side.minimum_offset >= 0 || side.width > 1)) return false;
   for (const int offset : {side.scale_offset, side.minimum_offset}) {
     const int relative = offset - side.codes_offset;
     if (offset >= 0 && (relative < code_bytes || relative % 16 != 0 || side.metadata_bytes != 2)) return false;

@@ -25,7 +25,9 @@ template <int kRows, int kColumns>
 KVCACHE_DEVICE void multiply_scaled_keys(int nbits, const KeyUnit& unit, float (&c)[kColumns][4][4]) {
   // of 8 bits a lane's channels are four neighbours
   if (nbits == 8) return scaled_key_products<8, kAffine, kRows, true>(unit, c);
-  if (kRows > 0 && unit.interleaved) return multiply_narrow_keys<kRows, kRows != 0>(nbits, unit, c);
+  if constexpr (kRows > 0) {
+    if (unit.interleaved) return multiply_narrow_keys<kRows, true>(nbits, unit, c);
+  }
   return multiply_narrow_keys<kRows, false>(nbits, unit, c);
 }
 

@@ -29,7 +29,8 @@ KVCACHE_DEVICE uint2 load_8(const uint8_t* codes, int offset, int swizzle) {
 KVCACHE_DEVICE uint32_t load_4(const uint8_t* from) { return *reinterpret_cast<const uint32_t*>(from); }
 KVCACHE_DEVICE uint32_t load_2(const uint8_t* from) { return *reinterpret_cast<const uint16_t*>(from); }
 
-// Folds the pairs of `count` numbers of a field, an even one, that lie in this lane's words; 0 where there are none.
+// Folds `count` numbers of a field that begins at a multiple of 16 bytes, those of this lane, two at a time; 0 where it
+// has none.
 template <typename Fold>
 KVCACHE_DEVICE uint32_t fold_field(const uint8_t* field, int count, Fold fold) {
   const int lane = opaque_lane();
@@ -39,7 +40,7 @@ KVCACHE_DEVICE uint32_t fold_field(const uint8_t* field, int count, Fold fold) {
     const uint4 words = *reinterpret_cast<const uint4*>(field + offset);
     found = fold(fold(found, fold(words.x, words.y)), fold(words.z, words.w));
   }
-  if (lane < count % 8 / 2) found = fold(found, load_4(field + (count / 8 * 4 + lane) * 4));
+  if (lane < count % 8) found = fold(found, load_2(field + (count / 8 * 8 + lane) * 2));
   return found;
 }
 

@@ -3,9 +3,9 @@
 // ends of the packed ones.
 //
 // A thread block takes 64 slots at a time: keys to a tile in shared memory, logits, weights, values to the same tile,
-// products. Both products read a tile row by row or column by column without bank conflicts. Bound: for every slot
-// and query row, one multiply-add per channel and key, and one per channel and value, each with a load from shared
-// memory; not measured.
+// products. Both products read a tile row by row or column by column without bank conflicts, for two query rows at a
+// time. Bound: for every slot and query row, one multiply-add per channel and key, and one per channel and value, for
+// two of which three numbers are loaded from shared memory; not measured.
 #pragma once
 
 #include "decoding.cuh"

@@ -139,7 +139,7 @@ KVCACHE_DEVICE void scaled_key_products(const KeyUnit& unit, float (&c)[kColumns
     if (kRows > 0) {
 #pragma unroll
       for (int row = 0; row < kRows; ++row) scaled.scale(row, scales.load(row * row_bytes, which), queries);
-      const uint2 numbers = least.load(0, which);  // row g of the product: group g; the rows beyond are zero
+      const uint2 numbers = least.load(0, which);  // row g of the product: group g; others are not looked at
 #pragma unroll
       for (int n = 0; n < kColumns; ++n)
         multiply_accumulate(minima[n], numbers.x, 0, numbers.y, 0, queries[n].x, queries[n].y);
