@@ -71,7 +71,8 @@ class RecordLayout:
             row_bytes = codec.granularity.width(head_dim) * metadata_bytes
             sizes |= dict.fromkeys(codec.metadata_names, codec.rows_per_block * row_bytes)
             for name, size in sizes.items():
-                # kernels copy codes 16 bytes at a time; fp32 metadata need 4
+                # Kernels copy codes 16 bytes at a time; fp32 metadata need 4. Those of fp16 happen to lie at
+                # multiples of 16 for all backends, without which tensor cores do not read a layout.
                 alignment = 16 if name == "codes" else 4
                 offset = -(-offset // alignment) * alignment
                 self.fields[f"{side}_{name}"] = (offset, size)
