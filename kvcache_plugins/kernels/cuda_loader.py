@@ -23,7 +23,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -181,8 +181,10 @@ def _find_or_build(force: bool) -> Path:
         raise KernelUnavailableError(reason)
     target = _target()
     if not force and builds.is_intact(target):
-        with suppress(OSError):  # intact, but not for this process: rebuilt below
+        try:
             return _load(target)
+        except OSError:  # intact, but not for this process
+            force = True
     reason = _why_not_buildable()
     if reason is not None:
         raise KernelUnavailableError(reason)

@@ -174,8 +174,6 @@ def test_a_program(name: str, kernels: dict[str, Kernel]) -> None:
     assert got == program.expected
 
 
-def test_what_two_kernels_differ_by(kernels: dict[str, Kernel]) -> None:
-    names = list(PROGRAMS)
-    short, long = kernels[names[0]], Kernel(3, {"`ret`": Access(5), "`bra`": Access(2, 1)})
+def test_what_two_kernels_differ_by() -> None:
+    long = Kernel(3, {"`ret`": Access(5), "`bra`": Access(2, 1)})
     assert (long - Kernel(1, {"`ret`": Access(4)})) == Kernel(2, {"`ret`": Access(1), "`bra`": Access(2, 1)})
-    assert (short - short).total() == Access()

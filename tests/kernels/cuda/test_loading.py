@@ -102,6 +102,15 @@ def test_a_build_is_sealed_and_found_again(fresh: Path, monkeypatch: pytest.Monk
     assert cuda_loader.status().state == "cached"
     assert cuda_loader.build() == path and loaded == [str(path)]
 
+    def refuse(path: str) -> None:
+        raise OSError("undefined symbol")
+
+    # intact, but not for this torch: built again
+    path.write_bytes(builds.sealed(b"of another torch"))
+    monkeypatch.setattr(builds.ctypes, "CDLL", refuse)
+    monkeypatch.setattr(cuda_loader, "_path", None)
+    assert cuda_loader.build() == path and path.read_bytes() == builds.sealed(b"machine code")
+
 
 @pytest.mark.parametrize(
     ("error", "said"),
