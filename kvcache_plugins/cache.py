@@ -10,14 +10,26 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from .attention import dispatch as _dispatch  # registers how handles are attended to
 from .config import BackendConfig, drop_legacy_keys
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
+from .layers.recurrent import with_recurrent_branch
 from .layers.storing import storing
-from .models.facts import LayerFacts, decoder_config, describe_layers, split_model_or_config
+from .models.facts import (
+    LayerFacts,
+    check_attention_function,
+    decoder_config,
+    describe_layers,
+    split_model_or_config,
+)
 from .models.layer_plan import LayerPlan, key_value_heads, plan_layers
 from .models.longrope import follow_cache, switch_length
 from .registry import get_backend
@@ -108,6 +120,14 @@ class KVCache(Cache):
         """
 
     @property
+    def is_linear(self) -> list[bool]:
+        """Which layers hold no keys and values, so that their lengths say nothing of the text's."""
+        return [
+            isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
+            for layer in self.layers
+        ]
+
+    @property
     def packed_layers(self) -> list[PackedLayer]:
         """The layers this package stores."""
         return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
@@ -125,7 +145,8 @@ class KVCache(Cache):
         Args:
             model (`PreTrainedModel`): Whose rotary parameters and key biases to use.
             attention_mask (`torch.Tensor` of shape `(B, T)`, *optional*): Its leading zeros are left padding.
-                Other shapes say nothing of padding and are ignored. Without effect once tokens are held.
+                Other shapes say nothing of padding and are ignored. Without effect once tokens are held, or
+                if the model's first call has more tokens than the mask: it then puts a soft prompt before.
             max_cache_length (`int`, *optional*): Tokens the cache will hold in the end.
             prompt_length (`int`, *optional*): Tokens, those already seen included, after which the prompt or
                 the next turn of it will have been read; matters to evicting backends.
@@ -134,15 +155,17 @@ class KVCache(Cache):
             `KVCache`: itself.
 
         Raises:
+            ValueError: If the model cannot use the attention function it was told to.
             KernelUnavailableError: If `kernel="native"` cannot be met where the model is.
         """
+        check_attention_function(model)
         self._select_kernel(model)
         self._choose_frequencies(model, prompt_length, max_cache_length)
         facts = self._describe(model)
-        padding = _left_padding(attention_mask)
+        pads, columns = _left_padding(attention_mask)
         for layer_idx, layer in enumerate(self.layers):
             if isinstance(layer, PackedLayer):
-                layer.bind(facts[layer_idx], padding, max_cache_length)
+                layer.bind(facts[layer_idx], pads, max_cache_length, columns)
         return self
 
     def kv_bytes(self) -> int:
@@ -222,12 +245,19 @@ class KVCache(Cache):
         return select_kernel(self.config.kernel, self.backend, devices)
 
     def _build_layer(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
-        return self.layer_class(config, layer_idx, facts) if plan.dense_reason is None else plan.build_dense()
+        if plan.dense_reason is not None:
+            return plan.build_dense()
+        return self._build_packed(plan, config, layer_idx, facts)
+
+    def _build_packed(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
+        if not plan.has_recurrent_branch:
+            return self.layer_class(config, layer_idx, facts)
+        layer = with_recurrent_branch(self.layer_class)(config, layer_idx, facts)
+        layer.branch = LinearAttentionLayer(**plan.dense_kwargs)
+        return layer
 
     def _describe(self, model: nn.Module | None) -> list[LayerFacts]:
-        layer_types = [plan.layer_type for plan in self._plans]
-        head_dim = key_value_heads(self.model_config, 0)[1]
-        return describe_layers(model, self.model_config, layer_types, head_dim)
+        return describe_layers(model, self.model_config, self._plans)
 
     def _tensors(self) -> Iterator[Tensor]:
         for layer in self.layers:
@@ -266,23 +296,29 @@ def build_cache(
     return cache_class(model_or_config, max_cache_length=max_cache_length, **options)
 
 
-def _left_padding(attention_mask: Tensor | None) -> Tensor | None:
+def _left_padding(attention_mask: Tensor | None) -> tuple[Tensor | None, int | None]:
+    """Pads of every row, `(B,)`, and the columns of the mask."""
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
-        return None
+        return None, None
     # cumsum is zero exactly over the leading zeros
-    return (attention_mask.long().cumsum(-1) == 0).sum(-1)
+    return (attention_mask.long().cumsum(-1) == 0).sum(-1), attention_mask.shape[1]
 
 
 def _dense_size(layer: Any) -> tuple[int, int]:
     """Key and value entries a layer holds, and the bytes of all it has seen in transformers' own class."""
+    values = num_bytes = 0
     if isinstance(layer, PackedLayer):
-        if not layer.is_initialized:
-            return 0, 0
-        batch_size, num_heads = layer.records.data.shape[:2]
-        per_token = batch_size * num_heads * sum(stream.head_dim for stream in layer.streams)
-        return per_token * layer.held_length, per_token * layer.get_seq_length() * layer.dtype.itemsize
-    states = [t for t in tensors_in(vars(layer)) if t.is_floating_point()]
-    return sum(t.numel() for t in states), sum(t.numel() * t.dtype.itemsize for t in states)
+        if layer.is_initialized:
+            batch_size, num_heads = layer.records.data.shape[:2]
+            per_token = batch_size * num_heads * sum(stream.head_dim for stream in layer.streams)
+            values = per_token * layer.held_length
+            num_bytes = per_token * layer.get_seq_length() * layer.dtype.itemsize
+        layer = getattr(layer, "branch", None)  # which is dense
+    for tensor in tensors_in(vars(layer)) if layer is not None else ():
+        if tensor.is_floating_point():
+            values += tensor.numel()
+            num_bytes += tensor.numel() * tensor.dtype.itemsize
+    return values, num_bytes
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -36,6 +36,7 @@ _OWN_ATTENTION = "kvcache_plugins"
 _UNSPLITTABLE_INPUTS = (
     "pixel_values", "pixel_values_videos", "image_embeds", "input_features", "input_values", "inputs_embeds",
 )  # fmt: skip
+_SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
 
 _Undo = Callable[[], None]
 _undo: list[_Undo] = []
@@ -109,6 +110,7 @@ def _generation_seam(module: ModuleType) -> None:
     cls = _expect(module, "GenerationMixin")
     original = _expect(cls, "_prepare_cache_for_generation")
     _expect_parameters(original, ("self", "generation_config", "model_kwargs", "max_cache_length"))
+    _expect(cls, "_supports_default_dynamic_cache")
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -209,6 +211,27 @@ def _check_request(model: Any, generation_config: Any) -> None:
         from .models.facts import decoder_config
 
         decoder_config(model.config)
+    if not model._supports_default_dynamic_cache():  # transformers then ignores `cache_implementation`
+        raise ValueError(
+            f"{type(model).__name__} keeps its past in a class of its own, which transformers cannot "
+            f"exchange: cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed "
+            "for this model is no cache_implementation at all."
+        )
+    if (soft_prompt := _soft_prompt(model)) in _SOFT_PROMPT_CACHES:
+        raise ValueError(
+            f"PEFT's {soft_prompt} puts a dense cache that holds its prefix in the place of every other: "
+            f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed are "
+            "adapters that leave the cache alone, such as LORA and PROMPT_TUNING."
+        )
+
+
+def _soft_prompt(model: Any) -> str | None:
+    """The kind of soft prompt that PEFT, which then speaks for the model, puts before every prompt."""
+    owner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    config: Any = getattr(owner, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False):
+        return None
+    return str(getattr(config.peft_type, "value", config.peft_type))
 
 
 def _let_assistant_keep_its_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
@@ -257,7 +280,7 @@ def _bind(
             f"prefill_chunk_size must be at most {kv_cache.longest_call} for {type(model).__name__} and a "
             f"prompt of {prompt_length} tokens, or the model discards the cache; got {given}."
         )
-    if given is None and _may_read_in_chunks(kv_cache, model_kwargs):
+    if given is None and _may_read_in_chunks(model, kv_cache, model_kwargs):
         # this object is the call's own copy
         generation_config.prefill_chunk_size = kv_cache.prefill_chunk_size
 
@@ -272,8 +295,13 @@ def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int 
     return found if isinstance(found, int) and found > 0 else None
 
 
-def _may_read_in_chunks(kv_cache: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether transformers can split this prompt: not one with images, nor, before 5.18, a later turn."""
+def _may_read_in_chunks(model: Any, kv_cache: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether transformers can split this prompt: not one with images, nor, before 5.18, a later turn.
+
+    Nor one with a soft prompt: PEFT takes every call but the first for a step of one token.
+    """
+    if _soft_prompt(model) is not None:
+        return False
     if any(model_kwargs.get(name) is not None for name in _UNSPLITTABLE_INPUTS):
         return False
     return kv_cache.get_seq_length() == 0 or _splits_later_turns()

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from .artifacts.files import read_json, read_tensors, write_json, write_tensors
-from .cache import KVCache, build_cache
+from .cache import KVCache, build_cache, tensors_in
 from .errors import ArtifactError, UnsupportedOperationError
 from .layers.base import PackedLayer
+from .layers.recurrent import load_recurrent_state, recurrent_state
 from .models.facts import decoder_config, split_model_or_config
 from .models.layer_plan import key_value_heads
 
@@ -32,8 +34,7 @@ def save_cache(cache: KVCache, directory: str | os.PathLike[str]) -> None:
     """Write `cache` into `directory`; each file appears whole or not at all.
 
     Raises:
-        UnsupportedOperationError: If a layer of transformers' own holds more than keys and values (linear
-            attention).
+        UnsupportedOperationError: If a layer of transformers' own is of a kind whose state is not known here.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,13 +108,14 @@ def _fingerprint(config: Any) -> dict[str, Any]:
 
 
 def _dense_state(layer_idx: int, layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if (
-        getattr(layer, "conv_states", None) is not None
-        or getattr(layer, "recurrent_states", None) is not None
-    ):
+    if type(layer) is LinearAttentionLayer:
+        return recurrent_state(layer)
+    if next(tensors_in(vars(layer)), None) is None:
+        return {}, {}
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise UnsupportedOperationError(
-            f"save_pretrained: layer {layer_idx}, of type {type(layer).__name__}, keeps recurrent states, "
-            "which are not saved."
+            f"save_pretrained: layer {layer_idx}, of type {type(layer).__name__}, may keep more than keys "
+            "and values, which is not saved."
         )
     if getattr(layer, "keys", None) is None:
         return {}, {}
@@ -123,6 +125,9 @@ def _dense_state(layer_idx: int, layer: Any) -> tuple[dict[str, Tensor], dict[st
 
 def _load_dense_state(layer: Any, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     if not tensors:
+        return
+    if type(layer) is LinearAttentionLayer:
+        load_recurrent_state(layer, tensors, facts)
         return
     layer.lazy_initialization(tensors["keys"], tensors["values"])
     layer.keys, layer.values = tensors["keys"], tensors["values"]

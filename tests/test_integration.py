@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Cache, DynamicCache, GenerationConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers import cache_utils as host
 from transformers.generation import utils as generation_utils
 
@@ -20,6 +28,15 @@ from kvcache_plugins.kernels import loader
 from kvcache_plugins.testing import tiny_model
 
 INPUTS = torch.arange(5, 45)[None]
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +183,19 @@ def test_encoder_decoder_models_are_refused() -> None:
         generate(model, {"backend": "kivi"})
     with pytest.raises(ValueError, match="encoder-decoder"):
         kvp.build_cache(config, {"backend": "kivi"})
+
+
+def test_a_model_with_a_cache_of_its_own_is_refused() -> None:
+    # transformers takes no notice of `cache_implementation` there, and would go on with a dense cache.
+    model = MiniMaxForCausalLM(MiniMaxConfig(**SMALL, num_local_experts=2))
+    with pytest.raises(ValueError, match=r"MiniMaxForCausalLM .*backend='int8' would be ignored"):
+        generate(model.eval(), {"backend": "int8"})
+
+
+def test_our_attention_on_a_model_that_takes_none() -> None:
+    model = tiny_model("bloom", attn_implementation="kvcache_plugins")
+    with pytest.raises(ValueError, match=r"'kvcache_plugins' was set on BloomForCausalLM, .* 'eager'"):
+        generate(model, {"backend": "int8"})
 
 
 def test_something_that_is_neither_model_nor_config() -> None:

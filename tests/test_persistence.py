@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 import kvcache_plugins as kvp
 from kvcache_plugins import ArtifactError, KVCache, UnsupportedOperationError, build_cache
@@ -72,6 +73,13 @@ def test_hybrid_models_with_sliding_layers(name: str, config: dict[str, Any], tm
         assert type(layer) is type(other) and layer.get_seq_length() == other.get_seq_length()
         if hasattr(layer, "sliding_window"):
             assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("config", [KIVI, INT8], ids=lambda c: c["backend"])
+def test_recurrent_states(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    # alone, and beside keys and values
+    assert_continues(tiny_model(name), prefilled(tiny_model(name), config), tmp_path)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -195,12 +203,29 @@ def test_a_model_of_another_family_is_named_beside_the_right_one(tmp_path: Path)
         KVCache.from_pretrained(tmp_path, tiny_model("qwen2"))
 
 
-def test_linear_attention_cannot_be_saved(tmp_path: Path) -> None:
-    model = tiny_model("qwen3_next")
-    cache = prefilled(model, INT8)
-    with pytest.raises(UnsupportedOperationError, match=r"save_pretrained.*LinearAttention\w*.*not saved"):
+class Unknown(DynamicLayer):
+    """A kind of layer that this package has never heard of."""
+
+
+def test_a_layer_of_an_unknown_kind_cannot_be_saved(tmp_path: Path) -> None:
+    cache = prefilled(tiny_model("gemma2"), INT8)
+    cache.layers[0] = Unknown()
+    cache.layers[0].update(torch.ones(2, 2, 5, 16), torch.ones(2, 2, 5, 16))
+    with pytest.raises(
+        UnsupportedOperationError, match=r"save_pretrained: layer 0, of type Unknown, .* not saved"
+    ):
         cache.save_pretrained(tmp_path)
     assert not (tmp_path / TENSORS).exists() and not (tmp_path / FACTS).exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+def test_a_recurrent_state_that_is_missing(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    prefilled(model, INT8).save_pretrained(tmp_path)
+    lost = next(key for key in load_file(tmp_path / TENSORS) if key.endswith("conv_states.0"))
+    _drop_tensor(tmp_path, lost)
+    with pytest.raises(ArtifactError, match=r"does not hold all of layer 0: KeyError\('conv_states.0'\)"):
+        KVCache.from_pretrained(tmp_path, model)
 
 
 def _edit(folder: Path, edit: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from ..models.facts import decoder_config, describe_layers, split_model_or_config
-from ..models.layer_plan import key_value_heads, plan_layers
+from ..models.layer_plan import plan_layers
 from ..models.rotary import Rotary
 
 __all__ = ["CalibratedLayer", "RecordingCache", "calibrated_layers"]
@@ -56,8 +56,7 @@ def calibrated_layers(model: nn.Module) -> dict[int, CalibratedLayer]:
             "not loaded, or were offloaded. A calibration needs all weights in memory."
         )
     plans = plan_layers(config)
-    head_dim = key_value_heads(config, 0)[1]
-    facts = describe_layers(model, config, [plan.layer_type for plan in plans], head_dim)
+    facts = describe_layers(model, config, plans)
     layers = {
         index: CalibratedLayer(fact.rotary)
         for index, (plan, fact) in enumerate(zip(plans, facts, strict=True))

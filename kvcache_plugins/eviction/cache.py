@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..cache import KVCache
-from ..models.facts import LayerFacts, decoder_config, split_model_or_config
+from ..models.facts import LayerFacts, biases_by_distance, decoder_config, split_model_or_config
 from ..models.layer_plan import LayerPlan
 from ..registry import get_backend
 from .layer import EvictingLayer
@@ -36,6 +36,13 @@ class EvictingCache(KVCache):
     config: EvictingConfig
 
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
+        _, config = split_model_or_config(model_or_config)
+        if biases_by_distance(decoder_config(config)):
+            raise ValueError(
+                f"The backend {self.backend!r} evicts tokens, and models of type {config.model_type!r} add a "
+                "bias to every logit that they work out from its token's distance, as if all were still "
+                "held. Allowed for this model are backends that keep every token, such as 'int8' and 'kivi'."
+            )
         super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
         self.prompt_length: int | None = None
         storage = self.config.storage_config()
@@ -115,7 +122,7 @@ class EvictingCache(KVCache):
     def _build_layer(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
         if plan.dense_reason not in (None, _SKIPPED):
             return plan.build_dense()
-        layer = self.layer_class(config, layer_idx, facts)
+        layer = self._build_packed(plan, config, layer_idx, facts)
         layer.evicts = plan.dense_reason is None
         return layer
 
@@ -154,7 +161,8 @@ class EvictingCache(KVCache):
 
     def _check_compact(self, layers: list[EvictingLayer]) -> None:
         name = type(self.config).__name__
-        if any(layer.is_ragged for layer in layers) or len(layers) < len(self.layers):
+        num_attending = sum(plan.has_keys for plan in self._plans)
+        if any(layer.is_ragged for layer in layers) or len(layers) < num_attending:
             raise ValueError(
                 f"{name}.positions='compact' numbers the tokens of all layers alike, so every layer must "
                 "evict with the same budget; allowed for this model and these options is 'absolute'."

@@ -103,12 +103,24 @@ class EvictingLayer(PackedLayer):
         self.ledger = Ledger(batch_size, num_heads, self.device)
         self._set_final_length()
 
-    def bind(self, facts: LayerFacts, padding: Tensor | None, final_length: int | None) -> None:
-        super().bind(facts, padding, final_length)
+    def bind(
+        self, facts: LayerFacts, pads: Tensor | None, final_length: int | None, columns: int | None = None
+    ) -> None:
+        super().bind(facts, pads, final_length, columns)
         if self.cumulative_length == 0:
             self.pads = self.padding.lengths
         self._full_length = final_length
         self._set_final_length()
+
+    def _lose_padding(self, count: int) -> None:
+        if not self.evicts:
+            return super()._lose_padding(count)
+        raise UnsupportedOperationError(
+            f"Layer {self.layer_idx} was given {count} tokens at first, and the attention mask has "
+            f"{self.padding.columns} columns, zeros among them. The model puts tokens of its own before them "
+            "(a soft prompt), so which ones are pads is not known, and a cache that evicts would keep pads "
+            "for tokens. Allowed are prompts without padding."
+        )
 
     def set_prompt_length(self, length: int | None) -> None:
         """Say after how many tokens the prompt, or the next turn of it, has been read.

@@ -77,19 +77,22 @@ class PackedLayer(CacheLayerMixin):
         shape = (num_heads, key_dim, value_dim)
         self._prepared = (shape, self.key_stream(key_dim), self.value_stream(value_dim))
 
-    def bind(self, facts: LayerFacts, padding: Tensor | None, final_length: int | None) -> None:
+    def bind(
+        self, facts: LayerFacts, pads: Tensor | None, final_length: int | None, columns: int | None = None
+    ) -> None:
         """Learn what a cache layer is not told by `update`.
 
         Args:
             facts (`LayerFacts`): Facts read from the model; ignored once tokens are held.
-            padding (`torch.Tensor` of shape `(B,)`, *optional*): Left pads of every row; ignored once tokens
-                are held.
+            pads (`torch.Tensor` of shape `(B,)`, *optional*): Left pads of every row; ignored once tokens are
+                held.
             final_length (`int`, *optional*): Tokens the cache will hold at the end of the run.
+            columns (`int`, *optional*): Tokens of the mask that told of the pads.
         """
         self.final_length = final_length
         if self.cumulative_length == 0:
             self._forget()
-            self.padding.set(padding)
+            self.padding.set(pads, columns)
             if facts != self.facts:
                 self.facts = facts
                 if self._prepared is not None:
@@ -117,6 +120,8 @@ class PackedLayer(CacheLayerMixin):
                 f"Keys and values of a layer must agree in all but head_dim, got {tuple(key_states.shape)} "
                 f"and {tuple(value_states.shape)}."
             )
+        if not self.padding.fits(key_states.shape[2]):
+            self._lose_padding(key_states.shape[2])
         key_dim, value_dim = key_states.shape[-1], value_states.shape[-1]
         if self._prepared is None or self._prepared[0] != (num_heads, key_dim, value_dim):
             self.prepare(num_heads, key_dim, value_dim)
@@ -358,6 +363,10 @@ class PackedLayer(CacheLayerMixin):
         self.cumulative_length = 0
         for name in ("records", "key_stream_", "value_stream_"):
             self.__dict__.pop(name, None)
+
+    def _lose_padding(self, count: int) -> None:
+        """Go on without knowing which of the first `count` tokens are pads: they count as tokens."""
+        self.padding.set(None)
 
     def _move(self, device: torch.device) -> None:
         if self.is_initialized:

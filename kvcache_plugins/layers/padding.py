@@ -24,21 +24,36 @@ class Padding:
         self.sink_length = sink_length
         self.lengths: Tensor | None = None
         self.longest = 0
+        self.columns: int | None = None
         self.set(lengths)
 
     def __len__(self) -> int:
         """Rows whose padding is known; 0 if none has any."""
         return 0 if self.lengths is None else len(self.lengths)
 
-    def set(self, lengths: Tensor | None) -> None:
-        """Replace the padding of the batch."""
+    def set(self, lengths: Tensor | None, columns: int | None = None) -> None:
+        """Replace the padding of the batch.
+
+        Args:
+            lengths (`torch.Tensor` of shape `(B,)`, *optional*): Pads on the left of every row.
+            columns (`int`, *optional*): Tokens of the mask that says so.
+        """
+        self.columns = columns
         self.longest = int(lengths.max()) if lengths is not None and lengths.numel() else 0
         self.lengths = lengths if self.longest else None
+
+    def fits(self, count: int) -> bool:
+        """Whether a model's first call, of `count` tokens, begins with the pads.
+
+        Not if it has more tokens than the mask: the model put tokens of its own before those of the mask (a
+        soft prompt), and which slots the pads came to is not known.
+        """
+        return self.lengths is None or self.columns is None or count <= self.columns
 
     def index(self, indices: Tensor) -> None:
         """Follow the batch."""
         if self.lengths is not None:
-            self.set(self.lengths[indices.to(self.lengths.device)])
+            self.set(self.lengths[indices.to(self.lengths.device)], self.columns)
 
     @property
     def first_plain_slot(self) -> int:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from .layer_plan import LayerPlan, key_value_heads
 from .rotary import Rotary, find_rotary
 
-__all__ = ["LayerFacts", "decoder_config", "describe_layers", "split_model_or_config"]
+__all__ = [
+    "LayerFacts",
+    "biases_by_distance",
+    "check_attention_function",
+    "decoder_config",
+    "describe_layers",
+    "split_model_or_config",
+]
 
 _BIASED_FAMILIES = frozenset(
     {"gpt_oss", "phi", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "starcoder2"}
 )
 """Families whose key projection has a bias by construction, or by a default the flags below do not show."""
 _BIAS_FLAGS = ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias")
+_DISTANCE_BIASED_FAMILIES = frozenset({"bloom", "cpmant", "inkling2_text", "inkling_text", "mpt"})
 _KEY_PROJECTIONS = ("k_proj", "key", "k")
 _FUSED_PROJECTIONS = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
 
@@ -69,30 +79,62 @@ def decoder_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def describe_layers(
-    model: nn.Module | None, config: Any, layer_types: list[str], head_dim: int
-) -> list[LayerFacts]:
+def biases_by_distance(config: Any) -> bool:
+    """Whether attention adds to its logits what the model works out from the distances of tokens.
+
+    Linear biases (ALiBi) or relative ones, which are worked out for all tokens seen, or as if those held were
+    the newest. Positions inside the keys (rotary ones) or in the embeddings do not count.
+    """
+    return config.model_type in _DISTANCE_BIASED_FAMILIES or bool(getattr(config, "alibi", False))
+
+
+def check_attention_function(model: nn.Module) -> None:
+    """Refuse our own attention function where it was set on a model that takes none.
+
+    Raises:
+        ValueError: Naming the model and what to load it with.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "_attn_implementation", None) != "kvcache_plugins":
+        return
+    if not hasattr(sys.modules.get(type(_decoder(model)).__module__), "ALL_ATTENTION_FUNCTIONS"):
+        raise ValueError(
+            f"attn_implementation='kvcache_plugins' was set on {type(model).__name__}, whose attention is "
+            "written into the model and cannot be exchanged. Allowed for this model is 'eager'."
+        )
+
+
+def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]) -> list[LayerFacts]:
     """Describe every layer of a decoder from the model if given, else from its configuration.
 
     Args:
         model (`torch.nn.Module`, *optional*): The model.
         config (`PreTrainedConfig`): The decoder's configuration.
-        layer_types (`list[str]`): The kind of every layer.
-        head_dim (`int`): Channels of a key.
+        plans (`list[LayerPlan]`): Of every layer. Those without keys (recurrent ones) have no rotation.
     """
-    if model is not None:  # the towers of a multimodal model have attention layers of their own
-        model = getattr(model, "get_decoder", lambda: None)() or model
-    rotaries = {kind: find_rotary(model, config, kind, head_dim) for kind in set(layer_types)}
+    if model is not None:
+        model = _decoder(model)
+    kinds = [
+        (plan.layer_type, key_value_heads(config, layer_idx)[1] if plan.has_keys else 0)
+        for layer_idx, plan in enumerate(plans)
+    ]
+    rotaries = {kind: find_rotary(model, config, *kind) for kind in set(kinds) if kind[1]}
     attentions = _attention_modules(model) if model is not None else {}
     facts = []
-    for layer_idx, kind in enumerate(layer_types):
-        rotary = rotaries[kind] if _uses_rotary(attentions.get(layer_idx), config, layer_idx, kind) else None
+    for layer_idx, kind in enumerate(kinds):
+        rotates = _uses_rotary(attentions.get(layer_idx), config, layer_idx, kind[0])
         if layer_idx in attentions:
             has_bias, largest = _key_bias(attentions[layer_idx])
         else:
             has_bias, largest = _config_has_key_bias(config), None
-        facts.append(LayerFacts(rotary, has_bias, largest))
+        facts.append(LayerFacts(rotaries.get(kind) if rotates else None, has_bias, largest))
     return facts
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    """The text decoder: the towers of a multimodal model have attention layers of their own."""
+    decoder: nn.Module = getattr(model, "get_decoder", lambda: None)() or model
+    return decoder
 
 
 def _attention_modules(model: nn.Module) -> dict[int, nn.Module]:

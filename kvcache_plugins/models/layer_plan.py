@@ -8,6 +8,10 @@ from typing import Any
 __all__ = ["LayerPlan", "key_value_heads", "plan_layers"]
 
 
+_WINDOWED_KINDS = ("sliding_attention", "chunked_attention")
+_FULL_KINDS = ("full_attention", "hybrid")  # hybrid: beside a recurrent branch
+
+
 @dataclass(frozen=True)
 class LayerPlan:
     """What to build for one layer.
@@ -22,19 +26,34 @@ class LayerPlan:
     dense_kwargs: dict[str, Any]
     dense_reason: str | None = None
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether the layer keeps keys and values at all; recurrent ones do not."""
+        from transformers.cache_utils import CacheLayerMixin
+
+        return issubclass(self._dense_class(), CacheLayerMixin)
+
+    @property
+    def has_recurrent_branch(self) -> bool:
+        """Whether the layer keeps a recurrent branch's state beside the keys and values of full attention."""
+        return self.layer_type == "hybrid"
+
     def build_dense(self) -> Any:
         """Build transformers' own cache layer for this kind of layer."""
+        return self._dense_class()(**self.dense_kwargs)
+
+    def _dense_class(self) -> Any:
         from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
-        return DYNAMIC_LAYER_TYPE_MAPPING[self.layer_type](**self.dense_kwargs)
+        return DYNAMIC_LAYER_TYPE_MAPPING[self.layer_type]
 
 
 def plan_layers(config: Any, skipped: frozenset[int] = frozenset()) -> list[LayerPlan]:
     """Plan the layers of a decoder.
 
-    Full attention is packed. A sliding or chunked layer whose window is at least the model's context never
-    drops a token, so it is packed as well (Phi-3, Mistral configurations). Every other kind stays with
-    transformers' class.
+    Full attention is packed, also beside a recurrent branch. A sliding or chunked layer whose window is at
+    least the model's context never drops a token, so it is packed as well (Phi-3, Mistral configurations).
+    Every other kind stays with transformers' class.
 
     Args:
         config (`PreTrainedConfig`): The decoder's configuration.
@@ -50,12 +69,12 @@ def plan_layers(config: Any, skipped: frozenset[int] = frozenset()) -> list[Laye
     plans = []
     for layer_idx, (kind, dense_kwargs) in enumerate(zip(layer_types, kwargs, strict=True)):
         window = dense_kwargs.get("sliding_window")
-        windowed = kind in ("sliding_attention", "chunked_attention")
+        windowed = kind in _WINDOWED_KINDS
         if windowed and window is not None and context is not None and window >= context:
             plan = LayerPlan(kind, dense_kwargs)
         elif windowed:
             plan = LayerPlan(kind, dense_kwargs, f"{kind}: holds at most {window} tokens already")
-        elif kind != "full_attention":
+        elif kind not in _FULL_KINDS:
             plan = LayerPlan(kind, dense_kwargs, f"{kind}: not a growing key/value cache of full attention")
         else:
             plan = LayerPlan(kind, dense_kwargs)
@@ -66,13 +85,19 @@ def plan_layers(config: Any, skipped: frozenset[int] = frozenset()) -> list[Laye
 
 
 def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
-    """Return `(num_key_value_heads, key_head_dim, value_head_dim)` of what a layer hands to its cache."""
+    """Return `(num_key_value_heads, key_head_dim, value_head_dim)` of what a layer hands to its cache.
+
+    Raises:
+        ValueError: If the configuration knows no attention heads (state-space models).
+    """
     layer = config.per_layer_config[layer_idx] if getattr(config, "is_heterogeneous", False) else config
     if (
         getattr(layer, "kv_lora_rank", None) is not None
     ):  # latent attention caches one head of latents and one of keys
         return 1, layer.kv_lora_rank, layer.qk_rope_head_dim
-    heads = getattr(layer, "num_attention_heads", None) or layer.n_head
+    heads = getattr(layer, "num_attention_heads", None) or getattr(layer, "n_head", None)
+    if heads is None:
+        raise ValueError(f"{type(config).__name__} has no attention heads, so no keys and values to keep.")
     kv_heads = getattr(layer, "num_key_value_heads", None)
     if getattr(
         layer, "new_decoder_architecture", False
@@ -81,4 +106,4 @@ def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
     elif kv_heads is None and getattr(layer, "multi_query", False):
         kv_heads = 1
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-    return kv_heads or heads, head_dim, head_dim
+    return kv_heads or heads, head_dim, getattr(layer, "v_head_dim", None) or head_dim

@@ -68,9 +68,19 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "exaone4": {"sliding_window": 16, "layer_types": _ALTERNATING},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    # Every layer has attention and a recurrent branch side by side.
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
     "gemma": {},
     "gemma2": {"sliding_window": 16, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 16},
     "gemma3_text": {"sliding_window": 16, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 16},
+    # Full attention has larger heads than the sliding windows.
+    "gemma4_text": {
+        "sliding_window": 16,
+        "layer_types": _ALTERNATING,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 128,
+    },
     "glm4": {},
     "gpt2": {},
     "gpt_neox": {},

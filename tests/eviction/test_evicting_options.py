@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvcache_plugins
+from kvcache_plugins.testing import tiny_model
 from tests.eviction.feeding import EVICTING, NEEDS_QUERIES, bound_cache, feed, ids, model_of
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -190,6 +191,23 @@ def test_masks_with_holes_are_fine_where_nothing_is_evicted() -> None:
         )
     )  # fmt: skip
     assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("bloom", {}), ("mpt", {}), ("falcon", {"alibi": True})],
+    ids=["bloom", "mpt", "falcon"],
+)
+def test_models_that_bias_logits_by_distance(family: str, options: dict[str, Any]) -> None:
+    # They work the biases out for all tokens seen, or as if those held were the newest.
+    config = tiny_model(family, **options).config
+    for backend in EVICTING:
+        with pytest.raises(
+            ValueError, match=rf"'{backend}' evicts tokens, and models of type '{family}' .*'int8'"
+        ):
+            kvcache_plugins.build_cache(config, {"backend": backend, "budget": 24})
+    kvcache_plugins.build_cache(config, {"backend": "int8"})
+    kvcache_plugins.build_cache(tiny_model("falcon").config, {"backend": "knorm", "budget": 24})
 
 
 @pytest.mark.parametrize("backend", NEEDS_QUERIES)

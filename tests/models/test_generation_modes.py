@@ -40,7 +40,10 @@ DENSE_FAILURES = (
         ("gemma2",), "sdpa", None, "newer Transformers refuse sdpa, which cannot take the family's softcap"
     ),
     DenseFailure(
-        ("qwen3_next",), None, "prompt_lookup", "assisted generation refuses models with a recurrent state"
+        ("falcon_h1", "qwen3_next"),
+        None,
+        "prompt_lookup",
+        "assisted generation refuses models with a recurrent state",
     ),
 )
 

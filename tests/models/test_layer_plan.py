@@ -12,13 +12,14 @@ from transformers import (
     FalconConfig,
     GPTBigCodeConfig,
     Llama4TextConfig,
+    MambaConfig,
     MistralConfig,
     Phi3Config,
 )
 
 from kvcache_plugins import build_cache
 from kvcache_plugins.layers.base import PackedLayer
-from kvcache_plugins.models.facts import decoder_config
+from kvcache_plugins.models.facts import decoder_config, describe_layers
 from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
 from kvcache_plugins.testing.models import ARCHITECTURES, tiny_model
 
@@ -28,6 +29,7 @@ HYBRID: dict[str, dict[int, str]] = {
     "exaone4": {0: SLIDING, 2: SLIDING},
     "gemma2": {0: SLIDING, 2: SLIDING},
     "gemma3_text": {0: SLIDING, 2: SLIDING},
+    "gemma4_text": {0: SLIDING, 2: SLIDING},
     "gpt_oss": {0: SLIDING, 2: SLIDING},
     "qwen3_next": {0: LINEAR, 2: LINEAR},
 }
@@ -103,6 +105,25 @@ def test_a_cache_that_packs_nothing_says_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         build_cache(config, {"backend": "int8"})
+
+
+def test_a_model_without_attention_packs_nothing() -> None:
+    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)
+    with pytest.warns(UserWarning, match=r"'kivi' packs none of the 2 layers of this model: \['linear_att"):
+        build_cache(config, {"backend": "kivi"})
+    with pytest.raises(ValueError, match="MambaConfig has no attention heads"):
+        key_value_heads(config, 0)
+
+
+def test_layers_with_heads_of_their_own() -> None:
+    # Gemma 4's full attention has heads of another size than its sliding windows, and so another rotation.
+    model = tiny_model("gemma4_text")
+    *_, plan = plan_layers(model.config)
+    assert plan.layer_type == "full_attention" and plan.dense_reason is None
+    _, key_dim, value_dim = key_value_heads(model.config, 1)
+    assert (key_dim, value_dim) == (32, 32) != key_value_heads(model.config, 0)[1:]
+    rotary = describe_layers(model, model.config, plan_layers(model.config))[1].rotary
+    assert rotary is not None and rotary.rotary_dim <= key_dim
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

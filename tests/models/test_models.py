@@ -12,6 +12,7 @@ HYBRID = {
     "exaone4": "sliding_attention",
     "gemma2": "sliding_attention",
     "gemma3_text": "sliding_attention",
+    "gemma4_text": "sliding_attention",
     "gpt_oss": "sliding_attention",
     "qwen3_next": "linear_attention",
 }

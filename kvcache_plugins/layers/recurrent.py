@@ -1,0 +1,168 @@
+"""State that does not grow with the text: of recurrent and convolutional branches.
+
+transformers keeps it in a `LinearAttentionLayer`: numbered convolution and recurrent states, batch first.
+Where a layer has such a branch beside full attention (Falcon-H1, Zamba2), its keys and values are packed as
+anywhere else, and the state stays with that class.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from .base import PackedLayer
+
+__all__ = ["BranchedLayer", "load_recurrent_state", "recurrent_state", "with_recurrent_branch"]
+
+_KINDS = ("conv_states", "recurrent_states")
+_DELEGATED = frozenset(
+    {
+        *_KINDS,
+        "conv_kernel_size",
+        "has_previous_state",
+        "is_conv_states_initialized",
+        "is_recurrent_states_initialized",
+        "number_of_states",
+    }
+)
+
+
+class BranchedLayer(PackedLayer):
+    """A packed layer that keeps the state of a recurrent branch too, as transformers' hybrid layer does.
+
+    Every verb acts on both. Made by [`with_recurrent_branch`].
+
+    Attributes:
+        branch (`LinearAttentionLayer`): transformers' own layer for that state.
+    """
+
+    branch: LinearAttentionLayer
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DELEGATED:
+            return getattr(self.branch, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]  # a fact of the class elsewhere
+        """Whether `crop` can put the branch back as well: not if it has recurrent states."""
+        return bool(self.branch.is_croppable)
+
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Take new convolution states `(B, channels, n)`; see transformers' `LinearAttentionLayer`."""
+        states: Tensor = self.branch.update_conv_state(conv_states, *args, **kwargs)
+        return states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Replace recurrent states `(B, ...)`; see transformers' `LinearAttentionLayer`."""
+        states: Tensor = self.branch.update_recurrent_state(recurrent_states, *args, **kwargs)
+        return states
+
+    def reset(self) -> None:
+        super().reset()
+        self.branch.reset()
+
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        self.branch.activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.branch.crop(int(tokens_to_remove))  # first: it may refuse
+        super().crop(tokens_to_remove)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        for kind in _KINDS:
+            states = getattr(self.branch, kind)
+            for index, state in states.items():
+                if state is not None:
+                    states[index] = state[indices.to(state.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = next((len(state) for state in recurrent_state(self.branch)[0].values()), 0)
+        if self.is_initialized or not rows:
+            super().batch_repeat_interleave(repeats)
+        else:
+            self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        super().offload()
+        self.branch.offload()
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        self.branch.prefetch()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return super().tensors() | _branch_names(recurrent_state(self.branch)[0])
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, facts = super().state()
+        states, branch_facts = recurrent_state(self.branch)
+        return tensors | _branch_names(states), facts | {"branch": branch_facts}
+
+    def load_state(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        prefix = "branch."
+        states = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        super().load_state({name: t for name, t in tensors.items() if not name.startswith(prefix)}, facts)
+        load_recurrent_state(self.branch, states, facts.get("branch", {}))
+
+
+# It is one in all that is asked of one, without inheriting verbs that would take the place of those for keys.
+LinearAttentionCacheLayerMixin.register(BranchedLayer)  # type: ignore[type-abstract]
+
+
+@cache
+def with_recurrent_branch(layer_class: type[PackedLayer]) -> type[BranchedLayer]:
+    """Return the class of a backend's layers that keep the state of a recurrent branch too.
+
+    Args:
+        layer_class (`type[PackedLayer]`): The backend's class. Set `branch` of the instances.
+    """
+    bases = (BranchedLayer, layer_class)
+    name = f"Branched{layer_class.__name__}"
+    made: type[BranchedLayer] = type(name, bases, {"__doc__": layer_class.__doc__})
+    return made
+
+
+def recurrent_state(layer: LinearAttentionLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the states of a layer by name, and plain facts: what [`load_recurrent_state`] takes."""
+    tensors = {
+        f"{kind}.{index}": state
+        for kind in _KINDS
+        for index, state in getattr(layer, kind).items()
+        if state is not None
+    }
+    return tensors, {"has_previous_state": [bool(flag) for flag in layer.has_previous_state.values()]}
+
+
+def load_recurrent_state(layer: Any, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """Take over what [`recurrent_state`] returned.
+
+    Args:
+        layer (`LinearAttentionLayer`): An empty one.
+        tensors (`dict[str, torch.Tensor]`): The states by name.
+        facts (`dict`): Which of them have seen any token.
+
+    Raises:
+        KeyError: If a state is missing.
+        RuntimeError: If one has no place in this layer.
+    """
+    for name, tensor in tensors.items():
+        kind, _, number = name.partition(".")
+        if kind not in _KINDS or int(number) >= layer.number_of_states:
+            raise RuntimeError(f"there is no place for {name!r} among {layer.number_of_states} states")
+        layer.lazy_initialization(**{kind: tensor}, state_idx=int(number))
+        getattr(layer, kind)[int(number)].copy_(tensor)
+    for index, flag in enumerate(facts.get("has_previous_state", [])):
+        if flag and f"conv_states.{index}" not in tensors:
+            raise KeyError(f"conv_states.{index}")
+        layer.has_previous_state[index] = flag
+
+
+def _branch_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"branch.{name}": tensor for name, tensor in tensors.items()}
