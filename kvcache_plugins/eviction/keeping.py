@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernels import cuda_loader
 from ..kernels.gathering import gather_records
+from ..kernels.layout import MAX_HEAD_DIM
 from ..kernels.ops import gather_tokens
 from ..layers.field_layout import side_layout
 from ..layers.padding import Padding
@@ -55,14 +56,20 @@ def _gathered_records(layer: EvictingLayer, index: Tensor) -> Records:
     chosen.ensure(index.shape[2], keys.spec.packed_length(final) if final else None)
     if not index.is_meta:  # `estimate` runs on shapes alone
         fields = [side_layout(stream, stream.packed_length, 0) for stream in layer.streams]
-        gather = gather_tokens if _may_gather(keys, old.data.device) else gather_records
+        is_native = all(_may_gather(stream, old.data.device) for stream in layer.streams)
+        gather = gather_tokens if is_native else gather_records
         gather(old.data, chosen.data, index.contiguous(), *fields)
     return chosen
 
 
 def _may_gather(stream: Stream, device: torch.device) -> bool:
-    """Whether `gather_tokens` may be called on a device: not if its kernels have failed their check."""
-    return stream.use_native and (device.type != "cuda" or cuda_loader.try_load(device))
+    """Whether `gather_tokens` may be called on a device: not if its kernels have failed their check.
+
+    Nor if heads have more channels than kernels take.
+    """
+    if not stream.use_native or stream.head_dim > MAX_HEAD_DIM:
+        return False
+    return device.type != "cuda" or cuda_loader.try_load(device)
 
 
 def _pads_among(layer: EvictingLayer, count: int) -> Tensor | None:

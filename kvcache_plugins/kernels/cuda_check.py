@@ -33,12 +33,13 @@ _CALLS = (
     (torch.bfloat16, 128, _BLOCKS, 2),
     (torch.bfloat16, 80, _BLOCKS, 2),
     (torch.bfloat16, 256, 2, 2),
+    (torch.bfloat16, 512, 2, 2),
     (torch.float16, 128, _BLOCKS, 2),
     (torch.float16, 128, 2, 3),
     (torch.float32, 128, _BLOCKS, 2),
 )
-"""Dtype, channels, packed blocks, query tokens. Up to 8 query rows or more, values of up to 128 channels or
-more, half precision or fp32: each has a kernel of its own."""
+"""Dtype, channels, packed blocks, query tokens. Up to 8 query rows or more, values of up to 128 channels, 256
+or more, half precision or fp32: each has a kernel of its own."""
 _BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 """Largest relative deviation, root mean square. Broken layouts deviate by about 1."""
 
@@ -103,7 +104,7 @@ def find_deviation(device: torch.device) -> str | None:
                 deviation = _attention_deviation(sample, dtype, tokens, device)
                 if deviation is not None:
                     return f"{sample.name}, {head_dim} channels, {tokens} queries, {dtype}: {deviation}"
-        for sample in samples(torch.float32):
+        for sample in (*samples(torch.float32), *samples(torch.float32, 512, 2)):
             deviation = _tokens_deviation(sample.to(device))
             if deviation is not None:
                 return f"{sample.name}: {deviation}"

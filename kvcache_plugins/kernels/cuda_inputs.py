@@ -20,6 +20,8 @@ __all__ = ["MAX_QUERIES", "is_fast", "on_device", "rotation_tables"]
 
 MAX_QUERIES = 64
 """Query tokens that one call of `decode_attention` takes."""
+_MOST_FAST_CHANNELS = 256
+"""Channels of keys, and of values, that tensor cores read: sums of values are kept in registers."""
 _EXTRAS = (
     "static_scale", "factors", "cos", "sin", "sinks", "levels", "channel_scale", "channel_offset", "inv_freq",
     "positions", "outliers", "outlier_starts",
@@ -82,6 +84,7 @@ def _has_aligned_fields(layout: SideLayout, record_bytes: int) -> bool:
     fields = [offset - layout.codes_offset for offset in offsets if offset >= 0]
     return (
         layout.head_dim % 16 == 0
+        and layout.head_dim <= _MOST_FAST_CHANNELS
         and layout.codes_offset % 16 == 0
         and (
             layout.format == FORMATS["nonuniform"]

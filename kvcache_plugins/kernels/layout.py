@@ -13,7 +13,8 @@ __all__ = ["FORMATS", "MAX_HEAD_DIM", "MAX_METADATA", "Side", "SideLayout"]
 
 FORMATS = {"affine": 0, "symmetric": 1, "e4m3": 2, "e5m2": 3, "nonuniform": 4}
 """Meaning of a code; the numbers of `Format` in `csrc/cpu/decode_attention.h`."""
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+"""Channels of a head, of keys or of values."""
 MAX_METADATA = 4096
 """Scales in a record, per side."""
 
@@ -27,7 +28,7 @@ class SideLayout(NamedTuple):
         packed_length (`int`): Slots `[0, packed_length)` are read from codes.
         nbits (`int`): Bits per code.
         format (`int`): One of `FORMATS`.
-        head_dim (`int`): Channels.
+        head_dim (`int`): Channels, at most `MAX_HEAD_DIM` for kernels.
         group_tokens (`int`): Tokens that share a row of metadata, 1 to 64.
         width (`int`): Metadata entries in a row.
         metadata_bytes (`int`): 2 for fp16, 4 for fp32.

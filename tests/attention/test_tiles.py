@@ -66,7 +66,7 @@ def test_query_lengths_and_groups(query_length: int, group: int) -> None:
         check(*arguments, scaling=0.3)
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (64, 96), (80, 80)])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (64, 96), (80, 80), (512, 512), (512, 64)])
 def test_head_sizes(key_dim: int, value_dim: int) -> None:
     layer = build_layer(CASES["int8-default"], 150, head_dim=key_dim, value_dim=value_dim)
     check(*step(layer, 20, 2), is_causal=True)

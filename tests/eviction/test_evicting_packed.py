@@ -153,6 +153,24 @@ def test_torch_moves_codes(kernel: str, is_trusted: bool, monkeypatch: pytest.Mo
     assert all(map(torch.equal, decoded(), expected))
 
 
+@pytest.mark.parametrize("dims", [(512, 64), (16, 528), (528, 16)], ids=str)
+def test_wide_heads(dims: tuple[int, int]) -> None:
+    """Of more than 512 channels torch moves the codes, whatever was asked for."""
+    found = []
+    for kernel in ("auto", "torch"):
+        config = {"backend": "streaming_llm", "budget": 150, "storage": {"backend": "int8"}, "kernel": kernel}
+        layer = bound_cache(model_of(), config, 300).evicting_layers[0]
+        generator = torch.Generator().manual_seed(3)
+        keys, values = (torch.randn(2, HEADS, 300, dim, generator=generator) for dim in dims)
+        for start in range(0, 300, 100):
+            layer.update(keys[:, :, start : start + 100], values[:, :, start : start + 100])
+        assert layer.held_length < 300 and layer.key_stream_.packed_length
+        for stream, dim in zip(layer.streams, dims, strict=True):
+            assert keeping._may_gather(stream, keys.device) == (kernel == "auto" and dim <= 512)
+        found.append(_decoded(layer))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_bytes(storage: str) -> None:
     stored = STORAGES[storage]

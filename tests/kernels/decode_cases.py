@@ -25,7 +25,9 @@ from kvcache_plugins.registry import get_backend
 from kvcache_plugins.testing.comparison import relative_rms
 from tests.backends.test_conformance import VARIANTS
 
-__all__ = ["CASES", "FP32_ERROR", "build_layer", "check", "isa", "library", "masks", "states", "step"]
+__all__ = [
+    "CASES", "FP32_ERROR", "WIDE", "build_layer", "check", "isa", "library", "masks", "states", "step",
+]  # fmt: skip
 
 ISAS = ("portable", "avx2", "avx512")
 FP32_ERROR = 1e-5
@@ -43,6 +45,12 @@ CASES = {
     "int4-sinks": {"backend": "int4", "sink_length": 4, "residual_length": 16},
     "kivi-sinks": {"backend": "kivi", "sink_length": 5, "residual_length": 32},
 }
+# One of every way of storing numbers, for heads of up to 512 channels.
+WIDE = (
+    "kivi-2bit-block", "kivi-3bit", "kivi-8bit-g64", "kivi-sinks", "int8-default", "int8-group",
+    "int4-default", "int4-smooth", "int4-k8v4", "float8-default", "float8-e5m2", "kvquant-default",
+    "kvquant-2bit-window",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -186,8 +186,8 @@ Task make_task(Arena& arena) {
   if (task.query_length > task.length) task.query_length = 1;
   const int32_t group = pick({1, 2, 3, 4, 7, 8});
   task.queries = group * task.query_length;
-  task.key = make_side(arena, true, pick({16, 40, 64, 80, 128, 192, 256}), task.length);
-  task.value = make_side(arena, false, pick({16, 40, 64, 80, 128, 192, 256}), task.length);
+  task.key = make_side(arena, true, pick({16, 40, 64, 80, 128, 192, 256, 320, 512}), task.length);
+  task.value = make_side(arena, false, pick({16, 40, 64, 80, 128, 192, 256, 320, 512}), task.length);
   float* query = arena.floats(task.queries * task.key.head_dim);
   for (int64_t i = 0; i < task.queries * task.key.head_dim; ++i) query[i] *= 0.2f;
   task.query = query;

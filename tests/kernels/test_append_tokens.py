@@ -36,6 +36,12 @@ def test_the_bytes_are_the_same(name: str, new: int) -> None:
             )
 
 
+@pytest.mark.parametrize("name", ["2bit-channel-g16", "3bit-channel-g128", "4bit-groups", "int8-groups"])
+def test_the_bytes_of_wide_heads_are_the_same(name: str) -> None:
+    for head_dim, place in zip((328, 512), due_cases(CODES[name], 3)[3:5], strict=True):
+        assert check(Case(CODES[name], 3, *place, head_dim=head_dim), append_tokens, encode_tokens)
+
+
 @pytest.mark.parametrize("metadata_bytes", [2, 4])
 @pytest.mark.parametrize("name", ["4bit-channel-g32", "int8", "3bit-token"])
 def test_every_width_of_metadata(name: str, metadata_bytes: int) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from kvcache_plugins.artifacts.scales import Scales, save_scales
 from kvcache_plugins.attention.reference import AttentionOptions, attend
+from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.testing.comparison import relative_rms
-from tests.kernels.decode_cases import CASES, build_layer, check, isa, library, step
+from tests.kernels.decode_cases import CASES, WIDE, build_layer, check, isa, library, step
 
 __all__ = ["isa", "library"]  # fixtures
 
@@ -61,7 +63,10 @@ def test_static_scales(isa: str, options: dict[str, Any], scheme: str, tmp_path:
 @pytest.mark.parametrize("name", CASES)
 def test_half_precision_queries(isa: str, name: str, dtype: torch.dtype) -> None:
     layer = build_layer(CASES[name], 1000, dtype=dtype, head_dim=128)
-    query, key, value = step(layer, 1, 4)
+    check_half_precision(*step(layer, 1, 4))
+
+
+def check_half_precision(query: Tensor, key: KVHandle, value: KVHandle) -> None:
     expected = attend(query.double(), key.tokens, value.tokens, AttentionOptions())
     dense = key.tokens.dense(torch.bfloat16), value.tokens.dense(torch.bfloat16)
     plain = F.scaled_dot_product_attention(query.bfloat16(), *dense, enable_gqa=True)
@@ -83,7 +88,7 @@ def test_group_ratios(isa: str, group: int, query_length: int) -> None:
         check(*step(layer, query_length, group), AttentionOptions(is_causal=query_length > 1))
 
 
-@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 96, 112, 128, 192, 256, 320, 512])
 @pytest.mark.parametrize(
     "name", ["kivi-default", "kivi-2bit-g32", "kivi-3bit-block", "int8-default", "int4-default"]
 )
@@ -92,7 +97,20 @@ def test_head_sizes(isa: str, name: str, head_dim: int) -> None:
     check(*step(layer, 1, 4), AttentionOptions())
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (64, 96)])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(512, 512), (384, 384), (512, 64)])
+def test_wide_heads_of_every_format(isa: str, key_dim: int, value_dim: int) -> None:
+    for name in WIDE:
+        layer = build_layer(CASES[name], 260, head_dim=key_dim, value_dim=value_dim)
+        check(*step(layer, 3, 2), AttentionOptions(is_causal=True))
+
+
+def test_half_precision_queries_of_wide_heads(isa: str) -> None:
+    for name in WIDE:
+        layer = build_layer(CASES[name], 400, head_dim=512, dtype=torch.bfloat16)
+        check_half_precision(*step(layer, 1, 4))
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (64, 96), (512, 64)])
 def test_head_sizes_of_keys_and_values_differ(isa: str, key_dim: int, value_dim: int) -> None:
     for name in ("kivi-default", "int8-default", "int4-default"):
         layer = build_layer(CASES[name], 300, head_dim=key_dim, value_dim=value_dim)

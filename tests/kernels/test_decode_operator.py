@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,10 @@ def test_opcheck() -> None:
         (lambda a: {"query": a[0][..., :32]}, "Invalid shape of query"),
         (lambda a: {"records": a[1].to(torch.int32)}, "Invalid dtype of records: expected uint8, got Int"),
         (lambda a: {"records": a[1][:, :, :1]}, "Invalid packed_length of key_layout"),
+        (
+            lambda a: {"values": replace(a[3], layout=a[3].layout._replace(head_dim=513))},
+            "Invalid head_dim of value_layout: expected 1 to 512, got 513",
+        ),
         (lambda a: {"bias": torch.zeros(2, 1, 1, 7)}, "Invalid shape of bias"),
     ],
 )

@@ -16,7 +16,7 @@ from kvcache_plugins.layers.codec import Float8Codec
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.layers.stream import StreamSpec
 from kvcache_plugins.quantizers.granularity import per_token_head
-from tests.kernels.decode_cases import CASES, build_layer, isa, library, states, step
+from tests.kernels.decode_cases import CASES, WIDE, build_layer, isa, library, states, step
 
 __all__ = ["isa", "library"]  # fixtures
 
@@ -73,12 +73,19 @@ def test_rotation_inside_blocks(isa: str, nbits: int, interleaved: bool, rotary_
     check(value, 0, 701)
 
 
-@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 112, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 112, 128, 256, 320])
 @pytest.mark.parametrize("name", ["kivi-default", "kivi-3bit", "int8-default", "int4-default"])
 def test_head_sizes(isa: str, name: str, head_dim: int) -> None:
     _, key, value = step(build_layer(CASES[name], 200, head_dim=head_dim), 1, 1)
     check(key, 0, 201)
     check(value, 5, 150)
+
+
+def test_wide_heads_of_every_format(isa: str) -> None:
+    for name in WIDE:
+        _, key, value = step(build_layer(CASES[name], 260, head_dim=512, value_dim=496), 1, 1)
+        check(key, 0, 261)
+        check(value, 5, 200)
 
 
 def test_metadata_in_fp32(isa: str) -> None:
@@ -210,6 +217,13 @@ def test_wrong_arguments(change: dict[str, Any], said: str) -> None:
     given = dict(zip(names, _arguments("kivi-default", 3, 100, torch.float32), strict=True)) | change
     with pytest.raises(ValueError, match=said):
         torch.ops.kvcache_plugins.decode_tokens(*given.values())
+
+
+def test_heads_of_more_channels_are_refused() -> None:
+    arguments = list(_arguments("kivi-default", 3, 100, torch.float32))
+    arguments[4] = [*arguments[4][:3], 513, *arguments[4][4:]]
+    with pytest.raises(ValueError, match="Invalid head_dim of key_layout: expected 1 to 512, got 513"):
+        torch.ops.kvcache_plugins.decode_tokens(*arguments)
 
 
 def test_unknown_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:

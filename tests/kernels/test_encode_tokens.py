@@ -115,6 +115,22 @@ def test_the_bytes_are_the_same(name: str, head_dim: int, dtype: torch.dtype, en
     assert encoded and all(encoded)
 
 
+@pytest.mark.parametrize("head_dim", [328, 512])
+def test_the_bytes_of_wide_heads_are_the_same(head_dim: int, encoded: list[bool]) -> None:
+    for name in (
+        "kivi-2bit-g16",
+        "kivi-3bit-g128",
+        "int8",
+        "int8-groups",
+        "int4",
+        "int4-smooth",
+        "e4m3",
+        "e5m2",
+    ):
+        check(CASES[name], *states(head_dim, torch.bfloat16))
+    assert encoded and all(encoded)
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e5])
 @pytest.mark.parametrize("name", ["kivi-4bit-g32", "int8", "e4m3"])
 def test_what_is_rare_is_left_to_torch(name: str, number: float, encoded: list[bool]) -> None:
@@ -261,6 +277,14 @@ def test_rotated_keys_beside_pads_and_sinks(monkeypatch: pytest.MonkeyPatch) -> 
     options = {**BLOCK, "q_group_size": 16, "residual_length": 16, "sink_length": 2}
     check(options, *states(64, torch.float32), mask, turning=rotary(64, False))
     assert min(starts) == 96  # where the second call of the second split begins: the first holds pads
+
+
+def test_heads_of_more_channels_are_refused() -> None:
+    from kvcache_plugins.kernels.ops import encode_tokens
+
+    records, keys = torch.zeros(1, 1, 1, 70000, dtype=torch.uint8), torch.zeros(1, 1, 32, 513)
+    with pytest.raises(ValueError, match="Invalid head_dim of states: expected 1 to 512, got 513"):
+        encode_tokens(records, keys, True, [4, 0, 513, 1, 1, 2, 0, 0, 60000, 60200], 0)
 
 
 def test_tables_that_do_not_fit_are_refused() -> None:

@@ -109,7 +109,7 @@ def test_gathered_tokens_decode_to_the_chosen_ones(gather: Any, name: str, head_
 def test_both_write_the_same_bytes(name: str, interleaved: bool, count: int) -> None:
     if not loader.try_load():
         pytest.skip("no native library can be built here")
-    for head_dim in (64, 80, 128):
+    for head_dim in (64, 80, 128, 512):
         layer = packed(CASES[name], head_dim, interleaved=interleaved)
         index, targets = some_slots(count), [blank(layer, count) for _ in range(2)]
         for gather, target in zip((gather_records, gather_tokens), targets, strict=True):
@@ -218,6 +218,17 @@ def test_shared_metadata_is_refused(gather: Any) -> None:
     keys, values = layouts(layer)
     with pytest.raises(ValueError, match="share no metadata"):
         gather(layer.records.data, blank(layer, 64), some_slots(64), keys._replace(group_tokens=32), values)
+
+
+def test_heads_of_more_channels_are_refused() -> None:
+    if not loader.try_load():
+        pytest.skip("no native library can be built here")
+    layer = packed(CASES["int8"], 64)
+    keys, values = layouts(layer)
+    with pytest.raises(ValueError, match="Invalid head_dim of key_layout: expected 1 to 512, got 513"):
+        gather_tokens(
+            layer.records.data, blank(layer, 64), some_slots(64), keys._replace(head_dim=513), values
+        )
 
 
 @pytest.mark.parametrize("nbits", [2, 3, 4])

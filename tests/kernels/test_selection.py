@@ -134,7 +134,7 @@ def test_attention_raises_where_none_serves() -> None:
     query, key, value = step(layer, 1, 4)
     with refused("layer 0", "there is no native kernel for torch.float64"):
         attend_handles(query.double(), key, value, AttentionOptions())
-    wide = build_layer(CASES["int8-default"] | {"kernel": "native"}, 200, head_dim=272)
+    wide = build_layer(CASES["int8-default"] | {"kernel": "native"}, 200, head_dim=528)
     with refused("layer 0", "no native kernel reads these codecs"):
         attend_handles(*step(wide, 1, 4), AttentionOptions())
 
@@ -150,7 +150,7 @@ def test_cases_left_to_the_reference() -> None:
     assert layer.kernel == "cpu"
     attend_handles(query.double(), key, value, AttentionOptions())
     assert layer.kernel == "torch"
-    layer = build_layer(CASES["int8-default"], 200, head_dim=272)
+    layer = build_layer(CASES["int8-default"], 200, head_dim=528)
     attend_handles(*step(layer, 1, 4), AttentionOptions())
     assert layer.kernel == "torch"
 

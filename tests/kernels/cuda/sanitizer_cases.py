@@ -127,7 +127,7 @@ def levels() -> Iterator[Tensor]:
 def decoded() -> Iterator[Tensor]:
     """Slots as numbers."""
     for i, options in enumerate(LAYERS.values()):
-        _, *handles = step(build_layer(options, 330, head_dim=(40, 64, 96)[i % 3]), 3, 1)
+        _, *handles = step(build_layer(options, 330, head_dim=(40, 64, 96, 320)[i % 4]), 3, 1)
         for handle in handles:
             records, side, is_key, sink_start = side_of(handle)
             for start, stop, dtype in ((7, 8, torch.float32), (100, 301, torch.bfloat16)):
@@ -186,6 +186,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "8 rows": lambda: attended(torch.float16, 128, 2),
     "16 rows": lambda: attended(torch.float16, 128, 3),
     "wide heads": lambda: attended(torch.float16, 256, 2),
+    "wider heads": lambda: attended(torch.float16, 512, 1),
     "heads of 80": lambda: attended(torch.bfloat16, 80, 2),
     "fp32": lambda: attended(torch.float32, 128, 2),
     "layers": lambda: layers(torch.float16, 1),

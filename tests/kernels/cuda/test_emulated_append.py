@@ -36,6 +36,12 @@ def test_the_bytes_are_those_of_the_cpu(name: str, new: int) -> None:
         assert check(case, append, encode_on_cpu)
 
 
+@pytest.mark.parametrize("name", ["2bit-channel-g16", "3bit-channel-g128", "4bit-groups", "int8-groups"])
+def test_the_bytes_of_wide_heads_are_those_of_the_cpu(name: str) -> None:
+    for head_dim, place in zip((328, 512), due_cases(CODES[name], 3)[3:5], strict=True):
+        assert check(Case(CODES[name], 3, *place, head_dim=head_dim), append, encode_on_cpu)
+
+
 @pytest.mark.parametrize("low", [0, 1, 14, 31, 47, 62])
 @pytest.mark.parametrize("name", [name for name in CODES if "channel" not in name])
 def test_every_slot_of_a_block(name: str, low: int) -> None:

@@ -20,7 +20,7 @@ from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.testing.comparison import relative_rms
 from tests.kernels.cuda import emulation
-from tests.kernels.decode_cases import CASES, FP32_ERROR, build_layer, masks, step
+from tests.kernels.decode_cases import CASES, FP32_ERROR, WIDE, build_layer, masks, step
 
 pytestmark = pytest.mark.usefixtures("emulated")
 # fp16: queries and outputs have 11 bits, decoded keys and weights in between too
@@ -183,6 +183,28 @@ def test_head_sizes(name: str, head_dim: int) -> None:
 def test_many_rows_of_wide_heads(name: str) -> None:
     layer = build_layer(CASES[name], 250, head_dim=256, dtype=torch.float16)
     check(*step(layer, 3, 7), AttentionOptions(is_causal=True), fast=True)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(512, 512), (320, 320), (512, 64), (128, 272)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wider_heads(dtype: torch.dtype, key_dim: int, value_dim: int) -> None:
+    """Those of which tensor cores read none."""
+    for name in WIDE:
+        layer = build_layer(CASES[name], 260, head_dim=key_dim, value_dim=value_dim, dtype=dtype)
+        check(*step(layer, 3, 2), AttentionOptions(is_causal=True), fast=False)
+
+
+def test_what_changes_logits_of_wider_heads() -> None:
+    """Windows and masks that end inside of half a block, sinks, more rows than one thread block takes."""
+    for name in ("int4-sinks", "kivi-sinks", "kvquant-2bit-window"):
+        for pads, window in (((0, 40), 75), ((30, 66), 130)):
+            layer = build_layer(CASES[name], 230, head_dim=512, padding=torch.tensor(pads))
+            query, key, value = step(layer, 3, 4)
+            mask = (torch.arange(key.shape[2]) >= torch.tensor(pads)[:, None])[:, None, None]
+            check(
+                query, key, value,
+                AttentionOptions(mask=mask, is_causal=True, sliding_window=window, softcap=20.0),
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (64, 96)])

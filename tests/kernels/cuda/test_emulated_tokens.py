@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_plugins.kernels import ops
+from kvcache_plugins.kernels import loader, ops
 from kvcache_plugins.kernels.gathering import gather_records
 from kvcache_plugins.layers import native_encoding, stepping
 from kvcache_plugins.layers.handle import KVHandle
 from tests.kernels import test_encode_tokens as encoding
-from tests.kernels.decode_cases import CASES, build_layer, step
+from tests.kernels.append_cases import CODES, Case
+from tests.kernels.decode_cases import CASES, WIDE, build_layer, step
 from tests.kernels.test_decode_tokens import side_of
 from tests.kernels.test_encode_tokens import BLOCK, LENGTHS, rotary, states
 from tests.kernels.test_gather_tokens import CASES as GATHERABLE
@@ -53,6 +54,19 @@ def test_the_bytes_are_the_same(name: str, head_dim: int, encoded: list[bool]) -
     dtype = [torch.float32, torch.bfloat16, torch.float16][(head_dim + len(name)) % 3]
     encoding.check(encoding.CASES[name], *states(head_dim, dtype))
     assert encoded and all(encoded)
+
+
+@pytest.mark.parametrize("name", ["2bit-channel-g16", "3bit-channel-g64", "4bit-groups", "int8", "e4m3"])
+def test_the_bytes_of_wide_heads_are_the_same(name: str) -> None:
+    if not loader.try_load():
+        pytest.skip("no native library can be built here")
+    case = Case(CODES[name], 1, 0, 0, 0, 0, head_dim=512)
+    for tail, layout, is_key in zip(case.tails, case.layouts, (True, False), strict=True):
+        got, expected = case.records.clone(), case.records.clone()
+        given = tail[:, :, :128], is_key, layout, 64, None, None
+        assert torch.ops.kvcache_emulated.encode_tokens(got, *given)
+        assert torch.ops.kvcache_plugins.encode_tokens(expected, *given)
+        assert torch.equal(got, expected) and got.any()
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e5])
@@ -138,7 +152,7 @@ def test_pads_and_sinks(encoded: list[bool]) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", GATHERABLE)
 def test_gathered_bytes_are_the_same(name: str, interleaved: bool, count: int) -> None:
-    for head_dim in (40, 64, 80, 128):
+    for head_dim in (40, 64, 80, 128, 512):
         layer = packed(GATHERABLE[name], head_dim, interleaved=interleaved)
         index, expected, got = some_slots(count), blank(layer, count), blank(layer, count)
         keys, values = layouts(layer)
@@ -194,7 +208,17 @@ def decoded(handle: KVHandle, start: int, stop: int, dtype: torch.dtype) -> Tens
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("start", "stop"), [(0, 333), (7, 8), (100, 301)])
 def test_decoded_slots(name: str, start: int, stop: int) -> None:
-    for head_dim in (40, 64, 96):
+    check_decoded(name, (40, 64, 96), start, stop)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 333), (7, 8), (101, 292)])
+def test_decoded_slots_of_wide_heads(start: int, stop: int) -> None:
+    for name in WIDE:
+        check_decoded(name, (512,), start, stop)
+
+
+def check_decoded(name: str, head_dims: tuple[int, ...], start: int, stop: int) -> None:
+    for head_dim in head_dims:
         _, key, value = step(build_layer(CASES[name], 330, head_dim=head_dim), 3, 1)
         for handle in (key, value):
             side = side_of(handle)[1]
@@ -208,6 +232,20 @@ def test_decoded_slots(name: str, start: int, stop: int) -> None:
                 assert torch.equal(exact, expected)
             for dtype in (torch.bfloat16, torch.float16):
                 assert torch.equal(decoded(handle, start, stop, dtype), exact.to(dtype))
+
+
+def test_heads_of_more_channels_are_refused() -> None:
+    emulated = torch.ops.kvcache_emulated
+    layer = packed(GATHERABLE["int8"], 64)
+    keys, values = (layout.integers() for layout in layouts(layer))
+    records, wide = layer.records.data, [*keys[:3], 513, *keys[4:]]
+    with pytest.raises(ValueError, match="Invalid head_dim of key_layout: expected 1 to 512, got 513"):
+        emulated.gather_tokens(records, blank(layer, 64), some_slots(64), wide, values)
+    with pytest.raises(ValueError, match="Invalid head_dim of value_layout: expected 1 to 512, got 513"):
+        emulated.decode_tokens(records, [], [None] * 12, None, wide, False, 0, 64, torch.float32)
+    layout = [8, 1, 513, 1, 1, 2, 0, 0, 64, -1]
+    with pytest.raises(ValueError, match="Invalid head_dim of states: expected 1 to 512, got 513"):
+        emulated.encode_tokens(records, torch.zeros(2, 2, 1, 513), True, layout, 0, None, None)
 
 
 def shifted(tensor: Tensor, count: int) -> Tensor:

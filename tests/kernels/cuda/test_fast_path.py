@@ -22,7 +22,7 @@ CODES = CASES | {
 }
 
 
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256, 272])
 @pytest.mark.parametrize("name", CODES)
 def test_the_mirror_is_true(name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = build_layer(CODES[name], 300, batch_size=1, kv_heads=1, head_dim=head_dim, dtype=torch.float16)

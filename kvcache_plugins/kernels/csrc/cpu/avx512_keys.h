@@ -24,11 +24,11 @@ constexpr int kMaxGroups = 4;  // token groups of a block: 16 tokens or more eac
 constexpr int kMaxPeriod = 64;
 
 // What of the query does not depend on the block. R query rows share one pass over the codes; those beyond `rows` are
-// zero.
+// zero. There is room for the widest heads; `prepare_query` writes what is read of it, which is as long as the head.
 template <int R>
 struct Query {
   int rows;
-  alignas(64) float values[R][kMaxHeadDim + kLanes];  // times the smoothing factors, zero beyond head_dim
+  alignas(64) float values[R][kMaxHeadDim + kLanes];  // times the smoothing factors; after head_dim a vector of zeros
   alignas(64) uint32_t pairs[2][R][kMaxPairs]; // bf16 pairs and what rounding left over
   alignas(64) int32_t bytes[3][R][kMaxHeadDim / 4];
   float byte_scale[R];
@@ -96,6 +96,7 @@ inline void prepare_query(const Side& key, const float* const* rows, int count, 
       sum = _mm512_add_ps(sum, value);
       _mm512_store_ps(values + c, value);
     }
+    _mm512_store_ps(values + key.padded_dim, _mm512_setzero_ps());
     query->sum[r] = _mm512_reduce_add_ps(sum);
     if (key.nbits != 8) {
       for (int pair = 0; pair < key.padded_dim / 2; pair += kLanes) {

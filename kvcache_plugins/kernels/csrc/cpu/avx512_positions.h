@@ -39,7 +39,7 @@ class PositionedKeys {
  public:
   PositionedKeys(const Side& key, const Query<R>& query) : key_(key), is_turned_(key.inv_freq != nullptr) {
     const int pairs = key.padded_dim / 2;
-    for (int pair = 0; pair < kMaxPairs; ++pair) {
+    for (int pair = 0; pair < whole_vectors(pairs); ++pair) {
       int low = 0, high = 0;
       if (pair < pairs) channel_pair(key, pair, &low, &high);
       for (int r = 0; r < R; ++r) {
@@ -70,7 +70,10 @@ class PositionedKeys {
   // Turns the query to the block at slot `start`.
   void turn_query(int64_t start) {
     if (!is_turned_) {
-      for (int k = 0; k < 4; ++k) std::memcpy(turned_[k], query_, sizeof(query_));
+      const size_t bytes = sizeof(float) * key_.padded_dim / 2;
+      for (int k = 0; k < 4; ++k)
+        for (int r = 0; r < R; ++r)
+          for (int side = 0; side < 2; ++side) std::memcpy(turned_[k][r][side], query_[r][side], bytes);
       return;
     }
     if (start != next_) set_base(start);
@@ -118,6 +121,8 @@ class PositionedKeys {
   }
 
  private:
+  static int whole_vectors(int pairs) { return (pairs + kLanes - 1) / kLanes * kLanes; }
+
   static __m512 narrow(const double* x) {
     const __m256 low = _mm512_cvtpd_ps(_mm512_load_pd(x)), high = _mm512_cvtpd_ps(_mm512_load_pd(x + 8));
     return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
@@ -125,7 +130,7 @@ class PositionedKeys {
 
   void set_base(int64_t start) {
     const double position = double(start + key_.position);
-    for (int pair = 0; pair < kMaxPairs; ++pair) {
+    for (int pair = 0; pair < whole_vectors(key_.padded_dim / 2); ++pair) {
       const double angle = 2 * pair < key_.rotary_dim ? position * key_.inv_freq[pair] : 0.0;
       base_[0][pair] = std::cos(angle);
       base_[1][pair] = std::sin(angle);

@@ -42,6 +42,20 @@ inline void transpose_metadata(const uint8_t* data, int bytes, int width, int gr
     }
     return;
   }
+  if (bytes == 2 && group_tokens == 1 && width % 2 == 0) {  // 32 bits are the entries of two groups
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i places = _mm512_mullo_epi32(lane, _mm512_set1_epi32(2 * width));
+    for (int t = 0; t < kBlockTokens; t += kLanes) {
+      const __mmask16 live = first_lanes(tokens - t);
+      for (int g = 0; g < width; g += 2) {
+        const uint8_t* from = data + 2 * (t * width + g);
+        const __m512i both = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), live, places, from, 1);
+        _mm512_store_ps(out[g] + t, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(both)));
+        _mm512_store_ps(out[g + 1] + t, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16))));
+      }
+    }
+    return;
+  }
   for (int t = 0; t < kBlockTokens; ++t) {
     const uint8_t* row = data + int64_t(t / group_tokens) * width * bytes;
     for (int g = 0; g < width; ++g) {

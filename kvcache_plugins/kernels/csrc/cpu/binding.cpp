@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <string>
 #include <vector>
@@ -137,7 +138,8 @@ void merge(const Task* tasks, int64_t splits, int32_t r, float sink, scalar_t* o
   float maximum = sink;
   for (int64_t s = 0; s < splits; ++s) maximum = std::max(maximum, tasks[s].maximum[r]);
   float total = maximum == kNothing ? 0.0f : std::exp(sink - maximum);
-  float merged[kMaxHeadDim] = {};
+  float merged[kMaxHeadDim];
+  std::memset(merged, 0, sizeof(float) * value_dim);
   for (int64_t s = 0; s < splits; ++s) {
     if (tasks[s].maximum[r] == kNothing) continue;
     const float weight = std::exp(tasks[s].maximum[r] - maximum);

@@ -150,7 +150,7 @@ Inputs describe(const char* name, const at::Tensor& records, at::TensorList segm
 
   const std::string layout_name = std::string(name) + "_layout";
   const int64_t batch = records.size(0), heads = records.size(1), dim = side.head_dim;
-  KVCACHE_CHECK(dim >= 1 && dim <= kMaxHeadDim, "head_dim", layout_name, "1 to 256", dim);
+  KVCACHE_CHECK(dim >= 1 && dim <= kMaxHeadDim, "head_dim", layout_name, "1 to " + std::to_string(kMaxHeadDim), dim);
   KVCACHE_CHECK(side.format == kAffine
                     ? side.nbits == 2 || side.nbits == 3 || side.nbits == 4 || side.nbits == 8
                 : side.format == kNonUniform

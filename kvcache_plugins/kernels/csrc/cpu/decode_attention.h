@@ -11,7 +11,7 @@ namespace kvcache {
 
 constexpr int kBlockTokens = 64;
 constexpr int kMaxQueries = 64;  // query heads of a group times query tokens, in one task
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 512;
 constexpr int kMaxMetadata = 4096;  // scales of one record: metadata rows times width
 
 // kSymmetric: codes biased by 128. kNonUniform: codes are places in `levels`.

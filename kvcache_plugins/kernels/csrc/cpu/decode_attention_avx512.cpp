@@ -51,9 +51,10 @@ bool covers_value(const Side& value) {
   if (value.format != kAffine && value.format != kNonUniform) return false;
   if (value.scale_offset < 0 || value.group_tokens != 1) return false;
   if (value.width > 1 && (value.head_dim / value.width) % 16 != 0) return false;
-  return chunks <= 8 || chunks == 12 || chunks == 16;
+  return chunks <= 8 || chunks == 12 || chunks == 16 || chunks == 32;
 }
 
+// There is room for the widest heads, of which no more is written or read than the heads at hold take.
 template <int R>
 struct Pass {
   int first, rows;
@@ -74,7 +75,7 @@ class Decoder {
       : task_(task), key_(task.key), value_(task.value), parts_(task.precise ? 2 : 1),
         key_floats_(Float8Table::of(key_.format)), value_floats_(Float8Table::of(value_.format)) {
     for (int first = 0; first < task.queries; first += R) {
-      passes_.push_back(std::make_unique<Pass<R>>());
+      passes_.emplace_back(new Pass<R>);
       Pass<R>& pass = *passes_.back();
       pass.first = first;
       pass.rows = std::min(R, task.queries - first);
@@ -82,11 +83,16 @@ class Decoder {
       for (int r = 0; r < pass.rows; ++r) rows[r] = task.query + int64_t(first + r) * key_.head_dim;
       prepare_query(key_, rows, pass.rows, &pass.query);
       if (key_.cos != nullptr) {
-        pass.turned.reset(new TurnedQuery<R>);  // 256 KB, of which only what is used is written
+        pass.turned.reset(new TurnedQuery<R>);  // 512 KB, of which only what is used is written
         prepare_turned_query(key_, pass.query, pass.turned.get());
       }
       if (key_.format == kNonUniform) pass.positioned = std::make_unique<PositionedKeys<R>>(key_, pass.query);
       std::fill(pass.best, pass.best + 4, kNothing);
+      for (int r = 0; r < R; ++r) {
+        std::memset(pass.total[r], 0, sizeof(pass.total[r]));
+        std::memset(pass.output[r], 0, sizeof(float) * value_.padded_dim);
+        std::memset(pass.minimum_sum[r], 0, sizeof(pass.minimum_sum[r][0]) * value_.width);
+      }
     }
   }
 
@@ -189,8 +195,9 @@ class Decoder {
     if (is_per_channel) {
       fold_channels<B, PARTS, R>(key_, key_record_, pass.query, folded_, constant);
     } else {
+      const size_t bytes = sizeof(uint32_t) * key_.padded_dim / 2;
       for (int part = 0; part < PARTS; ++part)
-        std::memcpy(folded_[part][0], pass.query.pairs[part], sizeof(pass.query.pairs[part]));
+        for (int r = 0; r < R; ++r) std::memcpy(folded_[part][0][r], pass.query.pairs[part][r], bytes);
     }
     const int groups = is_per_channel ? kBlockTokens / key_.group_tokens : 1;
     score_words<B, PARTS, R>(key_, codes, folded_, groups, constant, scores);
@@ -443,6 +450,7 @@ class Decoder {
       case 8: return add_words<B, 8, PARTS, R>(codes, table, pairs_, group_of, out);
       case 12: return add_words<B, 12, PARTS, R>(codes, table, pairs_, group_of, out);
       case 16: return add_words<B, 16, PARTS, R>(codes, table, pairs_, group_of, out);
+      case 32: return add_words<B, 32, PARTS, R>(codes, table, pairs_, group_of, out);
     }
   }
 
@@ -510,7 +518,7 @@ void decode_attention_avx512(const Task& task) {
     decode_attention_avx2(task);
     return;
   }
-  // tens of KB of scratch: not on the stack of a pool's thread
+  // up to 100 KB of scratch: not on the stack of a pool's thread
   if (task.queries == 1) {
     std::make_unique<avx512::Decoder<1>>(task)->run();
   } else {

@@ -158,7 +158,7 @@ void separate_non_finite(const Task& task, int64_t count, Workspace& ws) {
     for (int r = 0; r < task.queries; ++r) {
       const float weight = ws.scores[r * kBlockTokens + t];
       if (weight == 0.0f) continue;
-      for (d = 0; d < width; ++d) ws.output[r * kMaxHeadDim + d] += weight * values[d];
+      for (d = 0; d < width; ++d) ws.output[r * task.value.padded_dim + d] += weight * values[d];
     }
     std::memset(values, 0, width * sizeof(float));
   }
@@ -166,7 +166,6 @@ void separate_non_finite(const Task& task, int64_t count, Workspace& ws) {
 
 void run(const Task& task) {
   Workspace ws;
-  ws.phase = -1;
   const int queries = task.queries;
   const int key_dim = task.key.head_dim, value_dim = task.value.head_dim, value_width = task.value.padded_dim;
   const Decoder decode_key = choose_decoder(task.key, true), decode_value = choose_decoder(task.value, false);
@@ -174,7 +173,7 @@ void run(const Task& task) {
   for (int r = 0; r < queries; ++r) {
     task.maximum[r] = -kInfinity;
     task.sum[r] = 0.0f;
-    std::memset(ws.output + r * kMaxHeadDim, 0, value_width * sizeof(float));
+    std::memset(ws.output + r * value_width, 0, value_width * sizeof(float));
   }
   for (int64_t start = task.begin; start < task.end; start += kBlockTokens) {
     const int64_t count = smaller(kBlockTokens, task.end - start);
@@ -186,15 +185,15 @@ void run(const Task& task) {
     for (int r = 0; r < queries; ++r) {
       float* scores = ws.scores + r * kBlockTokens;
       is_hidden |= adjust(task, r, start, count, scores);
-      soften(task, r, value_width, scores, ws.output + r * kMaxHeadDim);
+      soften(task, r, value_width, scores, ws.output + r * value_width);
     }
     load_block(task.value, false, decode_value, start, count, ws);
     if (is_hidden) separate_non_finite(task, count, ws);
     multiply(ws.scores, kBlockTokens, ws.tile, value_width, queries, count, value_width, ws.output,
-             kMaxHeadDim, true);
+             value_width, true);
   }
   for (int r = 0; r < queries; ++r) {
-    std::memcpy(task.output + static_cast<int64_t>(r) * value_dim, ws.output + r * kMaxHeadDim,
+    std::memcpy(task.output + static_cast<int64_t>(r) * value_dim, ws.output + r * value_width,
                 value_dim * sizeof(float));
   }
 }

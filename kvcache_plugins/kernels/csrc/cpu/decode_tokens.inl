@@ -93,7 +93,6 @@ void write_row(const float* from, int64_t count, int32_t dtype, void* to, int64_
 
 void decode_slots(const Side& side, bool is_key, int64_t start, int64_t stop, int32_t dtype, void* out) {
   Workspace ws;
-  ws.phase = -1;
   const Decoder decode = choose_decoder(side, is_key);
   const int64_t dim = side.head_dim, width = side.padded_dim;
   std::memset(ws.tile, 0, sizeof(float) * kBlockTokens * width);  // channels of the padding are turned over too

@@ -109,7 +109,9 @@ inline Run describe_run(const at::Tensor& records, const Exact& tokens, const Pr
                         (start + count + kBlockTokens - 1) / kBlockTokens <= records.size(2),
                     "Invalid records: expected contiguous (", batch, ", ", heads, ", N, bytes) with room for ",
                     start + count, " tokens, got ", records.sizes(), ".");
-  TORCH_CHECK_VALUE(dim == layout.head_dim && dim <= kMaxHeadDim && layout.group_tokens >= 1 &&
+  TORCH_CHECK_VALUE(dim >= 1 && dim <= kMaxHeadDim, "Invalid head_dim of states: expected 1 to ", kMaxHeadDim, ", got ",
+                    dim, ".");
+  TORCH_CHECK_VALUE(dim == layout.head_dim && layout.group_tokens >= 1 &&
                         start % layout.group_tokens == 0 && count % layout.group_tokens == 0,
                     "Invalid states: expected whole groups of ", layout.group_tokens, " tokens of ", layout.head_dim,
                     " channels, got ", count, " of ", dim, " from slot ", start, ".");

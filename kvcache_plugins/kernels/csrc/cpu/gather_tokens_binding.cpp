@@ -105,7 +105,7 @@ void check_layout(const std::string& name, const at::Tensor& records, at::IntArr
   KVCACHE_CHECK(layout[kGroupTokens] == 1 || !has_metadata, "group_tokens", name,
                 "1, for tokens that share no metadata", layout[kGroupTokens]);
   KVCACHE_CHECK(nbits == 2 || nbits == 3 || nbits == 4 || nbits == 8, "nbits", name, "2, 3, 4 or 8", nbits);
-  KVCACHE_CHECK(dim >= 1 && dim <= kMaxHeadDim, "head_dim", name, "1 to 256", dim);
+  KVCACHE_CHECK(dim >= 1 && dim <= kMaxHeadDim, "head_dim", name, "1 to " + std::to_string(kMaxHeadDim), dim);
   KVCACHE_CHECK(width >= 1 && width <= dim, "width", name, "1 to head_dim", width);
   KVCACHE_CHECK(layout[kMetadataBytes] == 2 || layout[kMetadataBytes] == 4, "metadata_bytes", name, "2 or 4",
                 layout[kMetadataBytes]);

@@ -5,6 +5,8 @@
 // channels (values). Bound: a load, a shift, a mask, a conversion, a multiply-add and a store per vector.
 #pragma once
 
+#include <memory>
+
 #include "portable_numbers.inl"
 
 namespace kvcache {
@@ -12,14 +14,20 @@ namespace {  // see portable_numbers.inl
 
 constexpr int kTables = kMaxHeadDim / 2 * kBlockTokens;
 
+// Cosines and sines of a block: [pair][token].
+struct RotationTables {
+  alignas(64) float cos[kTables], sin[kTables];
+};
+
+// 310 KB on the stack of a pool's thread, where it stays in the cache from task to task; what few need is on the heap.
 struct Workspace {
   alignas(64) float tile[kMaxHeadDim * kBlockTokens];  // keys [channel][token], then values [token][channel]
   alignas(64) float scores[kMaxQueries * kBlockTokens];
-  alignas(64) float output[kMaxQueries * kMaxHeadDim];
-  alignas(64) float cos[kTables], sin[kTables];  // [pair][token]
+  alignas(64) float output[kMaxQueries * kMaxHeadDim];  // rows of the values' `padded_dim`
   alignas(64) float scale[kMaxMetadata], minimum[kMaxMetadata];
   alignas(64) float row_scale[kMaxHeadDim], row_minimum[kMaxHeadDim], row[kMaxHeadDim];
-  int64_t phase;  // of the rotation the tables are for; -1: none yet
+  std::unique_ptr<RotationTables> rotation;
+  int64_t phase = -1;  // of the rotation the tables are for; -1: none yet
 };
 
 // Reads the metadata of a record as fp32: rows * width numbers, or one for a static scale.
@@ -259,13 +267,15 @@ void rotate_positions(const Side& side, int64_t start, Workspace& ws) {
 void rotate(const Side& side, int64_t start, Workspace& ws) {
   const int pairs = side.rotary_dim / 2;
   const int64_t phase = start % side.period;
+  if (ws.rotation == nullptr) ws.rotation.reset(new RotationTables);
+  RotationTables& tables = *ws.rotation;
   if (phase != ws.phase) {
     ws.phase = phase;
     for (int t = 0; t < kBlockTokens; ++t) {
       const int64_t row = (start + t) % side.period * pairs;
       for (int i = 0; i < pairs; ++i) {
-        ws.cos[i * kBlockTokens + t] = side.cos[row + i];
-        ws.sin[i * kBlockTokens + t] = side.sin[row + i];
+        tables.cos[i * kBlockTokens + t] = side.cos[row + i];
+        tables.sin[i * kBlockTokens + t] = side.sin[row + i];
       }
     }
   }
@@ -274,8 +284,8 @@ void rotate(const Side& side, int64_t start, Workspace& ws) {
     float* second = ws.tile + (side.interleaved ? 2 * i + 1 : i + pairs) * kBlockTokens;
     for (int t = 0; t < kBlockTokens; t += kLanes) {
       const Floats a = load<Floats>(first + t), b = load<Floats>(second + t);
-      const Floats c = load<Floats>(ws.cos + i * kBlockTokens + t);
-      const Floats s = load<Floats>(ws.sin + i * kBlockTokens + t);
+      const Floats c = load<Floats>(tables.cos + i * kBlockTokens + t);
+      const Floats s = load<Floats>(tables.sin + i * kBlockTokens + t);
       store(first + t, a * c - b * s);
       store(second + t, b * c + a * s);
     }

@@ -9,13 +9,22 @@ KVCACHE_KERNEL(kThreads, 4) attend_general_kernel(const AttentionArguments a) {
   attend_general<true>(a, Rows::mine(a), shared, split, split);
 }
 
+// The same for heads of more than 256 channels, of which shared memory holds fewer thread blocks.
+KVCACHE_KERNEL(kThreads, 2) attend_general_wide_kernel(const AttentionArguments a) {
+  KVCACHE_SHARED(shared);
+  const int split = static_cast<int>(blockIdx.y);
+  attend_general<true, kWideSlots>(a, Rows::mine(a), shared, split, split);
+}
+
 KVCACHE_KERNEL(kMergeThreads, 2) merge_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
   merge_splits(a, shared);
 }
 
 int attend_general_rows(const AttentionArguments& a, int batch, void* stream) {
-  return launch(attend_general_kernel, attention_grid(a, batch), kThreads, shared_bytes(a, 0), stream, a);
+  const bool is_wide = tile_slots(GeneralMemory::larger_dim(a)) < kBlockTokens;
+  return launch(is_wide ? attend_general_wide_kernel : attend_general_kernel, attention_grid(a, batch), kThreads,
+                shared_bytes(a, 0), stream, a);
 }
 
 int merge_rows(const AttentionArguments& a, int batch, void* stream) {

@@ -73,7 +73,7 @@ const Number* hold(SideInputs& inputs, const OptionalTensor& tensor, const std::
 
 inline void check_layout(const Side& side, const std::string& name, int64_t record_bytes, int64_t blocks) {
   const int64_t dim = side.head_dim;
-  KVCACHE_CHECK(dim >= 1 && dim <= kMaxHeadDim, "head_dim", name, "1 to 256", dim);
+  KVCACHE_CHECK(dim >= 1 && dim <= kMaxHeadDim, "head_dim", name, "1 to " + std::to_string(kMaxHeadDim), dim);
   bool is_known = side.nbits == 8 && side.format > kAffine && side.format <= kE5M2;
   if (side.format == kAffine) is_known = (side.nbits >= 2 && side.nbits <= 4) || side.nbits == 8;
   if (side.format == kNonUniform) is_known = side.nbits >= 2 && side.nbits <= 4;

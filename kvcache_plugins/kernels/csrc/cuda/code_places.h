@@ -14,7 +14,7 @@
 namespace kvcache {
 
 constexpr int kBlockTokens = 64;
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 512;
 
 // A place in the codes of a block: bits [shift, shift + bits) of the 16-bit word, or of the byte if bits is 8.
 struct CodePlace {

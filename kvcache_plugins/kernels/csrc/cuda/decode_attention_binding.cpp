@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kMaxQueries = 64;
 constexpr int64_t kMostGeneralSplits = 128;
+constexpr int kMostFastChannels = 256;  // of keys, and of values: what the registers of the fast path hold
 
 int trailing_zeros(int x) { return x == 0 ? 31 : __builtin_ctz(static_cast<unsigned>(x)); }
 
@@ -27,7 +28,7 @@ int unit_bytes(const Side& side) {
 // Whether the fields of a side lie as the fast path copies and loads them.
 bool is_laid_out_for_copies(const Side& side, int64_t record_bytes) {
   const int code_bytes = plane_bytes(1, side.padded_dim) * side.nbits;
-  if (side.head_dim % 16 != 0 || side.codes_offset % 16 != 0) return false;
+  if (side.head_dim % 16 != 0 || side.head_dim > kMostFastChannels || side.codes_offset % 16 != 0) return false;
   if (side.format != kNonUniform && side.scale_offset < 0 && (side.minimum_offset >= 0 || side.width > 1)) return false;
   for (const int offset : {side.scale_offset, side.minimum_offset}) {
     const int relative = offset - side.codes_offset;

@@ -1,5 +1,5 @@
-// From records, sinks and exact segments to fp32 numbers in shared memory, 64 slots at a time: every format and every
-// option. It is what `decode_tokens` writes out, and how decode attention reads what the fast path does not.
+// From records, sinks and exact segments to fp32 numbers in shared memory, up to 64 slots at a time: every format and
+// every option. It is what `decode_tokens` writes out, and how decode attention reads what the fast path does not.
 #pragma once
 
 #include "decode_words.cuh"
@@ -9,6 +9,11 @@ namespace kvcache {
 
 // Numbers of a row of a tile: one more than the channels, so that a column lies in different banks.
 KVCACHE_BOTH int tile_stride(int dim) { return dim + 1; }
+
+// Slots of a tile: of heads of more than 256 channels half a block, so that a tile, and what attention keeps beside it,
+// fit GPUs that have 99 KB of shared memory for a thread block.
+constexpr int kWideSlots = kBlockTokens / 2;
+KVCACHE_BOTH int tile_slots(int dim) { return dim > 256 ? kWideSlots : kBlockTokens; }
 
 // Adds what the codes of a block lack (kvcache_plugins/quantizers/outliers.py). Whatever the tensors hold, what is
 // read and written lies inside of them.
@@ -143,9 +148,10 @@ KVCACHE_DEVICE void copy_exact(const Segment& segment, int dtype, int64_t base, 
   }
 }
 
-// Brings slots [start + first, start + count) of one side into tile[slot][channel]; all threads of the block take part.
-// `start` is a multiple of 64, `count` at most 64; what other rows hold has no meaning. `kPositions`: `inv_freq` may be
-// given, whose angles in fp64 cost registers.
+// Brings slots [start + first, start + count) of one side into rows [first, count) of tile[slot][channel], and touches
+// no other row: a tile of half a block is passed as the block of which it holds a half. All threads of the block take
+// part. `start` is a multiple of 64, `count` at most 64. `kPositions`: `inv_freq` may be given, whose angles in fp64
+// cost registers.
 template <bool kPositions>
 KVCACHE_DEVICE void load_tile(const Side& side, const Records& records, bool is_key, int batch, int head,
                               int64_t start, int first, int count, float* tile, int stride) {
@@ -172,7 +178,7 @@ KVCACHE_DEVICE void load_tile(const Side& side, const Records& records, bool is_
   if (packed > first && side.sinks != nullptr) {
     const int64_t sink_start = records.sink_start != nullptr ? records.sink_start[batch] : 0;
     const int64_t row = (static_cast<int64_t>(batch) * records.heads + head) * side.sink_length;
-    for (int i = thread; i < packed * dim; i += threads) {
+    for (int i = first * dim + thread; i < packed * dim; i += threads) {
       const int64_t sink = start + i / dim - sink_start;
       if (sink >= 0 && sink < side.sink_length)
         tile[i / dim * stride + i % dim] = read_number(side.sinks, side.dtype, (row + sink) * dim + i % dim);

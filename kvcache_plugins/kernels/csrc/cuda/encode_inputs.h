@@ -63,7 +63,9 @@ inline EncodeArguments describe_encoding(const Device& device, const at::Tensor&
                         (start + count + kBlockTokens - 1) / kBlockTokens <= records.size(2),
                     "Invalid records: expected contiguous (", batch, ", ", heads, ", N, bytes) with room for ",
                     start + count, " tokens, got ", records.sizes(), ".");
-  TORCH_CHECK_VALUE(a.group_tokens >= 1 && dim == a.head_dim && dim <= kMaxHeadDim && states.stride(3) == 1 &&
+  TORCH_CHECK_VALUE(dim >= 1 && dim <= kMaxHeadDim, "Invalid head_dim of states: expected 1 to ", kMaxHeadDim, ", got ",
+                    dim, ".");
+  TORCH_CHECK_VALUE(a.group_tokens >= 1 && dim == a.head_dim && states.stride(3) == 1 &&
                         start % a.group_tokens == 0 && count % a.group_tokens == 0,
                     "Invalid states: expected whole groups of ", a.group_tokens, " tokens of ", a.head_dim,
                     " contiguous channels, got ", count, " of ", dim, " from slot ", start, ".");

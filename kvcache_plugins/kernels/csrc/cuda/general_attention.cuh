@@ -1,11 +1,11 @@
-// Decode attention in fp32 without tensor cores: every format, every option, any head of up to 256 channels, fp32
+// Decode attention in fp32 without tensor cores: every format, every option, any head of up to 512 channels, fp32
 // queries. The fast path (fast_attention.cuh) leaves it what is not a whole packed block: exact tokens, sinks, the
 // ends of the packed ones.
 //
-// A thread block takes 64 slots at a time: keys to a tile in shared memory, logits, weights, values to the same tile,
-// products. Both products read a tile row by row or column by column without bank conflicts, for two query rows at a
-// time. Bound: for every slot and query row, one multiply-add per channel and key, and one per channel and value, for
-// two of which three numbers are loaded from shared memory; not measured.
+// A thread block takes 64 slots at a time, of wide heads 32: keys to a tile in shared memory, logits, weights, values
+// to the same tile, products. Both products read a tile row by row or column by column without bank conflicts, for two
+// query rows at a time. Bound: for every slot and query row, one multiply-add per channel and key, and one per channel
+// and value, for two of which three numbers are loaded from shared memory; not measured.
 #pragma once
 
 #include "decoding.cuh"
@@ -22,11 +22,11 @@ struct GeneralMemory {
   KVCACHE_BOTH static int bytes(const AttentionArguments& a) {
     const int dim = larger_dim(a);
     const int row = a.key.head_dim + a.value.head_dim + kBlockTokens + 3;
-    return 4 * (kBlockTokens * tile_stride(dim) + a.chunk_rows * row);
+    return 4 * (tile_slots(dim) * tile_stride(dim) + a.chunk_rows * row);
   }
   KVCACHE_DEVICE GeneralMemory(const AttentionArguments& a, uint8_t* shared) : stride(tile_stride(larger_dim(a))) {
     tile = reinterpret_cast<float*>(shared);
-    query = tile + kBlockTokens * stride;
+    query = tile + tile_slots(larger_dim(a)) * stride;
     scores = query + a.chunk_rows * a.key.head_dim;
     output = scores + a.chunk_rows * kBlockTokens;
     best = output + a.chunk_rows * a.value.head_dim;
@@ -59,8 +59,9 @@ KVCACHE_DEVICE void soften(const GeneralMemory& m, int row, int count) {
   }
 }
 
-// Attends from this thread block's rows to those slots of one 64-slot block that lie in [low, high).
-template <bool kPositions>
+// Attends from this thread block's rows to those slots of one 64-slot block that lie in [low, high): as many as the
+// tile takes.
+template <bool kPositions, int kSlots>
 KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, const GeneralMemory& m, int64_t block,
                                  int64_t low, int64_t high) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
@@ -68,12 +69,13 @@ KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, 
   const int first = low > start ? static_cast<int>(low - start) : 0;
   const int count = high - start < kBlockTokens ? static_cast<int>(high - start) : kBlockTokens;
   const int key_dim = a.key.head_dim, value_dim = a.value.head_dim;
-  load_tile<kPositions>(a.key, a.records, true, rows.batch, rows.head, start, first, count, m.tile, m.stride);
+  float* const tile = kSlots < kBlockTokens ? m.tile - first / kSlots * kSlots * m.stride : m.tile;
+  load_tile<kPositions>(a.key, a.records, true, rows.batch, rows.head, start, first, count, tile, m.stride);
   // two rows of a token at a time: its key is loaded once
   for (int i = thread; i < (rows.count + 1) / 2 * kBlockTokens; i += threads) {
     const int row = i / kBlockTokens * 2, token = i % kBlockTokens, next = row + 1 < rows.count ? 1 : 0;
     if (token >= count) continue;
-    const float *query = m.query + row * key_dim, *key = m.tile + token * m.stride;
+    const float *query = m.query + row * key_dim, *key = tile + token * m.stride;
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll 8
     for (int d = 0; token >= first && d < key_dim; ++d) {
@@ -87,10 +89,10 @@ KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, 
   block_barrier();
   for (int row = thread / 32; row < rows.count; row += threads / 32) soften(m, row, count);
   block_barrier();
-  load_tile<kPositions>(a.value, a.records, false, rows.batch, rows.head, start, first, count, m.tile, m.stride);
+  load_tile<kPositions>(a.value, a.records, false, rows.batch, rows.head, start, first, count, tile, m.stride);
   for (int i = thread; i < (rows.count + 1) / 2 * value_dim; i += threads) {
     const int row = i / value_dim * 2, channel = i % value_dim, next = row + 1 < rows.count ? 1 : 0;
-    const float *weights = m.scores + row * kBlockTokens, *value = m.tile + channel;
+    const float *weights = m.scores + row * kBlockTokens, *value = tile + channel;
     float* const output = m.output + row * value_dim + channel;
     float sum[2] = {output[0] * m.decay[row], output[next * value_dim] * m.decay[row + next]};
 #pragma unroll 8
@@ -122,8 +124,8 @@ KVCACHE_DEVICE void prefetch_block(const AttentionArguments& a, const Rows& rows
 }
 
 // One split of what the fast path leaves: split 0 .. general_splits - 1 a range of blocks, the one after those the
-// blocks within the fast range that hold sinks.
-template <bool kPositions>
+// blocks within the fast range that hold sinks. `kSlots`: those of a tile.
+template <bool kPositions, int kSlots = kBlockTokens>
 KVCACHE_DEVICE void attend_general(const AttentionArguments& a, const Rows& rows, uint8_t* shared, int split,
                                    int place) {
   const GeneralMemory m(a, shared);
@@ -156,7 +158,14 @@ KVCACHE_DEVICE void attend_general(const AttentionArguments& a, const Rows& rows
   block_barrier();
   for (int64_t block = begin; block < end; ++block) {
     if (block + 1 < end) prefetch_block(a, rows, block + 1, low, high);
-    attend_block<kPositions>(a, rows, m, block, low, high);
+    if constexpr (kSlots == kBlockTokens) {
+      attend_block<kPositions, kSlots>(a, rows, m, block, low, high);
+    } else {
+      for (int64_t slot = block * kBlockTokens; slot < (block + 1) * kBlockTokens; slot += kSlots) {
+        const int64_t from = low > slot ? low : slot, to = high < slot + kSlots ? high : slot + kSlots;
+        if (from < to) attend_block<kPositions, kSlots>(a, rows, m, block, from, to);
+      }
+    }
   }
   for (int i = thread; i < rows.count; i += threads) {
     const bool is_spoilt = m.total[i] != m.total[i];  // by a visible score that is not a number
@@ -169,6 +178,7 @@ KVCACHE_DEVICE void attend_general(const AttentionArguments& a, const Rows& rows
 }
 
 constexpr int kMergeThreads = 512;
+static_assert(kMergeThreads >= kMaxHeadDim, "a channel has a thread");
 
 // Bytes of dynamic shared memory of the merge.
 inline int merge_bytes(const AttentionArguments& a) { return 4 * (a.splits() + kMergeThreads); }
