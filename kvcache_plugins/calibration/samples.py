@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..evaluation.loading import Subject
+from ..evaluation.text_files import read_text_file
 from .options import CalibrationOptions
 
 __all__ = ["Samples", "read_samples"]
@@ -53,7 +54,8 @@ def read_samples(subject: Subject, options: CalibrationOptions) -> Samples:
     length = options.sequence_length - len(prefix)
     if options.text_files is not None:
         source = ", ".join(Path(name).name for name in options.text_files)
-        token_ids = subject.encode("\n\n".join(_read(Path(name)) for name in options.text_files))
+        texts = [read_text_file(name, "--text_files") for name in options.text_files]
+        token_ids = subject.encode("\n\n".join(texts))
     else:
         source = options.dataset
         token_ids = _encode_enough(subject, options, _SURPLUS * options.num_samples * length)
@@ -80,13 +82,6 @@ def _prefix(tokenizer: Any) -> list[int]:
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     return list(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else []
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text_files must be UTF-8 text, {str(path)!r} is not ({error}).") from error
 
 
 def _encode_enough(subject: Subject, options: CalibrationOptions, num_tokens: int) -> list[int]:

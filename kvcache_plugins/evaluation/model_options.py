@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .options import DTYPES, Options, check_choice, check_count
+from .options import DTYPES, Options, check_choice, check_count, check_model
 
 __all__ = ["COMPARISON", "ModelOptions"]
 
@@ -53,6 +53,7 @@ class ModelOptions(Options):
     threads: int | None = None
 
     def __post_init__(self) -> None:
+        check_model(self.model)
         check_choice("dtype", self.dtype, ["auto", *DTYPES])
         if self.threads is not None:
             check_count("threads", self.threads)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..registry import suggest
 from .labels import dense_first
 
-__all__ = ["DTYPES", "Options", "check_choice", "check_count", "check_counts"]
+__all__ = ["DTYPES", "Options", "check_choice", "check_count", "check_counts", "check_model"]
 
 DTYPES = {
     "bf16": "bfloat16",
@@ -84,6 +85,16 @@ def check_counts(name: str, values: Any) -> None:
         raise ValueError(f"--{name} must be one or more integers >= 1, got {values!r}.")
     for value in values:
         check_count(name, value)
+
+
+def check_model(model: str) -> None:
+    """Check that what looks like a path is one; a hub id never begins with a dot, a slash or a tilde.
+
+    Raises:
+        ValueError: Naming it.
+    """
+    if model.startswith((".", "/", "~", "\\")) and not Path(model).is_dir():
+        raise ValueError(f"--model must be a directory or a hub id; there is no directory {model!r}.")
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from .language_reference import read_language_reference
 from .passkey_options import PasskeyOptions
+from .text_files import read_text_file
 
 __all__ = ["Filler", "read_filler"]
 
@@ -69,22 +69,13 @@ def read_filler(options: PasskeyOptions) -> str:
     """Return the text that the options name; `filler_text` once, however often it will be repeated.
 
     Raises:
-        ValueError: If a file is empty or no UTF-8 text, or there is no language reference.
-        OSError: If a file cannot be read.
+        ValueError: If a file cannot be read, is empty or no UTF-8 text, or there is no language reference.
     """
     if options.filler_text is not None:
         return options.filler_text.strip()
     if options.filler_files is None:
         return read_language_reference()
-    texts = []
-    for name in options.filler_files:
-        try:
-            text = Path(name).read_text(encoding="utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--filler_files must be UTF-8 texts, got {name!r} ({error}).") from error
-        if not text:
-            raise ValueError(f"--filler_files must hold text, got the empty file {name!r}.")
-        texts.append(text)
+    texts = [read_text_file(name, "--filler_files").strip() for name in options.filler_files]
     return "\n\n".join(texts)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from .language_reference import read_language_reference
 from .perplexity_options import PG19, PerplexityOptions
+from .text_files import read_text_file
 
 __all__ = ["Text", "Window", "cut_windows", "read_texts"]
 
@@ -109,13 +110,7 @@ def _too_short(which: str, found: int, needed: int) -> ValueError:
 
 
 def _read_file(path: Path) -> Text:
-    try:
-        content = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text_files must be UTF-8 text, {str(path)!r} is not ({error}).") from error
-    if not content.strip():
-        raise ValueError(f"--text_files: {str(path)!r} is empty.")
-    return Text(path.name, content)
+    return Text(path.name, read_text_file(path, "--text_files"))
 
 
 def _read_pg19(path: str) -> list[Text]:

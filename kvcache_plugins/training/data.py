@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from ..evaluation.language_reference import read_language_reference
+from ..evaluation.text_files import read_text_file
 from .conversations import Conversations, read_rows
 from .examples import Example
 from .options import SYNTHETIC, LocretOptions
@@ -63,7 +63,9 @@ def build_datasets(
 def _synthetic(
     options: LocretOptions, tokenizer: Any, seed: int
 ) -> tuple[Dataset[Example], Dataset[Example]]:
-    texts = [_read(Path(name)) for name in options.text_files or ()] or [read_language_reference()]
+    texts = [read_text_file(name, "--text_files").strip() for name in options.text_files or ()]
+    if not texts:
+        texts = [read_language_reference()]
     train, held_out = [], []
     # a text of so many characters has enough tokens, whatever the language
     least = 8 * options.sequence_length
@@ -82,10 +84,3 @@ def _synthetic(
             seed=seed + 1,
         ),
     )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text_files must be UTF-8 texts, {str(path)!r} is not ({error}).") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..evaluation.options import DTYPES, check_choice, check_count
+from ..evaluation.options import DTYPES, check_choice, check_count, check_model
 
 __all__ = ["HEADS_DTYPES", "SYNTHETIC", "LocretOptions"]
 
@@ -93,6 +93,7 @@ class LocretOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("--model must name the model the heads are for, a path or a hub id.")
+        check_model(self.model)
         check_choice("dtype", self.dtype, ["auto", *DTYPES])
         check_choice("heads_dtype", self.heads_dtype, HEADS_DTYPES)
         check_count("sequence_length", self.sequence_length, least=64)

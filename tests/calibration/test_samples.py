@@ -86,6 +86,8 @@ def test_too_short(book: Path) -> None:
 
 
 def test_not_text(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--text_files must be a file, '.*' cannot be read: Is a directory"):
+        read_samples(subject(), options(text_files=[str(tmp_path)]))
     (tmp_path / "x.bin").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ValueError, match=r"must be UTF-8 text, '.*x\.bin' is not"):
         read_samples(subject(), options(text_files=[str(tmp_path / "x.bin")]))

@@ -175,9 +175,9 @@ def test_files(tmp_path: Path) -> None:
     empty.write_text(" \n")
     binary.write_bytes(b"\xff\xfe\x00")
     assert read_filler(_options(filler_files=[str(good)] * 2)) == "\n\n".join(["Gr\u00fcn ist das Gras."] * 2)
-    with pytest.raises(ValueError, match=r"empty file '.*empty\.txt'"):
+    with pytest.raises(ValueError, match=r"--filler_files must hold text, '.*empty\.txt' is empty"):
         read_filler(_options(filler_files=[str(good), str(empty)]))
-    with pytest.raises(ValueError, match=r"UTF-8 texts, got '.*binary\.txt'"):
+    with pytest.raises(ValueError, match=r"--filler_files must be UTF-8 text, '.*binary\.txt' is not"):
         read_filler(_options(filler_files=[str(binary)]))
-    with pytest.raises(OSError, match=r"missing\.txt"):
+    with pytest.raises(ValueError, match=r"--filler_files must be a file, '.*missing\.txt' cannot be read"):
         read_filler(_options(filler_files=[str(tmp_path / "missing.txt")]))

@@ -78,7 +78,11 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--dataset", "text"], "needs --text_files"),
         (["--dataset", "pydoc", "--text_files", "a.txt"], "goes with --dataset text"),
         (["--dataset", "pydoc", "--dataset_path", "a"], "goes with --dataset pg19"),
-        (["--dataset", "text", "--text_files", "nowhere.txt"], "nowhere.txt"),
+        (["--dataset", "text", "--text_files", "nowhere.txt"], "--text_files must be a file, 'nowhere.txt'"),
+        (
+            ["--dataset", "pydoc", "--model", "./nowhere"],
+            "--model must be a directory or a hub id; there is no",
+        ),
         (
             ["--dataset", "pydoc", "--context_length", "64", "--prefill_length", "64"],
             "below --context_length",
@@ -101,6 +105,7 @@ def test_wrong_options_are_refused(
 def test_wrong_texts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "story.txt"
     text = ("--dataset", "text", "--text_files", str(path))
+    assert "cannot be read: No such file" in _refused(capsys, command(tmp_path, *text))
     path.write_text("  \n")
     assert "is empty" in _refused(capsys, command(tmp_path, *text))
     path.write_bytes(b"\xff\xfe\x00")

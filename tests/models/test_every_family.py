@@ -1,8 +1,8 @@
 """Every decoder-only family that Transformers has, as small as its configuration allows.
 
 With a cache that never packs, generation is that of the ordinary cache. With one that packs, every layer is
-packed or says why not, and the first step that reads packed tokens is that of a dense cache that rounds by the
-formula. One that evicts goes on, or refuses the family for a known reason.
+packed or says why not, and the first step that reads packed tokens is that of a dense cache which rounds by
+the formula. One that evicts goes on, or refuses the family for a known reason.
 """
 
 from __future__ import annotations
