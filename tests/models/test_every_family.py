@@ -39,6 +39,10 @@ BROKEN = frozenset(
 )
 
 
+# Encoders that serve as decoders: before that release, they do not ask the cache how many tokens it holds.
+MASKS_OF_THEIR_OWN = frozenset({"big_bird", "megatron-bert", "rembert", "roformer"})
+
+
 class Rounded(DynamicCache):
     """A dense cache that rounds keys and values of some layers as int8 does, one scale per token and head."""
 
@@ -114,6 +118,8 @@ def test_family(name: str) -> None:
     if biases_by_distance(model.config):
         with pytest.raises(ValueError, match="Allowed for this model are backends that keep every token"):
             generate(model, evicting)
+        return
+    if name in MASKS_OF_THEIR_OWN and not transformers.__version__.startswith(LISTED_FOR):
         return
     _, logits, cache = generate(model, evicting)
     assert torch.isfinite(logits).all()
