@@ -26,6 +26,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # spend their time spinning at barriers.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import gc
 import logging
 import random
 import re
@@ -73,6 +74,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=_NO_CUDA))
         for marker in item.iter_markers("allow_deprecation"):
             item.add_marker(pytest.mark.filterwarnings(f"ignore:{marker.args[0]}"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Thousands of tests and the libraries stay until the end: no collection of garbage needs to look at them.
+    gc.collect()
+    gc.freeze()
 
 
 # -- seeds, threads

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 __all__ = ["block_logits", "fidelity"]
+
+_DENSE: WeakKeyDictionary[PreTrainedModel, dict[tuple[tuple[int, ...], int, int], torch.Tensor]]
+_DENSE = WeakKeyDictionary()
+"""Dense runs, for as long as their models are there."""
 
 
 def fidelity(
@@ -34,7 +39,8 @@ def fidelity(
     same schedule, so that the difference is the cache alone.
 
     Args:
-        model: A causal language model; load it in fp32 for the numbers to mean the cache.
+        model: A causal language model, the same in every call; load it in fp32 for the numbers to mean the
+            cache.
         token_ids: Integer `torch.Tensor` of shape `(N,)` or `(1, N)`.
         make_cache: Returns a new, empty cache.
         window: Tokens in a window.
@@ -61,19 +67,27 @@ def fidelity(
     for index in range(windows):
         ids = token_ids[index * window : (index + 1) * window][None].to(model.device)  # [1, window]
         schedule = {"prefill": prefill, "block": block}
-        dense = block_logits(model, ids, DynamicCache(config=model.config), **schedule)
-        approximate = block_logits(model, ids, make_cache(), **schedule)
         # The logits are the model's fp32; the log-softmax is taken in fp64 because KLs near 1e-6 drown in
         # fp32 sums.
-        dense_logp = torch.log_softmax(dense.double(), dim=-1)
-        logp = torch.log_softmax(approximate.double(), dim=-1)
+        dense_logp = _dense_logp(model, ids, **schedule)
+        logp = torch.log_softmax(block_logits(model, ids, make_cache(), **schedule).double(), dim=-1)
         targets = ids[0, prefill:, None]
         totals["kl"] += float((dense_logp.exp() * (dense_logp - logp)).sum())
-        totals["top1"] += float((dense.argmax(-1) == approximate.argmax(-1)).sum())
+        totals["top1"] += float((dense_logp.argmax(-1) == logp.argmax(-1)).sum())
         totals["nll"] -= float(logp.gather(-1, targets).sum())
         totals["dense_nll"] -= float(dense_logp.gather(-1, targets).sum())
     predictions = windows * (window - prefill)
     return {name: total / predictions for name, total in totals.items()}
+
+
+def _dense_logp(model: PreTrainedModel, ids: torch.Tensor, *, prefill: int, block: int) -> torch.Tensor:
+    """Of the dense run, with which all caches of a model are compared: made once."""
+    runs = _DENSE.setdefault(model, {})
+    key = (tuple(ids[0].tolist()), prefill, block)
+    if key not in runs:
+        dense = block_logits(model, ids, DynamicCache(config=model.config), prefill=prefill, block=block)
+        runs[key] = torch.log_softmax(dense.double(), dim=-1)
+    return runs[key]
 
 
 @torch.no_grad()

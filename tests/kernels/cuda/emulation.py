@@ -42,23 +42,15 @@ _KNOW_TORCH = ("_binding", "sanitizer", "tensors")
 _loaded: dict[Path, ctypes.CDLL] = {}
 
 
-def build(sources: Path, directory: Path, flags: Sequence[str] = ()) -> Path:
-    """Compile the sources, or what of them has changed, into `directory`.
-
-    `flags` go to the compiler of the bindings, after the usual ones.
-    """
+def build(sources: Path, directory: Path) -> Path:
+    """Compile the sources, or what of them has changed, into `directory`."""
     found = compiler.find_compiler()
     if found is None:
         pytest.skip("no C++ compiler")
     directory.mkdir(parents=True, exist_ok=True)
     with compiler.file_lock(directory / "lock"):
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # other test processes are waiting for this one
-            objects = list(
-                pool.map(
-                    lambda file: compiled(found, file, directory, *(flags if _is_binding(file) else ())),
-                    _units(sources),
-                )
-            )
+            objects = list(pool.map(lambda file: compiled(found, file, directory), _units(sources)))
         return linked(found, objects, directory)
 
 
@@ -132,10 +124,6 @@ def _sanitizer(directory: Path) -> Path:
     assert found is not None
     with compiler.file_lock(directory / "lock"):
         return compiled(found, _SANITIZER, directory)
-
-
-def _is_binding(file: Path) -> bool:
-    return file.stem.endswith("_binding")
 
 
 def _units(sources: Path) -> list[Path]:

@@ -28,15 +28,15 @@ import pytest
 import torch
 
 from kvcache_plugins.kernels import compiler
-from kvcache_plugins.kernels.cuda_toolkit import Toolkit, find_toolkit
-from tests.kernels.cuda import emulation, kept, simulated_device
+from kvcache_plugins.kernels.cuda_toolkit import find_toolkit
+from tests.kernels.cuda import emulation, simulated_device
+from tests.kernels.cuda.translation import translated
 
 FOLDER = "KVCACHE_PTX"
 """Environment variable: where builds are kept; a temporary directory if unset."""
 NEVER_LAUNCHED = "kernels that were never launched: "
 """What the summary of pytest says of kernels, followed by their names."""
 _INTERPRETER = Path(__file__).with_name("ptx")
-_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-gencode=arch=compute_90,code=compute_90"]
 
 # What is missing for a machine, if something is.
 needs_compilers = pytest.mark.skipif(
@@ -58,13 +58,15 @@ def build(folder: Path) -> Machine:
     folder.mkdir(parents=True, exist_ok=True)
     units = sorted(emulation.SOURCES.glob("*.cu"), key=lambda file: -len(emulation.included(file)))
     bindings = sorted(emulation.SOURCES.glob("*_binding.cpp"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        translations = list(pool.map(lambda file: translated(toolkit, file, folder), units))
     with compiler.file_lock(folder / "lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        listings = pool.map(lambda file: _translated(toolkit, file, folder), units)
         parts = pool.map(lambda file: _interpreting(found, file, folder), sorted(_INTERPRETER.glob("*.cpp")))
         objects = [*pool.map(lambda file: emulation.compiled(found, file, folder), bindings), *parts]
-        by_unit = {file.stem: listing for file, listing in zip(units, listings, strict=True)}
-        objects += [by_unit[stem].with_suffix(".o") for stem in sorted(by_unit)]
-        return Machine(emulation.linked(found, objects, folder), by_unit)
+        by_unit = {file.stem: made for file, made in zip(units, translations, strict=True)}
+        objects += [by_unit[stem].code for stem in sorted(by_unit)]
+        listings = {stem: made.listing for stem, made in by_unit.items()}
+        return Machine(emulation.linked(found, objects, folder), listings)
 
 
 def load(machine: Machine) -> ctypes.CDLL:
@@ -98,21 +100,6 @@ def kernels(library: ctypes.CDLL, is_launched: bool) -> list[str]:
 def _interpreting(found: compiler.Compiler, file: Path, folder: Path) -> Path:
     # every operation rounds, as PTX says
     return emulation.compiled(found, file, folder, "-ffp-contract=off")
-
-
-def _translated(toolkit: Toolkit, file: Path, folder: Path) -> Path:
-    """The PTX of a device file, kept beside the object of its host code."""
-    read = [path.read_text() for path in emulation.included(file)]
-    listing = folder / f"{file.stem}-{emulation.key_of([toolkit.description, *_FLAGS, *read])}.ptx"
-    code = listing.with_suffix(".o")
-    if not all([kept.is_there(code), kept.is_there(listing)]):
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            output = Path(made) / "host.o"
-            command = [toolkit.nvcc, *_FLAGS, "-Xcompiler", "-fPIC", "--keep", "--keep-dir", made]
-            emulation.run([*command, "-c", str(file), "-o", str(output)])
-            output.replace(code)
-            (Path(made) / f"{file.stem}.ptx").replace(listing)
-    return listing
 
 
 # -- as a plugin of pytest

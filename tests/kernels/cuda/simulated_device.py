@@ -1,7 +1,7 @@
 """Two GPUs played by main memory, so that what is written for GPUs runs on a machine without one.
 
 `install` gives a torch without CUDA tensors of the CUDA device type (`simulated_device.cpp`), our kernels
-as the emulated GPU runs them, registered for that device type, and a `torch.cuda` with streams that do
+as the emulated GPU runs them, called for that device type, and a `torch.cuda` with streams that do
 everything at once, events that tell the time, and graphs that repeat what was recorded. Operators refuse
 tensors of two devices, and waiting for a device is refused or told as `torch.cuda.set_sync_debug_mode` wants
 it, and refused while a graph is recorded. It is for a process of its own: nothing is undone. As a plugin of
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import subprocess
 import tempfile
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_plugins.kernels import compiler, cuda_loader
+from kvcache_plugins.kernels.ops import SCHEMAS
 from tests.kernels.cuda import emulation, kept
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -43,14 +45,14 @@ _DEFAULT = "KVCACHE_SIMULATION_DEFAULT"
 """With 1, tensors are made on a simulated device where nothing else is said."""
 _MOST = "KVCACHE_SIMULATION_MOST"
 """So many parameter sets of a test are run at most; all if unset."""
-_FLAGS = ("-DKVCACHE_LIBRARY=kvcache_plugins", "-DKVCACHE_DISPATCH_KEY=CUDA")
 _installed: list[ctypes.CDLL] = []
 _operators = torch.library.Library("aten", "IMPL")
+_served = torch.library.Library("kvcache_plugins", "IMPL")
 
 
 def build(folder: Path) -> tuple[Path, Path]:
     """Compile the device and the kernels for it into `folder`, unless they are there."""
-    kernels = emulation.build(emulation.SOURCES, folder, _FLAGS)
+    kernels = emulation.build(emulation.SOURCES, folder)
     found = compiler.find_compiler()
     assert found is not None
     key = hashlib.sha256(f"{torch.__version__}{found.description}{_SOURCE.read_text()}".encode()).hexdigest()
@@ -89,8 +91,23 @@ def install(folder: Path | None = None) -> None:
     torch.Generator = _Generator  # type: ignore[misc]
     torch.UntypedStorage.clone = _cloned  # type: ignore[method-assign]
     os.environ["KVCACHE_CUDA_KERNELS"] = "1"  # another process has no such devices
-    cuda_loader._find_or_build = lambda force: cuda_loader._load(kernels)
+    os.environ["KVCACHE_EMULATED_SIMULATION"] = "1"  # to the kernels
+    cuda_loader._find_or_build = lambda force: _load(kernels)
     cuda_loader._target = lambda: kernels
+
+
+@functools.cache
+def _load(kernels: Path) -> Path:
+    """Register the emulated kernels, and calls of them for tensors of the devices."""
+    emulation.load(kernels)
+    for name in SCHEMAS:
+        _served.impl(name, _emulated(getattr(torch.ops.kvcache_emulated, name).default), "CUDA")
+    return kernels
+
+
+def _emulated(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return lambda *arguments: operator.redispatch(cpu, *arguments)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -157,6 +157,7 @@ def run(library: ctypes.CDLL, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def kernels(builds: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernel]:
     """What the programs did, by name."""
+    ptx_machine.build(builds)  # here, where it may take its time
     folder = tmp_path_factory.mktemp("programs")
     done = fresh_process.run(START.format(builds=str(builds), folder=str(folder)))
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 // The device the bindings serve: the current stream of the tensors' GPU, or, with KVCACHE_EMULATION, the CPU that
-// stands in for one in tests, under its own name unless KVCACHE_DISPATCH_KEY says otherwise. Includes no more of
-// torch's CUDA headers than c10, which need only the CUDA runtime.
+// stands in for one in tests, under its own name. Includes no more of torch's CUDA headers than c10, which need only
+// the CUDA runtime.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,16 +18,16 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#if !defined(KVCACHE_DISPATCH_KEY)
 #define KVCACHE_LIBRARY kvcache_emulated
 #define KVCACHE_DISPATCH_KEY CPU
-#endif
 
 namespace kvcache {
 namespace {
 
+// Of simulated GPUs, whose memory is that of the CPU, the current one.
 inline at::Device served_device() {
-  return c10::impl::VirtualGuardImpl(at::DeviceType::KVCACHE_DISPATCH_KEY).getDevice();
+  const bool is_simulated = std::getenv("KVCACHE_EMULATED_SIMULATION") != nullptr;
+  return c10::impl::VirtualGuardImpl(is_simulated ? at::kCUDA : at::kCPU).getDevice();
 }
 
 class Device {

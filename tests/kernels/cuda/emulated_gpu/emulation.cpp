@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <span>
 #include <vector>
 
 #include "emulation_machine.h"
@@ -29,7 +30,6 @@ struct Copy {
 };
 
 struct Fiber {
-  ucontext_t start;
   jmp_buf resume;
   bool is_started = false;
   State state = State::kReady;
@@ -48,16 +48,23 @@ struct Machine {
   long products = 0;  // of the tensor core, of one lane
   unsigned random = 0;
   std::vector<uint8_t> shared;
-  std::vector<Fiber> fibers;
+  std::vector<Fiber> kept;  // as many as any launch has had
+  std::span<Fiber> fibers;  // those of this launch
   std::vector<Exchange> exchanges;
   jmp_buf scheduler;
   void (*body)(void*) = nullptr;
   void* argument = nullptr;
 };
 
+// This thread's, which it makes where it begins to use one.
+constinit KVCACHE_NEAR thread_local Machine* running = nullptr;
+
 Machine& machine() {
-  static thread_local Machine instance;
-  return instance;
+  if (running == nullptr) {
+    static thread_local Machine instance;
+    running = &instance;
+  }
+  return *running;
 }
 
 Fiber& current() { return machine().fibers[here.thread.x]; }
@@ -79,17 +86,27 @@ void yield(State state, int collective = 0) {
   if (_setjmp(fiber.resume) == 0) _longjmp(machine().scheduler, 1);
 }
 
-void enter() {
-  Machine& m = machine();
-  m.body(m.argument);
-  Fiber& fiber = current();
-  fiber.state = State::kDone;
-  if (observer != nullptr) {
+// What a fiber does: the work of one thread after the other. Starting anew for each would take calls of the system.
+void work() {
+  for (;;) {
+    machine().body(machine().argument);
+    const Fiber& fiber = current();
     bool is_copying = !fiber.open.empty();
     for (const std::vector<Copy>& group : fiber.copies) is_copying |= !group.empty();
-    if (is_copying) observer->abandon_copies();
+    if (observer != nullptr && is_copying) observer->abandon_copies();
+    yield(State::kDone);
   }
-  _longjmp(m.scheduler, 1);
+}
+
+void start(Fiber& fiber) {
+  fiber.is_started = true;
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fiber.stack.data();
+  context.uc_stack.ss_size = fiber.stack.size();
+  context.uc_link = nullptr;
+  makecontext(&context, work, 0);
+  setcontext(&context);
 }
 
 // Runs fiber `index` until it waits or ends.
@@ -103,8 +120,7 @@ void resume(int index) {
     return;
   }
   if (fiber.is_started) _longjmp(fiber.resume, 1);
-  fiber.is_started = true;
-  setcontext(&fiber.start);
+  start(fiber);
 }
 
 // Releases the lanes of a warp if all wait at the same collective; returns whether any lane may run.
@@ -131,16 +147,10 @@ bool release_warp(int warp) {
 void begin_block() {
   Machine& m = machine();
   for (Fiber& fiber : m.fibers) {
-    fiber.is_started = false;
     fiber.state = State::kReady;
     fiber.parity = 0;
     fiber.copies.clear();
     fiber.open.clear();
-    getcontext(&fiber.start);
-    fiber.start.uc_stack.ss_sp = fiber.stack.data();
-    fiber.start.uc_stack.ss_size = fiber.stack.size();
-    fiber.start.uc_link = nullptr;
-    makecontext(&fiber.start, reinterpret_cast<void (*)()>(enter), 0);
   }
   std::memset(m.shared.data(), garbage, m.shared.size());
   if (observer != nullptr) observer->begin_block();
@@ -209,8 +219,8 @@ void run_grid(dim3 grid, int threads, int shared_bytes, void (*body)(void*), voi
   m.shared.resize(shared_bytes + kSharedAlignment);
   const uintptr_t start = reinterpret_cast<uintptr_t>(m.shared.data());
   here.shared = m.shared.data() + (kSharedAlignment - start % kSharedAlignment) % kSharedAlignment;
-  m.fibers.resize(threads);
-  for (Fiber& fiber : m.fibers) fiber.stack.resize(kStackBytes);
+  while (m.kept.size() < static_cast<size_t>(threads)) m.kept.emplace_back().stack.resize(kStackBytes);
+  m.fibers = {m.kept.data(), static_cast<size_t>(threads)};
   m.exchanges.resize(threads / kLanes);
   m.body = body;
   m.argument = argument;

@@ -17,6 +17,8 @@
 #define KVCACHE_KERNEL(threads, blocks) void
 #define KVCACHE_SHARED(name) uint8_t* const name = ::emulation::here.shared
 #define __restrict__ __restrict
+// Of what is a thread's own: found without a call, of which a library usually makes one wherever it looks.
+#define KVCACHE_NEAR __attribute__((tls_model("initial-exec")))
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -39,7 +41,7 @@ struct Place {
   dim3 grid, threads, block, thread;
   uint8_t* shared = nullptr;
 };
-extern constinit thread_local Place here;
+extern constinit KVCACHE_NEAR thread_local Place here;
 
 // Runs `body` for every thread of a grid of blocks.
 void run_grid(dim3 grid, int threads, int shared_bytes, void (*body)(void*), void* argument);
