@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import QuantizedCache
 
 import kvcache_plugins as kvp
@@ -104,7 +104,6 @@ CASES = {
 def assert_as_faithful(got: dict[str, float], expected: dict[str, float]) -> None:
     assert got["kl"] > 1e-7, "no quantization error at all: the cache was not read"
     assert got["kl"] == pytest.approx(expected["kl"], rel=0.08)
-    assert got["dense_nll"] == pytest.approx(expected["dense_nll"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -149,3 +148,10 @@ def test_float8_is_no_worse_than_transformers_own() -> None:
 def test_more_bits_are_more_faithful() -> None:
     kl = [ours(backend="kivi", nbits=nbits)["kl"] for nbits in (2, 3, 4, 8)]
     assert kl == sorted(kl, reverse=True)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    # The dense run is that of before our caches served it, and is compared with one of now.
+    ours(backend="kivi", rope_mode="block"), ours(backend="int4", smooth=0.5)
+    got = fidelity(model(), token_ids(), lambda: DynamicCache(config=model().config), max_windows=WINDOWS)
+    assert got["kl"] == 0.0 and got["top1"] == 1.0
