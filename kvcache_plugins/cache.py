@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 )
 
 from .attention import dispatch as _dispatch  # registers how handles are attended to
+from .attention.latent_models import let_latents_pass
 from .config import BackendConfig, drop_legacy_keys
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
@@ -30,7 +31,7 @@ from .models.facts import (
     describe_layers,
     split_model_or_config,
 )
-from .models.layer_plan import LayerPlan, key_value_heads, plan_layers
+from .models.layer_plan import LayerPlan, caches_latents, key_value_heads, plan_layers
 from .models.longrope import follow_cache, switch_length
 from .registry import get_backend
 from .report import CacheReport
@@ -78,6 +79,8 @@ class KVCache(Cache):
         self._plans = plan_layers(config, skipped)
         layer_configs = [self.config.for_layer(index, len(self._plans)) for index in range(len(self._plans))]
         facts = self._describe(model)
+        if model is not None:
+            self._let_latents_pass(model)
         layers: list[Any] = []
         for layer_idx, plan in enumerate(self._plans):
             layer = self._build_layer(plan, layer_configs[layer_idx], layer_idx, facts[layer_idx])
@@ -159,6 +162,7 @@ class KVCache(Cache):
             KernelUnavailableError: If `kernel="native"` cannot be met where the model is.
         """
         check_attention_function(model)
+        self._let_latents_pass(model)
         self._select_kernel(model)
         self._choose_frequencies(model, prompt_length, max_cache_length)
         facts = self._describe(model)
@@ -237,6 +241,10 @@ class KVCache(Cache):
                 stacklevel=4,
             )
         follow_cache(model, self)  # now, because the layers are about to be described
+
+    def _let_latents_pass(self, model: nn.Module) -> None:
+        if caches_latents(self.model_config):
+            let_latents_pass(model)
 
     def _select_kernel(self, model: nn.Module | None) -> str:
         devices: set[torch.device] = set()

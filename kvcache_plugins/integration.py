@@ -7,6 +7,7 @@
   padding, final length, rotary parameters.
 * The attention functions: a handle goes to us, anything else straight through; and our own function is
   registered.
+* `expand_kv` of models with latents, when a cache of ours first meets one (`attention.latent_models`).
 
 Nothing of transformers is imported here: a seam whose module is not loaded yet is installed when it is, so
 that importing this package costs next to nothing. Each seam checks that what it wraps still looks as
@@ -68,6 +69,9 @@ def uninstall() -> None:
     _watcher.pending = {}
     while _undo:
         _undo.pop()()
+    latent = sys.modules.get(f"{__package__}.attention.latent_models")
+    if latent is not None:
+        latent.restore_expansions()
 
 
 def _quantized_cache_seam(module: ModuleType) -> None:

@@ -5,7 +5,6 @@ A decode step reads no device memory here, so it waits for nothing and can be pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from weakref import WeakKeyDictionary
 
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from ..kernels.cuda_inputs import MAX_QUERIES, is_fast, on_device
 from ..kernels.layout import Side
-from ..kernels.ops import decode_attention, decode_tokens
+from ..kernels.ops import decode_attention
 from ..layers.records import RecordLayout
 from ..layers.view import StreamView
 from .bias import logit_bias, per_head
+from .decoded import DecodedView
 from .description import describe
 from .flash import why_no_flash
 from .reference import AttentionOptions, attend
@@ -59,39 +59,9 @@ def _shared_bytes(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", 101376))
 
 
-@dataclass(frozen=True)
-class _DecodedView:
-    """Tokens as a [`reference.TokenView`], decoded by the kernel a tile at a time."""
-
-    tokens: StreamView
-    side: Side
-    sink_start: Tensor | None
-
-    @property
-    def length(self) -> int:
-        return self.tokens.length
-
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        return self.tokens.boundaries
-
-    def read(self, start: int, stop: int) -> Tensor:
-        if start >= self.tokens.packed_length:
-            return self.tokens.read(start, stop)
-        return decode_tokens(
-            self.tokens.stream.records.data,
-            self.side,
-            is_key=self.tokens.stream.side == "key",
-            start=start,
-            stop=stop,
-            dtype=torch.float32,
-            sink_start=self.sink_start,
-        )
-
-
-def _can_attend_tiles(query: Tensor, values: Side, length: int, options: AttentionOptions) -> bool:
+def can_attend_tiles_on_device(query: Tensor, value_dim: int, length: int, options: AttentionOptions) -> bool:
     """Whether torch's flash attention serves decoded tiles; if not, the reference does, in fp32."""
-    width = max(query.shape[3], values.layout.head_dim)
+    width = max(query.shape[3], value_dim)
     if torch.cuda.is_current_stream_capturing():
         return False  # masks are read on the host, and so is whether flash attention is right here
     if why_no_flash(query.device, query.dtype, width) is not None:
@@ -124,10 +94,9 @@ def attend_on_device(
     has_sinks = starts is not None and (keys.sinks is not None or values.sinks is not None)
     sink_start = starts.to(device, torch.int64) if starts is not None and has_sinks else None
     if query.shape[2] > MAX_QUERIES:
-        if _can_attend_tiles(query, values, tokens.length, options):
-            return attend_tiles(query, tokens.stream.records.data, keys, values, options, sink_start)
-        decoded = _DecodedView(tokens, keys, sink_start), _DecodedView(value_tokens, values, sink_start)
-        return attend(query, decoded[0], decoded[1], options)
+        decoded = DecodedView(tokens, keys, sink_start), DecodedView(value_tokens, values, sink_start)
+        serves = can_attend_tiles_on_device(query, values.layout.head_dim, tokens.length, options)
+        return (attend_tiles if serves else attend)(query, *decoded, options)
     bias, is_causal = logit_bias(options, query.shape[2], tokens.length)
     return decode_attention(
         query if query.stride(-1) == 1 else query.contiguous(),

@@ -22,8 +22,10 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
 from ..layers.base import joined
+from ..layers.expanded import ExpandedHandle
 from ..layers.handle import KVHandle, intercept
 from .exact import reads_exact_tokens_faster
+from .latent import attend_latents
 from .native import attend_handles
 from .reference import AttentionOptions, DenseView, TokenView, attend
 
@@ -44,7 +46,8 @@ def _scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Torch's signature; reached when at least one argument is a handle."""
-    if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or dropout_p > 0.0:
+    handles = _as_handles(key, value)
+    if handles is None or dropout_p > 0.0:
         query, key, value = (x.dense() if isinstance(x, KVHandle) else x for x in (query, key, value))
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -59,11 +62,21 @@ def _scaled_dot_product_attention(
         shape = (query.shape[2], key.shape[2])
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
     with torch.no_grad():
-        return _attend(query, key, value, AttentionOptions(scaling=scale, mask=mask))
+        return _attend(query, *handles, AttentionOptions(scaling=scale, mask=mask))
+
+
+def _as_handles(key: Tensor, value: Tensor) -> tuple[KVHandle, KVHandle] | None:
+    """Both as handles; `None` if they are not, or cannot be attended to together."""
+    if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)):
+        return None
+    # of latents, both must come of one call; other handles have no expansion
+    return (key, value) if getattr(key, "expansion", None) is getattr(value, "expansion", None) else None
 
 
 def _attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor:
     options = _fitted(options, key, query.shape[2])
+    if isinstance(key, ExpandedHandle):
+        return attend_latents(query, key.expansion, options)
     output = attend_handles(query, key, value, options)
     key.layer.attended(query, key.tokens, options)
     return output
@@ -119,8 +132,9 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend as the function registered as `"kvcache_plugins"`: over handles or dense tensors."""
-    if isinstance(key, KVHandle) and isinstance(value, KVHandle):
-        return forward_over_handles(module, query, key, value, attention_mask, scaling, **kwargs)
+    handles = _as_handles(key, value)
+    if handles is not None:
+        return forward_over_handles(module, query, *handles, attention_mask, scaling, **kwargs)
     key, value = (x.dense() if isinstance(x, KVHandle) else x for x in (key, value))
     options = _options(module, query, key.shape[2], attention_mask, scaling, kwargs)
     is_plain = (options.softcap, options.sink_logits, options.alibi_slopes) == (None, None, None)
@@ -148,15 +162,17 @@ def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if isinstance(key, KVHandle) and isinstance(value, KVHandle) and not _needs_dropout(module, kwargs):
-            if (
-                _is_exact(key, value)
-                and _mask_fits(key, *args, **kwargs)
-                and not reads_exact_tokens_faster(query, key.layer.config.kernel)
-            ):
-                return _original_over_exact(original, module, query, key, value, *args, **kwargs)
-            return forward_over_handles(module, query, key, value, *args, **kwargs)
-        return original(module, query, key, value, *args, **kwargs)
+        handles = _as_handles(key, value)
+        if handles is None or _needs_dropout(module, kwargs):
+            return original(module, query, key, value, *args, **kwargs)
+        if (
+            not isinstance(key, ExpandedHandle)
+            and _is_exact(*handles)
+            and _mask_fits(handles[0], *args, **kwargs)
+            and not reads_exact_tokens_faster(query, handles[0].layer.config.kernel)
+        ):
+            return _original_over_exact(original, module, query, *handles, *args, **kwargs)
+        return forward_over_handles(module, query, *handles, *args, **kwargs)
 
     return forward
 

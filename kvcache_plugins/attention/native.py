@@ -21,6 +21,7 @@ from ..layers.handle import KVHandle
 from ..layers.view import StreamView
 from .bias import LogitBias, logit_bias, per_head
 from .cuda import attend_on_device, why_not_fast
+from .decoded import DecodedView
 from .description import describe
 from .reference import AttentionOptions, attend
 from .tiles import attend_tiles, can_attend_tiles
@@ -87,8 +88,9 @@ def _attend_on_cpu(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
         if is_decode or added.bias is None or added.bias.shape[2] == 1:
             return _attend_in_passes(query, key.tokens, keys, values, options, added)
     if can_attend_tiles(options, length, query_length):
-        records = key.tokens.stream.records.data
-        return attend_tiles(query, records, keys, values, options, _sink_start(key.tokens, keys, values))
+        sink_start = _sink_start(key.tokens, keys, values)
+        decoded = DecodedView(key.tokens, keys, sink_start), DecodedView(value.tokens, values, sink_start)
+        return attend_tiles(query, *decoded, options)
     return f"no native kernel attends from {query_length} tokens at once with these masks and biases"
 
 

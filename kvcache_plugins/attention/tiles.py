@@ -14,17 +14,16 @@ what no query of a part sees is left out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.layout import Side
-from ..kernels.ops import decode_tokens
 from .flash import attend_flash
 from .reference import AttentionOptions
 
-__all__ = ["Visibility", "attend_tiles", "can_attend_tiles"]
+__all__ = ["TileSource", "Visibility", "attend_tiles", "can_attend_tiles"]
 
 _TILE_VALUES = {"cpu": 1 << 21, "cuda": 1 << 25}
 """Decoded values in a tile of keys: 2048 tokens of 8 heads of 128 channels, and 32768 on a GPU. Shorter tiles
@@ -33,6 +32,29 @@ _PART = 512
 """Queries, and new tokens, of one masked product: flash attention works on 512 tokens at a time itself."""
 _FAR = -1e4
 """Finite additive mask values below are meant to hide: beside them an fp32 logit is known to 1e-3 at best."""
+
+
+class TileSource(Protocol):
+    """Keys or values that can be read in runs and in a dtype; `decoded.DecodedView` is one."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in all."""
+        ...
+
+    @property
+    def heads(self) -> int:
+        """Heads of a token."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        ...
+
+    def read_as(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Tokens `[start, stop)`: `(B, H, stop - start, D)`, the last dimension dense."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -136,31 +158,21 @@ def can_attend_tiles(options: AttentionOptions, length: int, query_length: int) 
     return not visibility.is_causal and not bool(((best < _FAR) & (best > -torch.inf)).any())
 
 
-def attend_tiles(
-    query: Tensor,
-    records: Tensor,
-    keys: Side,
-    values: Side,
-    options: AttentionOptions,
-    sink_start: Tensor | None = None,
-) -> Tensor:
+def attend_tiles(query: Tensor, keys: TileSource, values: TileSource, options: AttentionOptions) -> Tensor:
     """Attend from many new tokens over packed and exact keys and values.
 
     Args:
         query (`torch.Tensor` of shape `(B, Hq, q, D)`): fp32, bf16 or fp16; on a GPU what
             `why_no_flash` has nothing against.
-        records (`torch.Tensor` of shape `(B, H, N, record_bytes)`): uint8, the packed blocks.
-        keys (`Side`): How to read the keys: `T` tokens.
-        values (`Side`): How to read the values: as many.
+        keys (`TileSource`): `T` tokens.
+        values (`TileSource`): As many; each tile is read after that of the keys.
         options (`AttentionOptions`): What `can_attend_tiles` accepts.
-        sink_start (`torch.Tensor` of shape `(B,)`, *optional*): int64, slot of the first exact sink of every
-            row.
 
     Returns:
         `torch.Tensor` of shape `(B, Hq, q, Dv)`: in the dtype of `query`; zeros where nothing is visible.
     """
     batch_size, query_heads, query_length, head_dim = query.shape
-    kv_heads, value_dim = records.shape[1], values.layout.head_dim
+    kv_heads, value_dim = keys.heads, values.head_dim
     scaling = options.scaling if options.scaling is not None else head_dim**-0.5
     visibility = Visibility.of(options, keys.length, query_length, query.device)
     width = max(head_dim, value_dim)  # flash attention wants one
@@ -172,8 +184,7 @@ def attend_tiles(
             if not parts:
                 continue
             tile_keys, tile_values = (
-                _widened(_read(records, side, side is keys, *slots, query.dtype, sink_start), width)
-                for side in (keys, values)
+                _widened(side.read_as(*slots, query.dtype), width) for side in (keys, values)
             )
             for queries, mask in parts:
                 rows = grouped[:, :, :, queries[0] : queries[1]]
@@ -253,28 +264,6 @@ def _parts(visibility: Visibility, slots: tuple[int, int]) -> list[tuple[tuple[i
         if seen is not False:
             parts.append((queries, None if seen is True else seen))
     return parts
-
-
-def _read(
-    records: Tensor,
-    side: Side,
-    is_key: bool,
-    start: int,
-    stop: int,
-    dtype: torch.dtype,
-    sink_start: Tensor | None,
-) -> Tensor:
-    """Tokens of a tile in `dtype`: as they lie where they are exact, else decoded."""
-    begin = side.layout.packed_length
-    for segment in side.segments:
-        end = begin + segment.shape[2]
-        if begin <= start and stop <= end:
-            exact = segment[:, :, start - begin : stop - begin].to(dtype)
-            return exact if exact.stride(-1) == 1 else exact.contiguous()
-        begin = end
-    return decode_tokens(
-        records, side, is_key=is_key, start=start, stop=stop, dtype=dtype, sink_start=sink_start
-    )
 
 
 def _widened(states: Tensor, width: int) -> Tensor:

@@ -45,7 +45,8 @@ class KnormCache(EvictingCache):
     Paper: A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430.
     Deviates: evicts in every layer; sinks and the newest tokens are protected.
     Cost: 8 bytes per token and head beside the storage.
-    Limits: no regard for what is asked; a norm says little in models that normalise their keys (Qwen 3).
+    Limits: no regard for what is asked; a norm says little in models that normalise their keys (Qwen 3) or
+        cache normalised latents (DeepSeek-V3).
     """
 
     config_class = KnormConfig

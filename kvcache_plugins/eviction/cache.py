@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..cache import KVCache
 from ..models.facts import LayerFacts, biases_by_distance, decoder_config, split_model_or_config
-from ..models.layer_plan import LayerPlan
+from ..models.layer_plan import LayerPlan, caches_latents
 from ..registry import get_backend
 from .layer import EvictingLayer
 from .options import EvictingConfig
@@ -44,6 +44,12 @@ class EvictingCache(KVCache):
                 "held. Allowed for this model are backends that keep every token, such as 'int8' and 'kivi'."
             )
         super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
+        if self.config.pool is not None and caches_latents(self.model_config):
+            raise ValueError(
+                f"{type(self.config).__name__}.pool={self.config.pool!r} adds up values, and models of type "
+                f"{config.model_type!r} cache latents and rotated keys instead; allowed for this model is "
+                "None."
+            )
         self.prompt_length: int | None = None
         storage = self.config.storage_config()
         if storage is not None:

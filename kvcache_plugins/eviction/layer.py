@@ -190,9 +190,13 @@ class EvictingLayer(PackedLayer):
                 return joined(keys), joined(values)
         return KVHandle(self, keys), KVHandle(self, values)
 
+    @property
+    def observes_queries(self) -> bool:
+        return self.scored_after == "attention" and self.evicts
+
     def attended(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
         """Take notice that `query` was answered from `tokens`; evicts if that is what was waited for."""
-        if self.scored_after != "attention" or not self.evicts:
+        if not self.observes_queries:
             return
         if self.accumulates or (self._due is not None and self._exceeds(self._due)):
             with storing():

@@ -195,6 +195,11 @@ class PackedLayer(CacheLayerMixin):
         """Tokens, from 1 to `limit`, that may come in one call and are read as if they came one by one."""
         return min(stream.room(limit) for stream in self.streams) if self.is_initialized else 1
 
+    @property
+    def observes_queries(self) -> bool:
+        """Whether `attended` does anything with what it is shown."""
+        return False
+
     def attended(self, query: Tensor, tokens: StreamView, options: Any) -> None:
         """Take notice that `query` `(B, Hq, q, D)` was answered from the keys `tokens`; evicting layers do.
 

@@ -9,7 +9,7 @@ operation the handle decodes itself, and the layer counts the read: slow, never 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVHandle", "intercept"]
 
+_Self = TypeVar("_Self", bound="KVHandle")
 _Interceptor = Callable[..., Any]
 _interceptors: dict[Callable[..., Any], _Interceptor] = {}
 
@@ -66,8 +67,16 @@ class KVHandle(Tensor):
     @staticmethod
     def __new__(cls, layer: PackedLayer, tokens: StreamView) -> KVHandle:
         newest = tokens.segments[-1]
-        shape = (newest.shape[0], newest.shape[1], tokens.length, newest.shape[3])
-        handle: KVHandle = Tensor._make_wrapper_subclass(cls, shape, dtype=newest.dtype, device=newest.device)
+        return cls.standing_for(layer, tokens, heads=newest.shape[1], head_dim=newest.shape[3])
+
+    @classmethod
+    def standing_for(
+        cls: type[_Self], layer: PackedLayer, tokens: StreamView, *, heads: int, head_dim: int
+    ) -> _Self:
+        """A handle of `heads` heads of `head_dim` channels for every one of `tokens`."""
+        newest = tokens.segments[-1]
+        shape = (newest.shape[0], heads, tokens.length, head_dim)
+        handle: _Self = Tensor._make_wrapper_subclass(cls, shape, dtype=newest.dtype, device=newest.device)
         handle.layer, handle.tokens, handle._dense = layer, tokens, None
         return handle
 

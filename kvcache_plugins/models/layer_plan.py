@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LayerPlan", "key_value_heads", "plan_layers"]
+__all__ = ["LayerPlan", "caches_latents", "key_value_heads", "plan_layers"]
 
 
 _WINDOWED_KINDS = ("sliding_attention", "chunked_attention")
@@ -84,6 +84,11 @@ def plan_layers(config: Any, skipped: frozenset[int] = frozenset()) -> list[Laye
     return plans
 
 
+def caches_latents(config: Any) -> bool:
+    """Whether a layer of this configuration caches latents and rotated keys, and not keys and values."""
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
 def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
     """Return `(num_key_value_heads, key_head_dim, value_head_dim)` of what a layer hands to its cache.
 
@@ -91,9 +96,7 @@ def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
         ValueError: If the configuration knows no attention heads (state-space models).
     """
     layer = config.per_layer_config[layer_idx] if getattr(config, "is_heterogeneous", False) else config
-    if (
-        getattr(layer, "kv_lora_rank", None) is not None
-    ):  # latent attention caches one head of latents and one of keys
+    if caches_latents(layer):  # one head of latents and one of rotated keys
         return 1, layer.kv_lora_rank, layer.qk_rope_head_dim
     heads = getattr(layer, "num_attention_heads", None) or getattr(layer, "n_head", None)
     if heads is None:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .layer_plan import caches_latents
+
 __all__ = ["Rotary", "find_rotary", "modeling_module", "rotary_module"]
 
 
@@ -92,9 +94,7 @@ def find_rotary(model: nn.Module | None, config: Any, layer_type: str | None, he
     Returns:
         `Rotary | None`: `None` if the model has no rotary embedding, or one whose layout is not known.
     """
-    if (
-        getattr(config, "kv_lora_rank", None) is not None
-    ):  # latent attention: what is cached as key is not rotated
+    if caches_latents(config):  # what is cached as key is not rotated
         return None
     holder = rotary_module(model) if model is not None else _build_rotary_module(config)
     if holder is None:

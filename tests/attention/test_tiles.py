@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvcache_plugins.attention import native, tiles
+from kvcache_plugins.attention import decoded, native, tiles
 from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.attention.tiles import Visibility, can_attend_tiles
@@ -186,7 +186,7 @@ def test_slots_are_decoded_once_in_bounded_tiles(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(native, "_has_fast_passes", lambda dtype: False)
     reads: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     masked: list[bool] = []
-    decode, product = tiles.decode_tokens, tiles._attend
+    decode, product = decoded.decode_tokens, tiles._attend
 
     def watch_decode(*arguments: Any, **options: Any) -> Tensor:
         reads[options["is_key"]].append((options["start"], options["stop"]))
@@ -196,7 +196,7 @@ def test_slots_are_decoded_once_in_bounded_tiles(monkeypatch: pytest.MonkeyPatch
         masked.append(arguments[3] is not None)
         return product(*arguments)
 
-    monkeypatch.setattr(tiles, "decode_tokens", watch_decode)
+    monkeypatch.setattr(decoded, "decode_tokens", watch_decode)
     monkeypatch.setattr(tiles, "_attend", watch_product)
     monkeypatch.setitem(tiles._TILE_VALUES, "cpu", 2 * 2 * 64 * 64)
     monkeypatch.setattr(tiles, "_PART", 16)

@@ -1,0 +1,97 @@
+"""How models with latents hand them to attention: as they are cached, and not as keys and values.
+
+Their attention modules have a method, `expand_kv`, between the cache and the attention function. It is
+replaced in the module's class, once: handles go through it as handles of what it would make
+(`layers.expanded`), tensors go on to the original. A module is first compared with what it is taken to do, on
+a few numbers; one that does anything else, or whose weight is not a plain one, makes its keys and values
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.expanded import Expansion, Make
+from ..layers.handle import KVHandle
+from ..models.latent import LatentProjection, projection_of
+
+__all__ = ["let_latents_pass", "restore_expansions"]
+
+Method = Callable[..., tuple[Tensor, Tensor]]
+
+_NAME = "expand_kv"
+
+_originals: dict[type[nn.Module], Method] = {}
+_obstacles: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+
+
+def let_latents_pass(model: nn.Module) -> None:
+    """Let handles through the modules of a model that make keys and values of latents.
+
+    Args:
+        model (`torch.nn.Module`): Nothing is done to one that has no such modules. The method is replaced in
+            the module's class, where tensors go on to the original.
+    """
+    for module in model.modules():
+        if not hasattr(module, _NAME) or not hasattr(module, "kv_b_proj"):
+            continue
+        owner = next(cls for cls in type(module).__mro__ if _NAME in vars(cls))
+        if owner not in _originals:
+            _originals[owner] = vars(owner)[_NAME]
+            setattr(owner, _NAME, _handing_on(_originals[owner]))
+
+
+def restore_expansions() -> None:
+    """Undo what `let_latents_pass` did."""
+    while _originals:
+        cls, original = _originals.popitem()
+        setattr(cls, _NAME, original)
+
+
+def _handing_on(original: Method) -> Method:
+    @wraps(original)
+    def expand_kv(self: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        if not (isinstance(latents, KVHandle) and isinstance(rotated, KVHandle)):
+            return original(self, latents, rotated)
+
+        def make(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+            return original(self, latents, rotated)
+
+        projection = projection_of(self)
+        if not isinstance(projection, LatentProjection):
+            obstacle: str | None = projection
+        elif projection.weight.device != latents.device:
+            obstacle = f"kv_b_proj is on {projection.weight.device}, the latents are on {latents.device}"
+        else:
+            if self not in _obstacles:
+                _obstacles[self] = _compare(projection, make, latents, rotated)
+            obstacle = _obstacles[self]
+            if obstacle is None:
+                return Expansion(latents, rotated, projection, make).handles()
+        latents.layer.kernel_reason = f"all latents are expanded at every step: {obstacle}"
+        return original(self, latents.dense(), rotated.dense())
+
+    return expand_kv
+
+
+def _compare(projection: LatentProjection, make: Make, latents: KVHandle, rotated: KVHandle) -> str | None:
+    """What a model makes of a few numbers, beside what it is taken to make; `None` if that is the same."""
+    weight = projection.weight
+    given = [
+        (torch.arange(3 * width, device=weight.device) * step % 101 / 50.5 - 1).view(1, 1, 3, width)
+        for width, step in ((weight.shape[2], 37), (rotated.shape[3], 59))
+    ]
+    if latents.shape[1] != 1 or weight.shape[2] != latents.shape[3]:
+        return f"{latents.shape[1]} latents of {latents.shape[3]} numbers meet a weight of {weight.shape[2]}"
+    given = [states.to(weight.dtype) for states in given]
+    made, known = make(given[0], given[1]), projection.expand(given[0], given[1])
+    is_same = all(
+        a.shape == b.shape and torch.allclose(a.float(), b.float(), atol=0.02 * float(b.abs().max()))
+        for a, b in zip(made, known, strict=True)
+    )
+    return None if is_same else "the model makes something else of its latents than is known"

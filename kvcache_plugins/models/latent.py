@@ -1,0 +1,119 @@
+"""Multi-head latent attention: models whose keys and values are linear maps of one short latent per token.
+
+Such a model (DeepSeek-V2, arXiv 2405.04434, section 2.1) caches a latent `c` of `kv_lora_rank` numbers and a
+rotated key `r` that all heads share. Head `h` has the key `[K c, r]` and the value `V c`, with its own rows
+`K` and `V` of the weight of `kv_b_proj`. A query `[a, b]` therefore has the logits
+
+    a . K c + b . r = (K^T a) . c + b . r,        and        sum_t p_t V c_t = V sum_t p_t c_t,
+
+so attention can read the latents as they are: the query is mapped once, and so is what comes out.
+Transformers maps every cached latent at every step instead, which for DeepSeek-V2-Lite is 2 million products
+a token, layer and step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["LatentProjection", "projection_of"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class LatentProjection:
+    """What makes keys and values of latents.
+
+    Args:
+        weight (`torch.Tensor` of shape `(H, Dn + Dv, R)`): Rows of every head: those of its keys, then those
+            of its values.
+        key_dim (`int`): `Dn`, channels of a key that come from the latent.
+    """
+
+    weight: Tensor
+    key_dim: int
+
+    @property
+    def heads(self) -> int:
+        """Heads of the expanded keys and values."""
+        return self.weight.shape[0]
+
+    @property
+    def value_dim(self) -> int:
+        """`Dv`, channels of a value."""
+        return self.weight.shape[1] - self.key_dim
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Map the first channels of queries to where latents live.
+
+        Args:
+            query (`torch.Tensor` of shape `(B, H, q, Dn)`): Channels that meet `K c`.
+
+        Returns:
+            `torch.Tensor` of shape `(B, H, q, R)`: `K^T query`.
+        """
+        return _by_head(query, self.weight[:, : self.key_dim].to(query.dtype))
+
+    def lift(self, outputs: Tensor) -> Tensor:
+        """Map weighted sums of latents `(B, H, q, R)` to those of values, `(B, H, q, Dv)`."""
+        return _by_head(outputs, self.weight[:, self.key_dim :].to(outputs.dtype).transpose(1, 2))
+
+    def expand(self, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """Make keys and values of all heads, as the model does.
+
+        Args:
+            latents (`torch.Tensor` of shape `(B, 1, n, R)`): In the dtype of the weight.
+            rotated (`torch.Tensor` of shape `(B, 1, n, Dr)`): What all heads share.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Keys `(B, H, n, Dn + Dr)`, values `(B, H, n, Dv)`.
+        """
+        made = F.linear(latents[:, 0], self.weight.flatten(0, 1)).unflatten(-1, self.weight.shape[:2])
+        keys, values = made.transpose(1, 2).split((self.key_dim, self.value_dim), dim=-1)
+        return torch.cat((keys, rotated.expand(-1, self.heads, -1, -1)), dim=-1), values
+
+
+def projection_of(module: Any) -> LatentProjection | str:
+    """The projection of an attention module with latents; what is in the way if it is not a plain one.
+
+    Args:
+        module (`torch.nn.Module`): Has `kv_b_proj`, `qk_nope_head_dim` and `v_head_dim`.
+    """
+    layer = module.kv_b_proj
+    kind = type(layer)
+    if kind is not nn.Linear:
+        return f"kv_b_proj is a {kind.__name__} and not a plain linear layer"
+    if layer.bias is not None or not _is_bare(layer):
+        return "kv_b_proj is more than a weight: it has a bias, hooks, or a forward of its own"
+    weight = layer.weight
+    kind = type(weight)
+    if kind is not nn.Parameter or weight.dtype not in _DTYPES or weight.is_meta:
+        return f"the weight of kv_b_proj is a {kind.__name__} of {weight.dtype} on {weight.device}"
+    key_dim = int(module.qk_nope_head_dim)
+    rows = key_dim + int(module.v_head_dim)
+    if weight.shape[0] % rows:
+        return f"kv_b_proj has {weight.shape[0]} rows, which are not heads of {rows}"
+    return LatentProjection(weight.detach().view(-1, rows, weight.shape[1]), key_dim)
+
+
+def _is_bare(layer: nn.Module) -> bool:
+    """Whether nothing happens around a layer's product."""
+    if any(getattr(layer, name) for name in _HOOKS):
+        return False
+    if "forward" not in vars(layer):
+        return True
+    # accelerate's, where several devices share a model: weights that stay on theirs may be read there
+    return getattr(getattr(layer, "_hf_hook", None), "offload", True) is False
+
+
+def _by_head(states: Tensor, weights: Tensor) -> Tensor:
+    """`(B, H, q, n)` times `(H, n, m)`: `(B, H, q, m)`, without repeating the weights for every row."""
+    batch_size, heads, length = states.shape[:3]
+    found = states.transpose(0, 1).reshape(heads, batch_size * length, -1) @ weights
+    return found.view(heads, batch_size, length, -1).transpose(0, 1)

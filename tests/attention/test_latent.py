@@ -1,0 +1,308 @@
+"""Attention over latents: against fp64 attention to the keys and values that a model would make of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvcache_plugins.attention import dispatch, latent, latent_models
+from kvcache_plugins.attention.latent import attend_latents, latent_keys
+from kvcache_plugins.attention.received import received_attention
+from kvcache_plugins.attention.reference import AttentionOptions
+from kvcache_plugins.layers.base import PackedLayer
+from kvcache_plugins.layers.expanded import Expansion
+from kvcache_plugins.models.latent import LatentProjection, projection_of
+from kvcache_plugins.testing.comparison import relative_rms
+from tests.kernels.decode_cases import CASES, build_layer, library, masks, step
+from tests.reference.attention import naive_attention
+
+__all__ = ["library"]  # a fixture
+
+HEADS, RANK, KEY_DIM, ROTATED, VALUE_DIM = 6, 64, 24, 16, 40
+SCALING = 0.2
+PADS = torch.tensor([70, 3])
+
+
+def make(projection: LatentProjection, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of all heads, from the definition, head by head."""
+    keys, values = [], []
+    for weight in projection.weight.to(latents.dtype):
+        keys.append(torch.cat((latents[:, 0] @ weight[:KEY_DIM].T, rotated[:, 0]), dim=-1))
+        values.append(latents[:, 0] @ weight[KEY_DIM:].T)
+    return torch.stack(keys, dim=1), torch.stack(values, dim=1)
+
+
+def expansion_of(
+    options: dict[str, Any], length: int, query_length: int, **layer: Any
+) -> tuple[Tensor, Expansion]:
+    """Queries of the newest tokens, and what a layer then holds."""
+    dtype = layer.get("dtype", torch.float32)
+    weight = torch.randn(HEADS, KEY_DIM + VALUE_DIM, RANK) / RANK**0.5
+    projection = LatentProjection(weight.to(dtype), KEY_DIM)
+    built = build_layer(options, length, kv_heads=1, head_dim=RANK, value_dim=ROTATED, **layer)
+    _, latents, rotated = step(built, query_length, 1)
+    query = torch.randn(len(latents), HEADS, query_length, KEY_DIM + ROTATED).to(dtype)
+    return query, Expansion(latents, rotated, projection, lambda a, b: make(projection, a, b))
+
+
+def truth(query: Tensor, expansion: Expansion, **options: Any) -> Tensor:
+    """In fp64, over what the layer holds."""
+    held = (handle.tokens.dense(torch.float64) for handle in (expansion.latents, expansion.rotated))
+    return naive_attention(query.double(), *make(expansion.projection, *held), **options)
+
+
+def check(query: Tensor, expansion: Expansion, bound: float = 1e-5, **options: Any) -> None:
+    got = attend_latents(query, expansion, AttentionOptions(**options))
+    renamed = {"sinks" if name == "sink_logits" else name: option for name, option in options.items()}
+    if isinstance(mask := options.get("mask"), Tensor):  # some reach further than the tokens
+        renamed["mask"] = mask[..., : expansion.latents.tokens.length]
+    expected = truth(query, expansion, **renamed)
+    assert got.dtype == query.dtype and got.shape == expected.shape
+    assert torch.isfinite(got).all()
+    assert relative_rms(expected, got) <= bound
+    assert expansion.latents.layer.fallback_reads == 0
+
+
+@pytest.fixture(params=["absorbed", "expanded"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways, whatever would be cheaper."""
+    monkeypatch.setattr(latent, "_absorbing_is_cheaper", lambda *_: request.param == "absorbed")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_backend(name: str, way: str) -> None:
+    query, expansion = expansion_of(CASES[name], 250, 3)
+    check(query, expansion, is_causal=True, scaling=SCALING)
+    assert expansion.latents.layer.kernel == "cpu"
+
+
+@pytest.mark.parametrize("query_length", [1, 2, 9, 33])
+def test_query_lengths(query_length: int, way: str) -> None:
+    query, expansion = expansion_of(CASES["kivi-default"], 300, query_length)
+    check(query, expansion, is_causal=True)
+
+
+@pytest.mark.parametrize("query_length", [1, 20])
+def test_plain_torch(query_length: int, way: str) -> None:
+    query, expansion = expansion_of(CASES["int8-default"] | {"kernel": "torch"}, 150, query_length)
+    check(query, expansion, is_causal=True)
+    layer = expansion.latents.layer
+    assert (layer.kernel, layer.kernel_reason) == ("torch", "kernel='torch' was given")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("query_length", [1, 20])
+def test_dtypes(dtype: torch.dtype, query_length: int, way: str) -> None:
+    query, expansion = expansion_of(CASES["int8-default"], 150, query_length, dtype=dtype)
+    # what the decoded tokens are rounded to bounds what can be asked of fp64: codes are decoded in fp32
+    bounds = {torch.float64: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+    check(query, expansion, bounds[dtype], is_causal=True)
+
+
+def test_absorbed_half_precision_is_no_worse_than_what_a_model_makes() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        query, expansion = expansion_of(CASES["int8-default"], 300, 1, dtype=dtype)
+        expected = truth(query, expansion)
+        got = attend_latents(query, expansion, AttentionOptions())
+        keys, values = expansion.dense()
+        made = nn.functional.scaled_dot_product_attention(query, keys, values)
+        assert relative_rms(expected, got) <= relative_rms(expected, made)
+
+
+@pytest.mark.parametrize("query_length", [1, 20])
+def test_masks_and_biases(query_length: int, way: str) -> None:
+    query, expansion = expansion_of(CASES["kivi-default"], 200, query_length)
+    length = 200 + query_length
+    for mask in masks(2, HEADS, query_length, length).values():
+        check(query, expansion, mask=mask)
+    check(query, expansion, is_causal=True, softcap=3.0)
+    check(query, expansion, is_causal=True, sliding_window=90)
+    check(query, expansion, is_causal=True, sink_logits=torch.randn(HEADS))
+
+
+def test_sinks_kept_exact_with_padding(way: str) -> None:
+    query, expansion = expansion_of(CASES["int4-sinks"], 200, 2, padding=PADS)
+    mask = (torch.arange(202) >= PADS[:, None])[:, None, None]
+    check(query, expansion, mask=mask, is_causal=True)
+
+
+def test_the_cheaper_way_is_taken() -> None:
+    weight = torch.zeros(16, 256, 512)  # DeepSeek-V2-Lite
+    projection = LatentProjection(weight, 128)
+    cheaper = {
+        count: latent._absorbing_is_cheaper(torch.empty(1, 16, count, 192), projection)
+        for count in (1, 128, 256)
+    }
+    # 512 * 256 products to make a key and a value, 1088 against 320 for a query
+    assert cheaper == {1: True, 128: True, 256: False}
+
+
+def test_a_tile_is_read_once(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    query, expansion = expansion_of(CASES["int8-default"], 300, 1)
+    reads: list[tuple[int, int]] = []
+    original = latent.DecodedView._decode
+
+    def counted(self: Any, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        reads.append((start, stop))
+        return original(self, start, stop, dtype)
+
+    monkeypatch.setattr(latent.DecodedView, "_decode", counted)
+    attend_latents(query, expansion, AttentionOptions())
+    assert len(reads) == 2 * len(set(reads)), "latents and rotated keys of each run"
+
+
+def test_received_attention_is_that_of_all_heads() -> None:
+    query, expansion = expansion_of(CASES["kivi-default"], 200, 5)
+    options = AttentionOptions(is_causal=True, scaling=SCALING)
+    absorbed = latent._absorbed(query, expansion.projection)
+    got = received_attention(absorbed, latent_keys(expansion), options)
+    held = (handle.tokens.dense(torch.float64) for handle in (expansion.latents, expansion.rotated))
+    keys, _ = make(expansion.projection, *held)
+    logits = query.double() @ keys.transpose(2, 3) * SCALING
+    hidden = torch.ones(5, 205, dtype=torch.bool).triu(201)
+    expected = logits.masked_fill(hidden, -torch.inf).softmax(-1).sum((1, 2))[:, None]
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+# -- handles
+
+
+def test_handles_look_like_what_they_stand_for() -> None:
+    query, expansion = expansion_of(CASES["int8-default"], 150, 1)
+    keys, values = expansion.handles()
+    assert keys.shape == (2, HEADS, 151, KEY_DIM + ROTATED)
+    assert values.shape == (2, HEADS, 151, VALUE_DIM)
+    assert (keys.dtype, keys.device) == (query.dtype, query.device)
+
+
+def test_any_other_operation_makes_keys_and_values_and_is_counted() -> None:
+    _, expansion = expansion_of(CASES["int8-default"], 150, 1)
+    keys, values = expansion.handles()
+    made = make(expansion.projection, expansion.latents.dense(), expansion.rotated.dense())
+    assert torch.equal(keys + 0, made[0]) and torch.equal(values * 1, made[1])
+    assert expansion.latents.layer.fallback_reads == 2, "latents and rotated keys, once each"
+
+
+def test_torchs_own_attention_reads_latents() -> None:
+    query, expansion = expansion_of(CASES["int8-default"], 150, 1)
+    keys, values = expansion.handles()
+    got = nn.functional.scaled_dot_product_attention(query, keys, values)
+    assert relative_rms(truth(query, expansion), got) <= 1e-5
+    assert expansion.latents.layer.fallback_reads == 0
+
+
+def test_keys_and_values_of_two_calls_are_dense() -> None:
+    query, expansion = expansion_of(CASES["int8-default"], 150, 1)
+    _, other = expansion_of(CASES["int8-default"], 150, 1)
+    got = nn.functional.scaled_dot_product_attention(query, expansion.handles()[0], other.handles()[1])
+    expected = nn.functional.scaled_dot_product_attention(query, expansion.dense()[0], other.dense()[1])
+    torch.testing.assert_close(got, expected)
+
+
+# -- which modules
+
+
+class Attention(nn.Module):
+    """As much of an attention module as is looked at."""
+
+    qk_nope_head_dim, v_head_dim = KEY_DIM, VALUE_DIM
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj: nn.Module = nn.Linear(RANK, HEADS * (KEY_DIM + VALUE_DIM), bias=False)
+        self.is_reversed = False
+
+    def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.kv_b_proj(kv_nope[:, 0]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        keys, values = made.split((KEY_DIM, VALUE_DIM), dim=-1)
+        parts = [keys, k_rot.expand(-1, HEADS, -1, -1)]
+        return torch.cat(parts[::-1] if self.is_reversed else parts, dim=-1), values
+
+
+@pytest.fixture
+def module() -> Any:
+    module = Attention()
+    latent_models.let_latents_pass(module)
+    yield module
+    latent_models.restore_expansions()
+
+
+def held_by(options: dict[str, Any]) -> tuple[PackedLayer, Any, Any]:
+    layer = build_layer(options, 150, kv_heads=1, head_dim=RANK, value_dim=ROTATED)
+    _, latents, rotated = step(layer, 1, 1)
+    return layer, latents, rotated
+
+
+def test_a_projection_is_the_models(module: Any) -> None:
+    projection = projection_of(module)
+    assert isinstance(projection, LatentProjection)
+    assert (projection.heads, projection.key_dim, projection.value_dim) == (HEADS, KEY_DIM, VALUE_DIM)
+    given = torch.randn(2, 1, 7, RANK), torch.randn(2, 1, 7, ROTATED)
+    for made, known in zip(module.expand_kv(*given), projection.expand(*given), strict=True):
+        torch.testing.assert_close(known, made)
+
+
+def test_handles_pass_and_tensors_do_as_before(module: Any) -> None:
+    layer, latents, rotated = held_by(CASES["int8-default"])
+    keys, values = module.expand_kv(latents, rotated)
+    assert keys.expansion is values.expansion
+    query = torch.randn(2, HEADS, 1, KEY_DIM + ROTATED)
+    with torch.no_grad():
+        got, _ = dispatch.forward_over_handles(module, query, keys, values, None)
+        assert layer.fallback_reads == 0
+        made = module.expand_kv(latents.dense(), rotated.dense())
+        expected = nn.functional.scaled_dot_product_attention(query, *made)
+    torch.testing.assert_close(got.transpose(1, 2), expected)
+
+
+class Adapted(nn.Linear):
+    """A linear layer of a kind that is not known."""
+
+
+def _with_bias(module: Any) -> None:
+    module.kv_b_proj = nn.Linear(RANK, HEADS * (KEY_DIM + VALUE_DIM))
+
+
+def _with_hook(module: Any) -> None:
+    module.kv_b_proj.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def _adapted(module: Any) -> None:
+    module.kv_b_proj = Adapted(RANK, HEADS * (KEY_DIM + VALUE_DIM), bias=False)
+
+
+def _reversed(module: Any) -> None:
+    module.is_reversed = True
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_with_bias, "more than a weight"),
+        (_with_hook, "more than a weight"),
+        (_adapted, "Adapted and not a plain linear layer"),
+        (_reversed, "something else of its latents"),
+    ],
+)
+def test_what_is_not_known_is_left_to_the_model(module: Any, change: Any, reason: str) -> None:
+    change(module)
+    layer, latents, rotated = held_by(CASES["int8-default"])
+    with torch.no_grad():
+        keys, values = module.expand_kv(latents, rotated)
+        made = module.expand_kv(latents.dense(), rotated.dense())
+    assert torch.equal(keys, made[0]) and torch.equal(values, made[1])
+    assert reason in str(layer.kernel_reason)
+    assert layer.fallback_reads == 2
+
+
+def test_the_class_is_put_back() -> None:
+    original = Attention.expand_kv
+    latent_models.let_latents_pass(Attention())
+    latent_models.let_latents_pass(nn.Sequential(Attention(), Attention()))
+    assert Attention.expand_kv is not original
+    latent_models.restore_expansions()
+    assert Attention.expand_kv is original
