@@ -176,9 +176,11 @@ def _attend_expanded(
 
 def _absorbed(query: Tensor, projection: LatentProjection) -> Tensor:
     """Queries as rows over latents and rotated keys, `(B, H, q, R + Dr)`, in fp32 or fp64."""
-    query = query.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
-    first, rotated = query.split((projection.key_dim, query.shape[3] - projection.key_dim), dim=-1)
-    return torch.cat((projection.absorb(first), rotated), dim=-1)
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    first, rotated = query.to(compute).split(
+        (projection.key_dim, query.shape[3] - projection.key_dim), dim=-1
+    )
+    return torch.cat((projection.absorb(first).to(compute), rotated), dim=-1)
 
 
 def _absorbing_is_cheaper(query: Tensor, projection: LatentProjection) -> bool:

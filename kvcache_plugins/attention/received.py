@@ -40,7 +40,7 @@ def _received(query: Tensor, keys: TokenView, options: AttentionOptions, counted
     scaling = options.scaling if options.scaling is not None else head_dim**-0.5
     rows = (query.float() * scaling).reshape(batch_size, kv_heads, -1, head_dim)
     first = first_visible_slot(options, length, query_length)
-    tiles = cut_tiles(keys, keys, first, batch_size, kv_heads, query_heads * query_length, head_dim)
+    tiles = cut_tiles(query, keys, keys, first, kv_heads)
 
     def logits(start: int, stop: int) -> Tensor:
         found = rows @ keys.read(start, stop).float().transpose(2, 3)

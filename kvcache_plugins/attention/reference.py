@@ -33,6 +33,8 @@ _TILE_VALUES = 1 << 21
 _TILE_SCORES = 1 << 22
 """Logits in a tile: 16 MB in fp32."""
 _SMALLEST_TILE = 64
+_ON_A_GPU = 16
+"""How much larger tiles are there, where a launch takes as long as thousands of products."""
 
 
 class TokenView(Protocol):
@@ -130,9 +132,7 @@ def _attend(query: Tensor, keys: TokenView, values: TokenView, options: Attentio
     rows = (query.to(compute) * scaling).reshape(batch_size, kv_heads, -1, head_dim)
 
     best: Tensor | None = None
-    for start, stop in cut_tiles(
-        keys, values, first, batch_size, kv_heads, query_heads * query_length, head_dim
-    ):
+    for start, stop in cut_tiles(query, keys, values, first, kv_heads):
         tile_keys = keys.read(start, stop).to(compute)
         logits = rows @ tile_keys.transpose(2, 3)
         logits = logits.view(batch_size, query_heads, query_length, stop - start)
@@ -202,16 +202,15 @@ def first_visible_slot(options: AttentionOptions, length: int, query_length: int
 
 
 def cut_tiles(
-    keys: TokenView,
-    values: TokenView,
-    first: int,
-    batch_size: int,
-    kv_heads: int,
-    queries: int,
-    head_dim: int,
+    query: Tensor, keys: TokenView, values: TokenView, first: int, kv_heads: int
 ) -> list[tuple[int, int]]:
     """Cut `[first, T)` into tiles of bounded size that never straddle two sources of keys or of values."""
-    step = min(_TILE_VALUES // (batch_size * kv_heads * head_dim), _TILE_SCORES // (batch_size * queries))
+    batch_size, query_heads, query_length, head_dim = query.shape
+    step = min(
+        _TILE_VALUES // (batch_size * kv_heads * head_dim),
+        _TILE_SCORES // (batch_size * query_heads * query_length),
+    )
+    step = step if query.is_cpu else _ON_A_GPU * step
     step = max(_SMALLEST_TILE, step // _SMALLEST_TILE * _SMALLEST_TILE)
     cuts = sorted({first, keys.length, *keys.boundaries, *values.boundaries})
     cuts = [cut for cut in cuts if first <= cut <= keys.length]

@@ -23,6 +23,8 @@ from torch.nn import functional as F
 __all__ = ["LatentProjection", "projection_of"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_CONVERTED = 1 << 20
+"""Numbers of a weight that are converted at once."""
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -58,11 +60,11 @@ class LatentProjection:
         Returns:
             `torch.Tensor` of shape `(B, H, q, R)`: `K^T query`.
         """
-        return _by_head(query, self.weight[:, : self.key_dim].to(query.dtype))
+        return _by_head(query, self.weight[:, : self.key_dim])
 
     def lift(self, outputs: Tensor) -> Tensor:
         """Map weighted sums of latents `(B, H, q, R)` to those of values, `(B, H, q, Dv)`."""
-        return _by_head(outputs, self.weight[:, self.key_dim :].to(outputs.dtype).transpose(1, 2))
+        return _by_head(outputs, self.weight[:, self.key_dim :].transpose(1, 2))
 
     def expand(self, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Make keys and values of all heads, as the model does.
@@ -113,7 +115,17 @@ def _is_bare(layer: nn.Module) -> bool:
 
 
 def _by_head(states: Tensor, weights: Tensor) -> Tensor:
-    """`(B, H, q, n)` times `(H, n, m)`: `(B, H, q, m)`, without repeating the weights for every row."""
+    """`(B, H, q, n)` times `(H, n, m)`: `(B, H, q, m)`.
+
+    On a GPU in the dtype of the weights. On a CPU in that of the states, a few heads at a time: weights that
+    are converted all at once leave the processor's cache, which takes ten times as long.
+    """
     batch_size, heads, length = states.shape[:3]
-    found = states.transpose(0, 1).reshape(heads, batch_size * length, -1) @ weights
+    states = states.transpose(0, 1).reshape(heads, batch_size * length, -1)
+    if states.is_cpu:
+        step = max(1, _CONVERTED // weights[0].numel())
+        parts = zip(states.split(step), weights.split(step), strict=True)
+        found = torch.cat([rows @ part.to(rows.dtype) for rows, part in parts])
+    else:
+        found = states.to(weights.dtype) @ weights
     return found.view(heads, batch_size, length, -1).transpose(0, 1)

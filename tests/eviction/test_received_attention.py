@@ -102,7 +102,7 @@ def test_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     options = AttentionOptions(is_causal=True, sliding_window=100)
     whole = received_attention(query, DenseView(keys), options)
     monkeypatch.setattr(reference, "_TILE_VALUES", 1)  # 64 tokens each
-    assert len(reference.cut_tiles(DenseView(keys), DenseView(keys), 0, ROWS, HEADS, 9, DIM)) == 5
+    assert len(reference.cut_tiles(query, DenseView(keys), DenseView(keys), 0, HEADS)) == 5
     torch.testing.assert_close(
         received_attention(query, DenseView(keys), options), whole, atol=1e-6, rtol=1e-5
     )

@@ -19,6 +19,7 @@ from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.kernels import cuda_loader, loader
 from kvcache_plugins.testing.generation import SCENARIOS, padded_prompt, run_scenario
 from kvcache_plugins.testing.models import tiny_model
+from tests.models.families import small_model
 
 pytestmark = pytest.mark.cuda
 
@@ -88,6 +89,15 @@ def test_nothing_is_read_but_by_the_kernels(
     assert tokens.is_cuda
     assert report.fallback_reads == 0
     assert set(report.kernel) == ({"dense"} if name.endswith("dense") else {"cuda"}), report.kernel_reasons
+
+
+@pytest.mark.parametrize("name", ["int8", "kivi-4bit", "kvquant", "knorm-int8"])
+def test_latents_are_decoded_by_the_kernels(name: str) -> None:
+    model = small_model("minicpm3")
+    tokens, cache = _generated(copy.deepcopy(model).cuda(), CACHES[name])
+    report = cache.report()
+    assert (set(report.kernel), report.fallback_reads) == ({"cuda"}, 0)
+    assert torch.equal(tokens.cpu(), _generated(model, CACHES[name])[0])
 
 
 @pytest.mark.parametrize("name", ["int8", "kivi-2bit-block", "knorm-int8"])
