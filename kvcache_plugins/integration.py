@@ -19,9 +19,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache, wraps
+from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -29,15 +28,12 @@ from typing import Any
 
 from .config import drop_legacy_keys
 from .errors import IncompatibleTransformersError
+from .generation_calls import bind_cache, check_request, kept_whole, let_assistant_keep_its_cache
 from .registry import TRANSFORMERS_BACKENDS, get_backend
 
 __all__ = ["install", "uninstall"]
 
 _OWN_ATTENTION = "kvcache_plugins"
-_UNSPLITTABLE_INPUTS = (
-    "pixel_values", "pixel_values_videos", "image_embeds", "input_features", "input_values", "inputs_embeds",
-)  # fmt: skip
-_SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
 
 _Undo = Callable[[], None]
 _undo: list[_Undo] = []
@@ -120,11 +116,11 @@ def _generation_seam(module: ModuleType) -> None:
     @wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
-        _check_request(self, bound["generation_config"])
-        _let_assistant_keep_its_cache(bound["generation_config"], bound["model_kwargs"])
-        with _kept_whole(bound["generation_config"]):
+        check_request(self, bound["generation_config"])
+        let_assistant_keep_its_cache(bound["generation_config"], bound["model_kwargs"])
+        with kept_whole(bound["generation_config"]):
             result = original(self, *args, **kwargs)
-        _bind(self, bound["generation_config"], bound["model_kwargs"], bound["max_cache_length"])
+        bind_cache(self, bound["generation_config"], bound["model_kwargs"], bound["max_cache_length"])
         return result
 
     cls._prepare_cache_for_generation = prepare
@@ -193,130 +189,6 @@ class _ImportWatcher(MetaPathFinder):
 
 
 _watcher = _ImportWatcher()
-
-
-def _check_request(model: Any, generation_config: Any) -> None:
-    """Refuse what would fail later and less clearly, before anything is built."""
-    if getattr(generation_config, "cache_implementation", None) != "quantized":
-        return
-    cache_config = getattr(generation_config, "cache_config", None)
-    if cache_config is None:
-        return
-    if not isinstance(cache_config, Mapping):
-        raise ValueError(
-            "`cache_config` must be a plain dict such as {'backend': 'kivi', 'nbits': 4}, got "
-            f"{cache_config!r} ({type(cache_config).__name__})."
-        )
-    backend = cache_config.get("backend", "quanto")
-    if str(backend).lower() in TRANSFORMERS_BACKENDS:
-        return
-    get_backend(backend)
-    if getattr(model.config, "is_encoder_decoder", False):
-        from .models.facts import decoder_config
-
-        decoder_config(model.config)
-    if not model._supports_default_dynamic_cache():  # transformers then ignores `cache_implementation`
-        raise ValueError(
-            f"{type(model).__name__} keeps its past in a class of its own, which transformers cannot "
-            f"exchange: cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed "
-            "for this model is no cache_implementation at all."
-        )
-    if (soft_prompt := _soft_prompt(model)) in _SOFT_PROMPT_CACHES:
-        raise ValueError(
-            f"PEFT's {soft_prompt} puts a dense cache that holds its prefix in the place of every other: "
-            f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed are "
-            "adapters that leave the cache alone, such as LORA and PROMPT_TUNING."
-        )
-
-
-def _soft_prompt(model: Any) -> str | None:
-    """The kind of soft prompt that PEFT, which then speaks for the model, puts before every prompt."""
-    owner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    config: Any = getattr(owner, "active_peft_config", None)
-    if not getattr(config, "is_prompt_learning", False):
-        return None
-    return str(getattr(config.peft_type, "value", config.peft_type))
-
-
-def _let_assistant_keep_its_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Let a drafting model go on with the cache of its last round.
-
-    It runs with a copy of the target's configuration, so from the second round on it is given both
-    `cache_implementation` and the cache that came of it, which transformers refuses.
-    """
-    if getattr(generation_config, "is_assistant", False) and _is_ours(model_kwargs.get("past_key_values")):
-        generation_config.cache_implementation = None  # this object is the call's own copy
-
-
-@contextmanager
-def _kept_whole(generation_config: Any) -> Iterator[None]:
-    """Keep `cache_config` as the user wrote it: some releases of transformers consume its keys."""
-    cache_config = getattr(generation_config, "cache_config", None)
-    if isinstance(cache_config, Mapping):
-        generation_config.cache_config = dict(cache_config)
-    try:
-        yield
-    finally:
-        generation_config.cache_config = cache_config
-
-
-def _is_ours(value: Any) -> bool:
-    """Whether a cache is a `KVCache`; asked by name, so that a run without one never imports them."""
-    return any(base.__module__.startswith(f"{__package__}.") for base in type(value).__mro__)
-
-
-def _bind(
-    model: Any, generation_config: Any, model_kwargs: dict[str, Any], max_cache_length: int | None
-) -> None:
-    kv_cache = model_kwargs.get("past_key_values")
-    if kv_cache is None or not _is_ours(kv_cache):
-        return
-    prompt_length = _prompt_length(generation_config, model_kwargs)
-    kv_cache.bind(
-        model,
-        attention_mask=model_kwargs.get("attention_mask"),
-        max_cache_length=max_cache_length,
-        prompt_length=prompt_length,
-    )
-    given = getattr(generation_config, "prefill_chunk_size", None)
-    if given is not None and kv_cache.reads_long_text and given > kv_cache.longest_call:
-        raise ValueError(
-            f"prefill_chunk_size must be at most {kv_cache.longest_call} for {type(model).__name__} and a "
-            f"prompt of {prompt_length} tokens, or the model discards the cache; got {given}."
-        )
-    if given is None and _may_read_in_chunks(model, kv_cache, model_kwargs):
-        # this object is the call's own copy
-        generation_config.prefill_chunk_size = kv_cache.prefill_chunk_size
-
-
-def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
-    """Tokens of the prompt, those of earlier turns included; `None` if nothing tells."""
-    for name in ("attention_mask", "position_ids"):
-        tensor = model_kwargs.get(name)
-        if tensor is not None and hasattr(tensor, "shape"):
-            return int(tensor.shape[-1])
-    found = getattr(generation_config, "_mask_length", None)
-    return found if isinstance(found, int) and found > 0 else None
-
-
-def _may_read_in_chunks(model: Any, kv_cache: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether transformers can split this prompt: not one with images, nor, before 5.18, a later turn.
-
-    Nor one with a soft prompt: PEFT takes every call but the first for a step of one token.
-    """
-    if _soft_prompt(model) is not None:
-        return False
-    if any(model_kwargs.get(name) is not None for name in _UNSPLITTABLE_INPUTS):
-        return False
-    return kv_cache.get_seq_length() == 0 or _splits_later_turns()
-
-
-@cache
-def _splits_later_turns() -> bool:
-    """Whether `_prefill` leaves out of its chunks what the cache has seen; older releases read it again."""
-    from transformers.generation.utils import GenerationMixin
-
-    return "input_ids[:, -next_sequence_length:]" in inspect.getsource(GenerationMixin._prefill)
 
 
 def _is_flash(name: str) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from ..models.facts import decoder_config
-from ..models.layer_plan import key_value_heads
+from ..models.layer_plan import caches_latents, key_value_heads
 from ..models.presets import preset_config
 from .speed_options import AttentionOptions
 
@@ -91,11 +91,23 @@ class States:
 
 
 def layer_config(options: AttentionOptions) -> PreTrainedConfig:
-    """Return the configuration of the decoder whose layer is measured."""
+    """Return the configuration of the decoder whose layer is measured.
+
+    Raises:
+        ValueError: If its layers cache latents, which are not the keys and values that are measured.
+    """
     if options.preset is not None:
-        return preset_config(options.preset)
-    assert options.model is not None
-    config: PreTrainedConfig = decoder_config(AutoConfig.from_pretrained(options.model))
+        config = preset_config(options.preset)
+    else:
+        assert options.model is not None
+        config = decoder_config(AutoConfig.from_pretrained(options.model))
+    if caches_latents(config):
+        given = f"--preset {options.preset}" if options.preset is not None else f"--model {options.model}"
+        raise ValueError(
+            f"{given} caches latents, of which its layers make keys and values; `bench attention` measures "
+            "layers that cache keys and values. Allowed are other models, or `bench generate`, which "
+            "measures any."
+        )
     return config
 
 

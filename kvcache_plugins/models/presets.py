@@ -59,6 +59,29 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 32768,
         },
     ),
+    # caches a latent of 512 numbers and a rotated key of 64 per token and layer
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        {
+            "num_hidden_layers": 27,
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "vocab_size": 102400,
+            "max_position_embeddings": 163840,
+        },
+    ),
     "tiny": (
         "llama",
         {

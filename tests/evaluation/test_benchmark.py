@@ -541,6 +541,7 @@ def test_random_model_is_the_one_promised() -> None:
     ("arguments", "said"),
     [
         (["attention", "--preset", "llama3"], ["--preset", "'llama3'", "llama3-8b"]),
+        (["attention", "--preset", "deepseek-v2-lite"], ["--preset deepseek-v2-lite", "bench generate"]),
         (["attention", "--lengths", "0"], ["--lengths", ">= 1", "0"]),
         (["attention", "--batch_sizes", "1", "-2"], ["--batch_sizes", ">= 1", "-2"]),
         (["attention", "--dtype", "int8"], ["--dtype", "bf16", "'int8'"]),

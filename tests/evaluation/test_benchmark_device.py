@@ -435,6 +435,26 @@ def test_presets_have_the_size_of_their_models(preset: str, billions: float) -> 
     assert parameters / 1e9 == pytest.approx(
         billions, abs=0.006
     )  # norms and biases are a few hundred thousand
+    _check_layers(preset, config)
+
+
+def test_deepseek_v2_lite_has_the_size_of_its_model() -> None:
+    config = generation_worker.model_config(None, "deepseek-v2-lite")
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    rows = heads * (config.qk_nope_head_dim + config.v_head_dim)
+    query = hidden * heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    attention = query + hidden * (rank + config.qk_rope_head_dim) + rank * rows
+    attention += heads * config.v_head_dim * hidden
+    experts = config.n_routed_experts + config.n_shared_experts
+    sparse = 3 * hidden * config.moe_intermediate_size * experts + hidden * config.n_routed_experts
+    layers = config.num_hidden_layers
+    parameters = layers * attention + 3 * hidden * config.intermediate_size + (layers - 1) * sparse
+    parameters += 2 * config.vocab_size * hidden
+    assert parameters / 1e9 == pytest.approx(15.71, abs=0.006)
+    _check_layers("deepseek-v2-lite", config)
+
+
+def _check_layers(preset: str, config: Any) -> None:
     shortened = generation_worker.model_config(None, preset, 3)
     assert PRESETS[preset][1]["num_hidden_layers"] == config.num_hidden_layers > 3
     assert shortened.num_hidden_layers == 3

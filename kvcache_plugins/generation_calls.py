@@ -1,0 +1,164 @@
+"""One call of `generate()`: what it asks for, whether that can be met, and what its cache is told.
+
+Nothing of transformers is imported at the top, because importing this package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from .registry import TRANSFORMERS_BACKENDS, get_backend
+
+__all__ = ["bind_cache", "check_request", "kept_whole", "let_assistant_keep_its_cache"]
+
+_UNSPLITTABLE_INPUTS = (
+    "pixel_values", "pixel_values_videos", "image_embeds", "input_features", "input_values", "inputs_embeds",
+)  # fmt: skip
+_SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
+
+
+def check_request(model: Any, generation_config: Any) -> None:
+    """Refuse what would fail later and less clearly, before anything is built.
+
+    Args:
+        model (`PreTrainedModel`): What generates.
+        generation_config (`GenerationConfig`): With `cache_implementation` and `cache_config`.
+
+    Raises:
+        ValueError: Naming the option, what was given and what is allowed.
+    """
+    if getattr(generation_config, "cache_implementation", None) != "quantized":
+        return
+    cache_config = getattr(generation_config, "cache_config", None)
+    if cache_config is None:
+        return
+    if not isinstance(cache_config, Mapping):
+        raise ValueError(
+            "`cache_config` must be a plain dict such as {'backend': 'kivi', 'nbits': 4}, got "
+            f"{cache_config!r} ({type(cache_config).__name__})."
+        )
+    backend = cache_config.get("backend", "quanto")
+    if str(backend).lower() in TRANSFORMERS_BACKENDS:
+        return
+    get_backend(backend)
+    if getattr(model.config, "is_encoder_decoder", False):
+        from .models.facts import decoder_config
+
+        decoder_config(model.config)
+    if not model._supports_default_dynamic_cache():  # transformers then ignores `cache_implementation`
+        raise ValueError(
+            f"{type(model).__name__} keeps its past in a class of its own, which transformers cannot "
+            f"exchange: cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed "
+            "for this model is no cache_implementation at all."
+        )
+    if (soft_prompt := _soft_prompt(model)) in _SOFT_PROMPT_CACHES:
+        raise ValueError(
+            f"PEFT's {soft_prompt} puts a dense cache that holds its prefix in the place of every other: "
+            f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed are "
+            "adapters that leave the cache alone, such as LORA and PROMPT_TUNING."
+        )
+
+
+def _soft_prompt(model: Any) -> str | None:
+    """The kind of soft prompt that PEFT, which then speaks for the model, puts before every prompt."""
+    owner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    config: Any = getattr(owner, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False):
+        return None
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def let_assistant_keep_its_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Let a drafting model go on with the cache of its last round.
+
+    It runs with a copy of the target's configuration, so from the second round on it is given both
+    `cache_implementation` and the cache that came of it, which transformers refuses.
+    """
+    if getattr(generation_config, "is_assistant", False) and _is_ours(model_kwargs.get("past_key_values")):
+        generation_config.cache_implementation = None  # this object is the call's own copy
+
+
+@contextmanager
+def kept_whole(generation_config: Any) -> Iterator[None]:
+    """Keep `cache_config` as the user wrote it: some releases of transformers consume its keys."""
+    cache_config = getattr(generation_config, "cache_config", None)
+    if isinstance(cache_config, Mapping):
+        generation_config.cache_config = dict(cache_config)
+    try:
+        yield
+    finally:
+        generation_config.cache_config = cache_config
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether a cache is a `KVCache`; asked by name, so that a run without one never imports them."""
+    return any(base.__module__.startswith(f"{__package__}.") for base in type(value).__mro__)
+
+
+def bind_cache(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], max_cache_length: int | None
+) -> None:
+    """Tell the cache of a call, if it is one of ours, what `update` is never told, and how to read a prompt.
+
+    Args:
+        model (`PreTrainedModel`): What generates.
+        generation_config (`GenerationConfig`): The call's own copy; may be given a `prefill_chunk_size`.
+        model_kwargs (`dict`): The call's arguments, `past_key_values` and masks among them.
+        max_cache_length (`int`, *optional*): Tokens the cache will hold in the end.
+
+    Raises:
+        ValueError: If the prompt is to be read in larger chunks than the model can take.
+    """
+    kv_cache = model_kwargs.get("past_key_values")
+    if kv_cache is None or not _is_ours(kv_cache):
+        return
+    prompt_length = _prompt_length(generation_config, model_kwargs)
+    kv_cache.bind(
+        model,
+        attention_mask=model_kwargs.get("attention_mask"),
+        max_cache_length=max_cache_length,
+        prompt_length=prompt_length,
+    )
+    given = getattr(generation_config, "prefill_chunk_size", None)
+    if given is not None and kv_cache.reads_long_text and given > kv_cache.longest_call:
+        raise ValueError(
+            f"prefill_chunk_size must be at most {kv_cache.longest_call} for {type(model).__name__} and a "
+            f"prompt of {prompt_length} tokens, or the model discards the cache; got {given}."
+        )
+    if given is None and _may_read_in_chunks(model, kv_cache, model_kwargs):
+        # this object is the call's own copy
+        generation_config.prefill_chunk_size = kv_cache.prefill_chunk_size
+
+
+def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
+    """Tokens of the prompt, those of earlier turns included; `None` if nothing tells."""
+    for name in ("attention_mask", "position_ids"):
+        tensor = model_kwargs.get(name)
+        if tensor is not None and hasattr(tensor, "shape"):
+            return int(tensor.shape[-1])
+    found = getattr(generation_config, "_mask_length", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _may_read_in_chunks(model: Any, kv_cache: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether transformers can split this prompt: not one with images, nor, before 5.18, a later turn.
+
+    Nor one with a soft prompt: PEFT takes every call but the first for a step of one token.
+    """
+    if _soft_prompt(model) is not None:
+        return False
+    if any(model_kwargs.get(name) is not None for name in _UNSPLITTABLE_INPUTS):
+        return False
+    return kv_cache.get_seq_length() == 0 or _splits_later_turns()
+
+
+@cache
+def _splits_later_turns() -> bool:
+    """Whether `_prefill` leaves out of its chunks what the cache has seen; older releases read it again."""
+    from transformers.generation.utils import GenerationMixin
+
+    return "input_ids[:, -next_sequence_length:]" in inspect.getsource(GenerationMixin._prefill)
