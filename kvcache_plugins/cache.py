@@ -22,6 +22,7 @@ from .attention.latent_models import let_latents_pass
 from .config import BackendConfig, drop_legacy_keys
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
+from .layers.indexed import with_indexer
 from .layers.recurrent import with_recurrent_branch
 from .layers.storing import storing
 from .models.facts import (
@@ -67,6 +68,7 @@ class KVCache(Cache):
     backend: ClassVar[str]
     config_class: ClassVar[type[BackendConfig]]
     layer_class: ClassVar[type[PackedLayer]]
+    evicts: ClassVar[bool] = False
 
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
         model, config = split_model_or_config(model_or_config)
@@ -76,7 +78,7 @@ class KVCache(Cache):
         self.model_config = config
         self._plans = plan_layers(config)
         skipped = self.config.skipped_layers(len(self._plans))
-        self._plans = plan_layers(config, skipped)
+        self._plans = plan_layers(config, skipped, evicts=self.evicts)
         layer_configs = [self.config.for_layer(index, len(self._plans)) for index in range(len(self._plans))]
         facts = self._describe(model)
         if model is not None:
@@ -258,6 +260,8 @@ class KVCache(Cache):
         return self._build_packed(plan, config, layer_idx, facts)
 
     def _build_packed(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
+        if plan.has_indexer:
+            return with_indexer(self.layer_class)(config, layer_idx, facts)
         if not plan.has_recurrent_branch:
             return self.layer_class(config, layer_idx, facts)
         layer = with_recurrent_branch(self.layer_class)(config, layer_idx, facts)
@@ -315,14 +319,12 @@ def _left_padding(attention_mask: Tensor | None) -> tuple[Tensor | None, int | N
 def _dense_size(layer: Any) -> tuple[int, int]:
     """Key and value entries a layer holds, and the bytes of all it has seen in transformers' own class."""
     values = num_bytes = 0
-    if isinstance(layer, PackedLayer):
-        if layer.is_initialized:
-            batch_size, num_heads = layer.records.data.shape[:2]
-            per_token = batch_size * num_heads * sum(stream.head_dim for stream in layer.streams)
-            values = per_token * layer.held_length
-            num_bytes = per_token * layer.get_seq_length() * layer.dtype.itemsize
-        layer = getattr(layer, "branch", None)  # which is dense
-    for tensor in tensors_in(vars(layer)) if layer is not None else ():
+    if isinstance(layer, PackedLayer) and layer.is_initialized:
+        batch_size, num_heads = layer.records.data.shape[:2]
+        per_token = batch_size * num_heads * sum(stream.head_dim for stream in layer.streams)
+        values = per_token * layer.held_length
+        num_bytes = per_token * layer.get_seq_length() * layer.dtype.itemsize
+    for tensor in tensors_in(layer.beside() if isinstance(layer, PackedLayer) else vars(layer)):
         if tensor.is_floating_point():
             values += tensor.numel()
             num_bytes += tensor.numel() * tensor.dtype.itemsize

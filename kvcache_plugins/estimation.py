@@ -58,6 +58,7 @@ def estimate(
         layers: list[Any] = [plan.build_dense() for plan in plan_layers(config)]
     else:
         layers = build_cache(model_or_config, cache_config, max_cache_length=max_cache_length).layers
+    index_dim: int | None = getattr(config, "index_head_dim", None)
     storages: dict[int, int] = {}
     for layer_idx, layer in enumerate(layers):
         if not hasattr(layer, "get_mask_sizes"):
@@ -69,6 +70,8 @@ def estimate(
             keys = torch.empty(batch_size, heads, count, key_dim, dtype=dtype, device="meta")
             values = torch.empty(batch_size, heads, count, value_dim, dtype=dtype, device="meta")
             layer.update(keys, values)
+            if index_dim is not None and hasattr(layer, "update_indexer"):
+                layer.update_indexer(torch.empty(batch_size, count, index_dim, dtype=dtype, device="meta"))
         owned = layer.tensors().values() if isinstance(layer, PackedLayer) else tensors_in(vars(layer))
         storages |= {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in owned}
     return sum(storages.values())

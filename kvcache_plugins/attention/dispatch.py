@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
-from ..layers.base import joined
 from ..layers.expanded import ExpandedHandle
 from ..layers.handle import KVHandle, intercept
+from ..layers.view import joined
 from .exact import reads_exact_tokens_faster
 from .latent import attend_latents
 from .native import attend_handles
@@ -109,8 +109,8 @@ def forward_over_handles(
         attention_mask (`torch.Tensor`, *optional*): `(B, 1 or Hq, q, T)`, `(B, T)` as the flash functions
             get, or the `BlockMask` of flex attention.
         scaling (`float`, *optional*): Factor of the logits.
-        kwargs: `softcap`, `s_aux`, `sliding_window`, `position_bias`, `alibi_slopes`, `is_causal` are
-            honoured.
+        kwargs: `softcap`, `s_aux`, `sliding_window`, `position_bias`, `alibi_slopes`, `is_causal`, and
+            `indices`, the slots `(B, q, k)` an indexer has chosen, are honoured.
 
     Returns:
         `tuple[torch.Tensor, None]`: `(B, q, Hq, Dv)`, and no attention weights.
@@ -146,8 +146,9 @@ def attention_forward(
                 "The `kvcache_plugins` attention function serves inference; dropout must be 0, "
                 f"got {dropout} in training mode."
             )
+        mask = attention_mask if kwargs.pop("indices", None) is None else options.mask
         output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return output, None
     keys: TokenView = DenseView(key)
@@ -209,6 +210,15 @@ def _needs_dropout(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return bool(module.training and kwargs.get("dropout"))
 
 
+def _chosen(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
+    """A mask that hides whatever an indexer has not chosen, slots `(B, q, k)`, too."""
+    hidden = indices.new_ones((*indices.shape[:2], kv_length), dtype=torch.bool)
+    hidden = hidden.scatter_(-1, indices.long(), False)[:, None]
+    if mask is None:
+        return ~hidden
+    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -torch.inf)
+
+
 def _options(
     module: nn.Module,
     query: Tensor,
@@ -226,6 +236,8 @@ def _options(
     elif attention_mask is not None and attention_mask.dim() == 2:
         # (B, T), of the flash functions: which keys are real.
         attention_mask, is_causal = attention_mask.bool()[:, None, None, :], True
+    if kwargs.get("indices") is not None:
+        attention_mask = _chosen(attention_mask, kwargs["indices"], kv_length)
     requested = kwargs.get("is_causal")
     if requested is None:
         requested = getattr(module, "is_causal", True)

@@ -33,6 +33,7 @@ class EvictingCache(KVCache):
 
     config_class: ClassVar[type[EvictingConfig]] = EvictingConfig
     layer_class: ClassVar[type[EvictingLayer]] = EvictingLayer
+    evicts = True
     config: EvictingConfig
 
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:

@@ -21,11 +21,11 @@ from ..attention.exact import reads_exact_tokens_faster
 from ..attention.reference import AttentionOptions
 from ..config import BackendConfig
 from ..errors import UnsupportedOperationError
-from ..layers.base import PackedLayer, joined
+from ..layers.base import PackedLayer
 from ..layers.handle import KVHandle
 from ..layers.storing import storing
 from ..layers.stream import Stream, StreamSpec
-from ..layers.view import StreamView
+from ..layers.view import StreamView, joined
 from ..models.facts import LayerFacts
 from .keeping import keep_slots
 from .ledger import Ledger

@@ -28,9 +28,9 @@ from .records import RecordLayout, Records
 from .stepping import take_step
 from .storing import storing
 from .stream import Stream, StreamSpec
-from .view import StreamView
+from .view import StreamView, joined
 
-__all__ = ["PackedLayer", "joined"]
+__all__ = ["PackedLayer"]
 
 
 class PackedLayer(CacheLayerMixin):
@@ -310,6 +310,10 @@ class PackedLayer(CacheLayerMixin):
         if self.is_initialized and self.records.data.device != self.device:
             self._move(self.device)
 
+    def beside(self) -> dict[str, Tensor]:
+        """What is kept beside keys and values as the model gave it, by name."""
+        return {}
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor this layer owns, by name."""
         owned: dict[str, Tensor] = {}
@@ -393,8 +397,3 @@ class PackedLayer(CacheLayerMixin):
                 f"The cache was bound to an attention mask of {len(self.padding.lengths)} rows, got a batch "
                 f"of {expected[0]}."
             )
-
-
-def joined(view: StreamView) -> Tensor:
-    """Return a view of which nothing is packed as one tensor `(B, H, T, D)`."""
-    return view.segments[0] if len(view.segments) == 1 else torch.cat(view.segments, dim=2)

@@ -97,8 +97,11 @@ class BranchedLayer(PackedLayer):
         super().prefetch()
         self.branch.prefetch()
 
+    def beside(self) -> dict[str, Tensor]:
+        return _branch_names(recurrent_state(self.branch)[0])
+
     def tensors(self) -> dict[str, Tensor]:
-        return super().tensors() | _branch_names(recurrent_state(self.branch)[0])
+        return super().tensors() | self.beside()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, facts = super().state()

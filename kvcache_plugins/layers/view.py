@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .stream import Stream
 
-__all__ = ["StreamView"]
+__all__ = ["StreamView", "joined"]
 
 
 @dataclass(frozen=True)
@@ -67,3 +67,8 @@ class StreamView:
         for segment, stop in zip(self.segments, self.boundaries[1:], strict=True):
             out[:, :, stop - segment.shape[2] : stop] = segment
         return out
+
+
+def joined(view: StreamView) -> Tensor:
+    """Return a view of which nothing is packed as one tensor `(B, H, T, D)`."""
+    return view.segments[0] if len(view.segments) == 1 else torch.cat(view.segments, dim=2)

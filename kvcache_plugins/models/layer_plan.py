@@ -9,6 +9,7 @@ __all__ = ["LayerPlan", "caches_latents", "key_value_heads", "plan_layers"]
 
 
 _WINDOWED_KINDS = ("sliding_attention", "chunked_attention")
+_INDEXED = "indexed_attention"
 _FULL_KINDS = ("full_attention", "hybrid")  # hybrid: beside a recurrent branch
 
 
@@ -34,6 +35,11 @@ class LayerPlan:
         return issubclass(self._dense_class(), CacheLayerMixin)
 
     @property
+    def has_indexer(self) -> bool:
+        """Whether the layer chooses what to attend to by keys of an indexer, which it keeps as well."""
+        return self.layer_type == _INDEXED
+
+    @property
     def has_recurrent_branch(self) -> bool:
         """Whether the layer keeps a recurrent branch's state beside the keys and values of full attention."""
         return self.layer_type == "hybrid"
@@ -48,16 +54,20 @@ class LayerPlan:
         return DYNAMIC_LAYER_TYPE_MAPPING[self.layer_type]
 
 
-def plan_layers(config: Any, skipped: frozenset[int] = frozenset()) -> list[LayerPlan]:
+def plan_layers(
+    config: Any, skipped: frozenset[int] = frozenset(), *, evicts: bool = False
+) -> list[LayerPlan]:
     """Plan the layers of a decoder.
 
-    Full attention is packed, also beside a recurrent branch. A sliding or chunked layer whose window is at
+    Full attention is packed, also beside a recurrent branch, and the latents of layers with an indexer, where
+    no token is evicted. A sliding or chunked layer whose window is at
     least the model's context never drops a token, so it is packed as well (Phi-3, Mistral configurations).
     Every other kind stays with transformers' class.
 
     Args:
         config (`PreTrainedConfig`): The decoder's configuration.
         skipped (`frozenset[int]`): Layers the user wants dense.
+        evicts (`bool`): Whether tokens are to be evicted.
     """
     from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -74,7 +84,9 @@ def plan_layers(config: Any, skipped: frozenset[int] = frozenset()) -> list[Laye
             plan = LayerPlan(kind, dense_kwargs)
         elif windowed:
             plan = LayerPlan(kind, dense_kwargs, f"{kind}: holds at most {window} tokens already")
-        elif kind not in _FULL_KINDS:
+        elif kind == _INDEXED and evicts:
+            plan = LayerPlan(kind, dense_kwargs, f"{kind}: chooses among all tokens, so none may be evicted")
+        elif kind not in _FULL_KINDS and not (kind == _INDEXED and caches_latents(config)):
             plan = LayerPlan(kind, dense_kwargs, f"{kind}: not a growing key/value cache of full attention")
         else:
             plan = LayerPlan(kind, dense_kwargs)

@@ -42,6 +42,7 @@ _SIZES: dict[str, Any] = {
     "v_head_dim": 16,
     "index_n_heads": 4,
     "index_head_dim": 32,
+    "index_topk": 24,
     # recurrent branches
     "mamba_d_state": 16,
     "mamba_d_ssm": 128,

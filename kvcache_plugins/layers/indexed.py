@@ -1,0 +1,120 @@
+"""Packed layers of sparse attention: beside keys and values they keep the keys of an indexer, exactly.
+
+Every query of such a model (DeepSeek-V3.2, GLM-5) first chooses among all tokens by small keys of their own,
+and attends to the chosen ones. A choice is worth its precision and these keys are a fraction of the rest, so
+they stay in the model's dtype, in a buffer that grows by a 32nd at a time.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import PackedLayer
+from .handle import KVHandle
+from .storing import storing
+from .stream import Stream
+from .tail import Tail
+from .view import StreamView
+
+__all__ = ["IndexedLayer", "with_indexer"]
+
+_UNBOUNDED = 1 << 62
+
+
+class IndexedLayer(PackedLayer):
+    """A packed layer that keeps an indexer's keys too, as transformers' `DynamicIndexedLayer` does.
+
+    Every verb acts on both. Made by [`with_indexer`].
+    """
+
+    _indexer: Tail | None
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Take new indexer keys `(B, n, Di)`; return all of them, `(B, T, Di)`."""
+        if self._indexer is None:
+            rows, _, width = indexer_key_states.shape
+            with storing():
+                self._indexer = Tail(
+                    rows, 1, width, _UNBOUNDED, indexer_key_states.dtype, indexer_key_states.device
+                )
+        with storing():
+            self._indexer.append(
+                indexer_key_states[:, None], self._indexer.length + indexer_key_states.shape[1]
+            )
+        return self._indexer.view()[:, 0]
+
+    @property
+    def indexer_keys(self) -> Tensor | None:
+        """All indexer keys, `(B, T, Di)`."""
+        return None if self._indexer is None else self._indexer.view()[:, 0]
+
+    @property
+    def is_indexer_initialized(self) -> bool:
+        """Whether there are any."""
+        return self._indexer is not None
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """A handle of all keys: some models ask for their number."""
+        return self._whole(self.key_stream_) if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """A handle of all values."""
+        return self._whole(self.value_stream_) if self.is_initialized else None
+
+    def _whole(self, stream: Stream) -> KVHandle:
+        return KVHandle(self, StreamView(stream, stream.packed_length, (stream.tail.view(),)))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self._indexer is not None:
+            self._indexer.truncate(min(-int(tokens_to_remove), self._indexer.length))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self._indexer is not None:
+            with storing():
+                self._indexer.buffer = self._indexer.buffer[indices.to(self._indexer.buffer.device)]
+
+    def beside(self) -> dict[str, Tensor]:
+        return {} if self._indexer is None else {"indexer_keys": self._indexer.view()[:, 0]}
+
+    def tensors(self) -> dict[str, Tensor]:
+        owned = super().tensors()
+        return owned if self._indexer is None else owned | {"indexer_keys": self._indexer.buffer}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, facts = super().state()
+        return tensors | self.beside(), facts
+
+    def load_state(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        super().load_state({name: t for name, t in tensors.items() if name != "indexer_keys"}, facts)
+        if "indexer_keys" in tensors:
+            self.update_indexer(tensors["indexer_keys"])
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._indexer = None
+
+    def _move(self, device: torch.device) -> None:
+        super()._move(device)
+        if self._indexer is not None:
+            with storing():
+                self._indexer.buffer = self._indexer.buffer.to(device)
+
+
+@cache
+def with_indexer(layer_class: type[PackedLayer]) -> type[IndexedLayer]:
+    """Return the class of a backend's layers that keep an indexer's keys too.
+
+    Args:
+        layer_class (`type[PackedLayer]`): The backend's class.
+    """
+    bases = (IndexedLayer, layer_class)
+    made: type[IndexedLayer] = type(f"Indexed{layer_class.__name__}", bases, {"__doc__": layer_class.__doc__})
+    return made
