@@ -9,10 +9,12 @@ from typing import Any
 from ..evaluation.model_options import ModelOptions
 from ..evaluation.options import check_choice, check_count
 
-__all__ = ["BACKENDS", "DATASET", "WEIGHTS", "CalibrationOptions"]
+__all__ = ["BACKENDS", "DATASET", "PYDOC", "WEIGHTS", "CalibrationOptions"]
 
 DATASET = "Salesforce/wikitext:wikitext-2-raw-v1"
 """The text of the paper: WikiText-2, its train split."""
+PYDOC = "pydoc"
+"""The text every Python carries, which needs no download."""
 WEIGHTS = ("fisher_scale", "fisher", "none")
 BACKENDS: dict[str, tuple[int, ...]] = {"kvquant": (2, 3, 4), "kivi": (2, 3, 4, 8)}
 """Backends whose precision can be chosen automatically, and the bits they have."""
@@ -30,7 +32,7 @@ class CalibrationOptions(ModelOptions):
         num_samples (`int`): Samples of text.
         sequence_length (`int`): Tokens of a sample.
         dataset (`str`): Data set with a column `text`: a hub id or local directory, with `:NAME` where it has
-            several configurations; its split `train`.
+            several configurations; its split `train`. `"pydoc"` is the language reference of this Python.
         text_files (`Sequence[str]`, *optional*): UTF-8 files, instead of a data set.
         weight (`str`): What an error counts: `"fisher_scale"` (squared gradient times squared scale),
             `"fisher"` (squared gradient) or `"none"`.

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..evaluation.language_reference import read_language_reference
 from ..evaluation.loading import Subject
 from ..evaluation.text_files import read_text_file
-from .options import CalibrationOptions
+from .options import PYDOC, CalibrationOptions
 
 __all__ = ["Samples", "read_samples"]
 
@@ -56,6 +57,9 @@ def read_samples(subject: Subject, options: CalibrationOptions) -> Samples:
         source = ", ".join(Path(name).name for name in options.text_files)
         texts = [read_text_file(name, "--text_files") for name in options.text_files]
         token_ids = subject.encode("\n\n".join(texts))
+    elif options.dataset == PYDOC:
+        source = "pydoc_data.topics"
+        token_ids = subject.encode(read_language_reference())
     else:
         source = options.dataset
         token_ids = _encode_enough(subject, options, _SURPLUS * options.num_samples * length)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..calibration.options import BACKENDS, DATASET, WEIGHTS, CalibrationOptions
+from ..calibration.options import BACKENDS, DATASET, PYDOC, WEIGHTS, CalibrationOptions
 from .model_arguments import NOT_OPTIONS, add_model_arguments
 from .options import merge_options
 
@@ -34,7 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--sink_length", type=int, metavar="N", help="first tokens left out (default: 1)")
     parser.add_argument("--num_samples", type=int, metavar="N", help="default: 16")
     parser.add_argument("--sequence_length", type=int, metavar="N", help="tokens of each (default: 2048)")
-    parser.add_argument("--dataset", metavar="HUB_ID[:NAME]", help=f"with a column text (default: {DATASET})")
+    parser.add_argument(
+        "--dataset", metavar="HUB_ID[:NAME]", help=f"with a column text, or {PYDOC} (default: {DATASET})"
+    )
     parser.add_argument("--text_files", nargs="+", metavar="FILE", help="UTF-8 texts instead of a data set")
     parser.add_argument("--weight", help=f"of an error: one of {', '.join(WEIGHTS)} (default: {WEIGHTS[0]})")
     parser.add_argument(

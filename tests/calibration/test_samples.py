@@ -12,6 +12,7 @@ import torch
 
 from kvcache_plugins.calibration.options import CalibrationOptions
 from kvcache_plugins.calibration.samples import read_samples
+from kvcache_plugins.evaluation.language_reference import read_language_reference
 from kvcache_plugins.evaluation.loading import Subject
 from kvcache_plugins.evaluation.sharding import Shard
 
@@ -83,6 +84,12 @@ def test_samples_begin_as_texts_do(book: Path) -> None:
 def test_too_short(book: Path) -> None:
     with pytest.raises(ValueError, match=r"book\.txt\) has 100 tokens, a sample .* needs 101"):
         read_samples(subject(), options(text_files=[str(book)], sequence_length=101))
+
+
+def test_the_language_reference() -> None:
+    samples = read_samples(subject(), options(dataset="pydoc", num_samples=1, sequence_length=30))
+    assert samples.source == "pydoc_data.topics"
+    assert "".join(map(chr, samples.token_ids[0].tolist())) in read_language_reference()
 
 
 def test_not_text(tmp_path: Path) -> None:
