@@ -62,7 +62,7 @@ def _handing_on(original: Method) -> Method:
         def make(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
             return original(self, latents, rotated)
 
-        projection = projection_of(self)
+        projection = projection_of(self, latents.dtype)
         if not isinstance(projection, LatentProjection):
             obstacle: str | None = projection
         elif projection.weight.device != latents.device:
@@ -83,8 +83,9 @@ def _compare(projection: LatentProjection, make: Make, latents: KVHandle, rotate
     """What a model makes of a few numbers, beside what it is taken to make; `None` if that is the same."""
     weight = projection.weight
     given = [
-        (torch.arange(3 * width, device=weight.device) * step % 101 / 50.5 - 1).view(1, 1, 3, width)
-        for width, step in ((weight.shape[2], 37), (rotated.shape[3], 59))
+        # whole numbers, which layers that quantize what they are given represent exactly
+        (torch.arange(3 * width, device=weight.device) ** 2 * step % 5 - 2).view(1, 1, 3, width)
+        for width, step in ((weight.shape[2], 3), (rotated.shape[3], 7))
     ]
     if latents.shape[1] != 1 or weight.shape[2] != latents.shape[3]:
         return f"{latents.shape[1]} latents of {latents.shape[3]} numbers meet a weight of {weight.shape[2]}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _CONVERTED = 1 << 20
 """Numbers of a weight that are converted at once."""
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_made: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Tensor]] = WeakKeyDictionary()
+"""Weights of quantized layers, and what they were made of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,27 +84,44 @@ class LatentProjection:
         return torch.cat((keys, rotated.expand(-1, self.heads, -1, -1)), dim=-1), values
 
 
-def projection_of(module: Any) -> LatentProjection | str:
-    """The projection of an attention module with latents; what is in the way if it is not a plain one.
+def projection_of(module: Any, dtype: torch.dtype) -> LatentProjection | str:
+    """The projection of an attention module with latents; what is in the way if it is more than a weight.
+
+    A quantized weight is made dense once and kept, a copy of `kv_b_proj` per layer in `dtype`: unpacking it
+    at every step would take longer than all the rest.
 
     Args:
-        module (`torch.nn.Module`): Has `kv_b_proj`, `qk_nope_head_dim` and `v_head_dim`.
+        module (`torch.nn.Module`): Has `kv_b_proj`, `kv_lora_rank`, `qk_nope_head_dim` and `v_head_dim`.
+        dtype (`torch.dtype`): Of the latents.
     """
     layer = module.kv_b_proj
-    kind = type(layer)
-    if kind is not nn.Linear:
-        return f"kv_b_proj is a {kind.__name__} and not a plain linear layer"
-    if layer.bias is not None or not _is_bare(layer):
-        return "kv_b_proj is more than a weight: it has a bias, hooks, or a forward of its own"
-    weight = layer.weight
-    kind = type(weight)
-    if kind is not nn.Parameter or weight.dtype not in _DTYPES or weight.is_meta:
-        return f"the weight of kv_b_proj is a {kind.__name__} of {weight.dtype} on {weight.device}"
+    name = type(layer).__name__
+    has_parts = next(layer.children(), None) is not None  # of an adapter, say, which may be switched
+    if getattr(layer, "bias", None) is not None or has_parts or not _is_bare(layer):
+        return f"kv_b_proj ({name}) is more than a weight: it has a bias, parts, hooks, or its own forward"
+    if any(parameter.is_meta for parameter in layer.parameters()):
+        return f"kv_b_proj ({name}) is not on a device"
+    weight = _weight_of(layer, int(module.kv_lora_rank), dtype)
     key_dim = int(module.qk_nope_head_dim)
     rows = key_dim + int(module.v_head_dim)
     if weight.shape[0] % rows:
         return f"kv_b_proj has {weight.shape[0]} rows, which are not heads of {rows}"
-    return LatentProjection(weight.detach().view(-1, rows, weight.shape[1]), key_dim)
+    return LatentProjection(weight.view(-1, rows, weight.shape[1]), key_dim)
+
+
+def _weight_of(layer: nn.Module, rank: int, dtype: torch.dtype) -> Tensor:
+    """The weight `(rows, rank)` of a linear layer: its own, or what it makes of unit vectors."""
+    own: Any = getattr(layer, "weight", None)
+    kind = type(layer), type(own)
+    if kind == (nn.Linear, nn.Parameter) and own.dtype in _DTYPES:
+        weight: Tensor = own.detach()
+        return weight
+    state = (dtype, *((id(parameter), parameter._version) for parameter in layer.parameters()))
+    if layer not in _made or _made[layer][0] != state:
+        units = torch.eye(rank, dtype=dtype, device=next(layer.parameters()).device)
+        with torch.no_grad():
+            _made[layer] = state, layer(units).T.contiguous()
+    return _made[layer][1]
 
 
 def _is_bare(layer: nn.Module) -> bool:

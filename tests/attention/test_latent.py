@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcache_plugins.attention import dispatch, latent, latent_models
+from kvcache_plugins.attention import latent
 from kvcache_plugins.attention.latent import attend_latents, latent_keys
 from kvcache_plugins.attention.received import received_attention
 from kvcache_plugins.attention.reference import AttentionOptions
-from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.expanded import Expansion
-from kvcache_plugins.models.latent import LatentProjection, projection_of
+from kvcache_plugins.models.latent import LatentProjection
 from kvcache_plugins.testing.comparison import relative_rms
 from tests.kernels.decode_cases import CASES, build_layer, library, masks, step
 from tests.reference.attention import naive_attention
@@ -201,108 +200,3 @@ def test_keys_and_values_of_two_calls_are_dense() -> None:
     got = nn.functional.scaled_dot_product_attention(query, expansion.handles()[0], other.handles()[1])
     expected = nn.functional.scaled_dot_product_attention(query, expansion.dense()[0], other.dense()[1])
     torch.testing.assert_close(got, expected)
-
-
-# -- which modules
-
-
-class Attention(nn.Module):
-    """As much of an attention module as is looked at."""
-
-    qk_nope_head_dim, v_head_dim = KEY_DIM, VALUE_DIM
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv_b_proj: nn.Module = nn.Linear(RANK, HEADS * (KEY_DIM + VALUE_DIM), bias=False)
-        self.is_reversed = False
-
-    def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        made = self.kv_b_proj(kv_nope[:, 0]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        keys, values = made.split((KEY_DIM, VALUE_DIM), dim=-1)
-        parts = [keys, k_rot.expand(-1, HEADS, -1, -1)]
-        return torch.cat(parts[::-1] if self.is_reversed else parts, dim=-1), values
-
-
-@pytest.fixture
-def module() -> Any:
-    module = Attention()
-    latent_models.let_latents_pass(module)
-    yield module
-    latent_models.restore_expansions()
-
-
-def held_by(options: dict[str, Any]) -> tuple[PackedLayer, Any, Any]:
-    layer = build_layer(options, 150, kv_heads=1, head_dim=RANK, value_dim=ROTATED)
-    _, latents, rotated = step(layer, 1, 1)
-    return layer, latents, rotated
-
-
-def test_a_projection_is_the_models(module: Any) -> None:
-    projection = projection_of(module)
-    assert isinstance(projection, LatentProjection)
-    assert (projection.heads, projection.key_dim, projection.value_dim) == (HEADS, KEY_DIM, VALUE_DIM)
-    given = torch.randn(2, 1, 7, RANK), torch.randn(2, 1, 7, ROTATED)
-    for made, known in zip(module.expand_kv(*given), projection.expand(*given), strict=True):
-        torch.testing.assert_close(known, made)
-
-
-def test_handles_pass_and_tensors_do_as_before(module: Any) -> None:
-    layer, latents, rotated = held_by(CASES["int8-default"])
-    keys, values = module.expand_kv(latents, rotated)
-    assert keys.expansion is values.expansion
-    query = torch.randn(2, HEADS, 1, KEY_DIM + ROTATED)
-    with torch.no_grad():
-        got, _ = dispatch.forward_over_handles(module, query, keys, values, None)
-        assert layer.fallback_reads == 0
-        made = module.expand_kv(latents.dense(), rotated.dense())
-        expected = nn.functional.scaled_dot_product_attention(query, *made)
-    torch.testing.assert_close(got.transpose(1, 2), expected)
-
-
-class Adapted(nn.Linear):
-    """A linear layer of a kind that is not known."""
-
-
-def _with_bias(module: Any) -> None:
-    module.kv_b_proj = nn.Linear(RANK, HEADS * (KEY_DIM + VALUE_DIM))
-
-
-def _with_hook(module: Any) -> None:
-    module.kv_b_proj.register_forward_hook(lambda module, args, output: 2 * output)
-
-
-def _adapted(module: Any) -> None:
-    module.kv_b_proj = Adapted(RANK, HEADS * (KEY_DIM + VALUE_DIM), bias=False)
-
-
-def _reversed(module: Any) -> None:
-    module.is_reversed = True
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (_with_bias, "more than a weight"),
-        (_with_hook, "more than a weight"),
-        (_adapted, "Adapted and not a plain linear layer"),
-        (_reversed, "something else of its latents"),
-    ],
-)
-def test_what_is_not_known_is_left_to_the_model(module: Any, change: Any, reason: str) -> None:
-    change(module)
-    layer, latents, rotated = held_by(CASES["int8-default"])
-    with torch.no_grad():
-        keys, values = module.expand_kv(latents, rotated)
-        made = module.expand_kv(latents.dense(), rotated.dense())
-    assert torch.equal(keys, made[0]) and torch.equal(values, made[1])
-    assert reason in str(layer.kernel_reason)
-    assert layer.fallback_reads == 2
-
-
-def test_the_class_is_put_back() -> None:
-    original = Attention.expand_kv
-    latent_models.let_latents_pass(Attention())
-    latent_models.let_latents_pass(nn.Sequential(Attention(), Attention()))
-    assert Attention.expand_kv is not original
-    latent_models.restore_expansions()
-    assert Attention.expand_kv is original
