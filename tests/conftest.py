@@ -11,6 +11,7 @@
   (integers), so that reading it before writing it shows. `@pytest.mark.no_poison` switches this off for one
   test (one that compiles a function which calls `Tensor.new_empty` needs it: the compiler cannot look through
   the replacement of a method).
+* What quanto does in C++, Python does: its extension takes a minute to compile, in every new environment.
 * `@pytest.mark.cuda` tests skip without a GPU; `KVCACHE_REQUIRE_CUDA=1` makes that skip, and any other skip
   of such a test, a failure.
 """
@@ -26,16 +27,19 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # spend their time spinning at barriers.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import functools
 import gc
 import logging
 import random
 import re
 import sys
+import types
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 # Regular expression (matched from the start of the message, ignoring case) -> why it is allowed for now.
 # A colon cannot be used: pytest separates the parts of a warning filter with it. A single test uses
@@ -66,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for pattern in ALLOWED_DEPRECATIONS:
         config.addinivalue_line("filterwarnings", f"ignore:{pattern}")
     logging.getLogger("transformers").addHandler(_LOGGED)
+    cpp_extension.load = _loaded(cpp_extension.load)  # before quanto is imported, which keeps the function
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -131,6 +136,24 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     if unexpected:
         pytest.fail("Transformers logged a deprecation: " + " | ".join(unexpected), pytrace=False)
     return result
+
+
+# -- quanto
+
+
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The integers in bytes: those in the lowest bits of all bytes, then the next."""
+    return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)])
+
+
+def _loaded(load: Callable[..., Any]) -> Callable[..., Any]:
+    """What loads extensions, of which quanto's for the CPU, which has this one function, is not compiled."""
+
+    @functools.wraps(load)
+    def wrapper(name: str, *args: Any, **kwargs: Any) -> Any:
+        return types.SimpleNamespace(unpack=_unpack) if name == "quanto_cpp" else load(name, *args, **kwargs)
+
+    return wrapper
 
 
 # -- CUDA, device

@@ -98,8 +98,8 @@ def kernels(library: ctypes.CDLL, is_launched: bool) -> list[str]:
 
 
 def _interpreting(found: compiler.Compiler, file: Path, folder: Path) -> Path:
-    # every operation rounds, as PTX says
-    return emulation.compiled(found, file, folder, "-ffp-contract=off")
+    # every operation rounds, as PTX says; what interprets runs for longer than -O3 takes to compile
+    return emulation.compiled(found, file, folder, "-ffp-contract=off", "-O3")
 
 
 # -- as a plugin of pytest

@@ -78,6 +78,17 @@ def unit_of(file: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+def test_kernels_that_are_not_broken(tmp_path: Path, builds: Path) -> None:
+    """Compiled as the broken ones are, they give the right answers."""
+    units = {unit_of(file) for file, *_ in MUTATIONS.values()}
+    library = emulation.build_changed(emulation.SOURCES, units, tmp_path, builds)
+    start = START.format(library=str(library))
+    for done in fresh_process.run_together([start + ATTENTION, start + STEPS]):
+        assert done.returncode == 0 and float(done.stdout) <= 1e-2, done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 @pytest.mark.usefixtures("emulated")
 def test_a_broken_kernel_is_caught(name: str, tmp_path: Path, builds: Path) -> None:

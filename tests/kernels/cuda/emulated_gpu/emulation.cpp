@@ -1,5 +1,4 @@
 // The machine of emulation.h: fibers, the collectives at which they meet, asynchronous copies.
-#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdio>
@@ -8,6 +7,20 @@
 #include <vector>
 
 #include "emulation_machine.h"
+
+// Where to go on, after another fiber has run. The compiler's own jumps keep what its functions need and no more, and
+// take a tenth of the instructions of the library's, which also look at signals and cleanups; most of what the machine
+// does is to jump. The compiler has them for some processors only.
+#if defined(__x86_64__)
+using Resume = void* [5];
+#define KVCACHE_SAVE(resume) __builtin_setjmp(resume)
+#define KVCACHE_JUMP(resume) __builtin_longjmp(resume, 1)
+#else
+#include <setjmp.h>
+using Resume = jmp_buf;
+#define KVCACHE_SAVE(resume) _setjmp(resume)
+#define KVCACHE_JUMP(resume) _longjmp(resume, 1)
+#endif
 
 namespace emulation {
 
@@ -30,7 +43,7 @@ struct Copy {
 };
 
 struct Fiber {
-  jmp_buf resume;
+  Resume resume;
   bool is_started = false;
   State state = State::kReady;
   int parity = 0;      // which of the two exchange areas the next collective uses
@@ -51,7 +64,9 @@ struct Machine {
   std::vector<Fiber> kept;  // as many as any launch has had
   std::span<Fiber> fibers;  // those of this launch
   std::vector<Exchange> exchanges;
-  jmp_buf scheduler;
+  Resume scheduler;
+  Fiber* next = nullptr;  // whose turn it is, or nobody's
+  int warp = 0, turn = 0, flip = 0;  // the running warp, which of its turns it is, and whose turn the first one is
   void (*body)(void*) = nullptr;
   void* argument = nullptr;
 };
@@ -59,11 +74,13 @@ struct Machine {
 // This thread's, which it makes where it begins to use one.
 constinit KVCACHE_NEAR thread_local Machine* running = nullptr;
 
-Machine& machine() {
-  if (running == nullptr) {
-    static thread_local Machine instance;
-    running = &instance;
-  }
+__attribute__((noinline, cold)) void make_machine() {
+  static thread_local Machine instance;
+  running = &instance;
+}
+
+inline Machine& machine() {
+  if (running == nullptr) make_machine();
   return *running;
 }
 
@@ -79,11 +96,37 @@ unsigned draw(unsigned count) {
   return x % count;
 }
 
+// The compiler's jumps must not be in the function that is jumped to.
+[[noreturn]] __attribute__((noinline)) void go_on(Resume& resume) { KVCACHE_JUMP(resume); }
+
+// The next fiber of the running warp that may run, or none; fibers take their turns one after the other.
+inline Fiber* take_turn(Machine& m) {
+  while (++m.turn < kLanes) {
+    const int index = m.warp * kLanes + (m.turn ^ m.flip);
+    if (m.fibers[index].state != State::kReady) continue;
+    here.thread.x = static_cast<unsigned>(index);
+    return &m.fibers[index];
+  }
+  return nullptr;
+}
+
+inline void tell_observer(const Fiber& fiber) {
+  if (observer != nullptr) observer->resume(fiber.stack.data(), fiber.stack.size());
+}
+
+// Lets the next fiber run, and returns when it is this one's turn again. The way by the scheduler is for fibers that
+// have never run, and for the end of the turns.
 void yield(State state, int collective = 0) {
   Fiber& fiber = current();
   fiber.state = state;
   fiber.collective = collective;
-  if (_setjmp(fiber.resume) == 0) _longjmp(machine().scheduler, 1);
+  if (KVCACHE_SAVE(fiber.resume) != 0) return;
+  Machine& m = machine();
+  if (observer != nullptr) observer->pause();
+  m.next = take_turn(m);
+  if (m.next == nullptr || !m.next->is_started) go_on(m.scheduler);
+  tell_observer(*m.next);
+  go_on(m.next->resume);
 }
 
 // What a fiber does: the work of one thread after the other. Starting anew for each would take calls of the system.
@@ -109,18 +152,17 @@ void start(Fiber& fiber) {
   setcontext(&context);
 }
 
-// Runs fiber `index` until it waits or ends.
-void resume(int index) {
+// Runs the fibers of a warp, each until it waits or ends.
+void run_turns() {
   Machine& m = machine();
-  here.thread.x = static_cast<unsigned>(index);
-  Fiber& fiber = m.fibers[index];
-  if (observer != nullptr) observer->resume(fiber.stack.data(), fiber.stack.size());
-  if (_setjmp(m.scheduler) != 0) {
-    if (observer != nullptr) observer->pause();
-    return;
-  }
-  if (fiber.is_started) _longjmp(fiber.resume, 1);
-  start(fiber);
+  m.turn = -1;
+  m.next = take_turn(m);
+  static_cast<void>(KVCACHE_SAVE(m.scheduler));  // where a fiber comes back that has left `next` to run
+  Machine& again = machine();  // of what was known before, nothing is after a jump
+  if (again.next == nullptr) return;
+  tell_observer(*again.next);
+  if (again.next->is_started) go_on(again.next->resume);
+  start(*again.next);
 }
 
 // Releases the lanes of a warp if all wait at the same collective; returns whether any lane may run.
@@ -163,15 +205,10 @@ void run_warps() {
   for (size_t i = 0; i < open.size(); ++i) open[i] = static_cast<int>(i);
   while (!open.empty()) {
     const unsigned chosen = draw(static_cast<unsigned>(open.size()));
-    const int warp = open[chosen], flip = static_cast<int>(draw(kLanes));
-    if (!release_warp(warp)) {
-      open.erase(open.begin() + chosen);
-      continue;
-    }
-    for (int i = 0; i < kLanes; ++i) {
-      const int index = warp * kLanes + (i ^ flip);
-      if (m.fibers[index].state == State::kReady) resume(index);
-    }
+    m.warp = open[chosen];
+    m.flip = static_cast<int>(draw(kLanes));
+    if (release_warp(m.warp)) run_turns();
+    else open.erase(open.begin() + chosen);
   }
 }
 
@@ -191,10 +228,10 @@ void run_block() {
 
 // ---- collectives: a lane lays its words down, all lanes meet, every lane reads what it needs
 
-int lane() { return static_cast<int>(here.thread.x) % kLanes; }
+inline int lane() { return static_cast<int>(here.thread.x) % kLanes; }
 
 // Exchanges up to 16 words; the area stays valid until the lane's next collective but one.
-const uint32_t (*exchange(const uint32_t* words, int count, Collective kind))[16] {
+inline const uint32_t (*exchange(const uint32_t* words, int count, Collective kind))[16] {
   Fiber& fiber = current();
   auto* area = machine().exchanges[here.thread.x / kLanes].words[fiber.parity];
   fiber.parity ^= 1;

@@ -17,7 +17,7 @@ struct dim3 {
 
 // What is known of a byte of shared memory. Phases pass with block barriers and blocks, and never return, so records
 // of earlier blocks need not be cleared; steps of a warp with its barriers.
-struct SharedByte {
+struct alignas(32) SharedByte {
   uint32_t write_phase = 0, write_step = 0;
   uint32_t read_phase = 0, read_step = 0, read_warps = 0;
   uint32_t read_lanes = 0;  // of the last warp in `read_warps`, since its last barrier

@@ -38,21 +38,30 @@ uint32_t shared(const Warp& w, const Instruction& i, uint64_t address, int size)
 // Whether nothing orders an access of this block by `thread` and what the running warp does now.
 bool is_unordered(const Warp& w, int thread, uint32_t step) { return thread / kLanes != w.index || step == w.step; }
 
-void read_byte(Warp& w, const Instruction& i, int lane, uint32_t at) {
+// Those of `size` bytes from `at` on that are used: a bit each. Most of what kernels do is to read shared memory, hence
+// what is the same for all of its bytes is looked up once.
+void read_bytes(const Warp& w, const Instruction& i, int lane, uint32_t at, int size) {
   const Block& block = *w.block;
-  SharedByte& byte = block.records[at];
+  const uint32_t first_phase = block.first_phase, phase = block.phase, step = w.step, used = i.used;
+  const uint32_t this_warp = 1u << w.index, this_lane = 1u << lane;
   const int thread = w.thread(lane);
-  if (byte.write_phase < block.first_phase)
-    fail(w, i, "thread %d reads shared byte %u, which nobody has written", thread, at);
-  if (byte.is_pending) fail(w, i, "thread %d reads shared byte %u, to which thread %d copies", thread, at, byte.writer);
-  if (byte.writer != thread && byte.write_phase == block.phase && is_unordered(w, byte.writer, byte.write_step))
-    fail(w, i, "thread %d reads shared byte %u, no barrier after thread %d wrote it", thread, at, byte.writer);
-  if (byte.read_phase != block.phase) byte.read_warps = 0;
-  if (byte.read_warps != 1u << w.index || byte.read_step != w.step) byte.read_lanes = 0;
-  byte.read_phase = block.phase;
-  byte.read_step = w.step;
-  byte.read_warps |= 1u << w.index;
-  byte.read_lanes |= 1u << lane;
+  SharedByte* const bytes = block.records + at;
+  for (int k = 0; k < size; ++k) {
+    if ((used >> k & 1) == 0) continue;
+    SharedByte& byte = bytes[k];
+    if (byte.write_phase < first_phase)
+      fail(w, i, "thread %d reads shared byte %u, which nobody has written", thread, at + k);
+    if (byte.is_pending)
+      fail(w, i, "thread %d reads shared byte %u, to which thread %d copies", thread, at + k, byte.writer);
+    if (byte.writer != thread && byte.write_phase == phase && is_unordered(w, byte.writer, byte.write_step))
+      fail(w, i, "thread %d reads shared byte %u, no barrier after thread %d wrote it", thread, at + k, byte.writer);
+    const uint32_t warps = byte.read_phase == phase ? byte.read_warps : 0;
+    const uint32_t lanes = warps == this_warp && byte.read_step == step ? byte.read_lanes : 0;
+    byte.read_phase = phase;
+    byte.read_step = step;
+    byte.read_warps = warps | this_warp;
+    byte.read_lanes = lanes | this_lane;
+  }
 }
 
 // `is_same`: what the byte holds is not changed.
@@ -141,8 +150,7 @@ void load(Warp& w, const Instruction& i, uint32_t lanes) {
       from = parameter(w, i, address, size);
     } else {
       const uint32_t at = shared(w, i, address, size);
-      for (int k = 0; k < size; ++k)
-        if (i.used >> k & 1) read_byte(w, i, lane, at + k);
+      read_bytes(w, i, lane, at, size);
       from = w.block->shared + at;
     }
     for (const int number : i.to) {

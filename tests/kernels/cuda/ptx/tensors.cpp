@@ -2,6 +2,7 @@
 // every access is known to lie in a tensor, or not; a strip of memory that belongs to none follows each.
 #include <c10/core/Allocator.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -10,6 +11,20 @@
 
 namespace ptx {
 namespace {
+
+// The tensor in which this thread has last found an address: most accesses lie in that of the one before. It counts
+// for as long as no tensor has been given back.
+struct Found {
+  uintptr_t begin = 0;
+  size_t bytes = 0;
+  uint64_t releases = 0;
+
+  bool holds(uintptr_t address, size_t size) const {
+    const uintptr_t at = address - begin;  // large for what comes before
+    return at < bytes && size <= bytes - at;
+  }
+};
+constinit thread_local __attribute__((tls_model("initial-exec"))) Found last;
 
 class Tensors final : public c10::Allocator {
  public:
@@ -31,11 +46,13 @@ class Tensors final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
 
   bool hold(uintptr_t address, size_t size) {
+    if (last.releases == releases_ && last.holds(address, size)) return true;
     const std::lock_guard lock(mutex_);
     const auto next = sizes_.upper_bound(address);
     if (next == sizes_.begin()) return false;
     const auto& [begin, bytes] = *std::prev(next);
-    return address + size <= begin + bytes;
+    last = {begin, bytes, releases_};
+    return last.holds(address, size);
   }
 
  private:
@@ -44,11 +61,13 @@ class Tensors final : public c10::Allocator {
   static void release(void* data) {
     const std::lock_guard lock(instance().mutex_);
     instance().sizes_.erase(reinterpret_cast<uintptr_t>(data));
+    ++instance().releases_;
     std::free(data);
   }
 
   std::map<uintptr_t, size_t> sizes_;  // by address
   std::mutex mutex_;
+  std::atomic<uint64_t> releases_ = 0;
 };
 
 const bool is_used = [] {
