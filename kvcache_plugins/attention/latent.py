@@ -1,9 +1,11 @@
 """Attention of models with latents (`models.latent`), over the packed latents themselves.
 
 A few query tokens are *absorbed*: the latents, with the rotated keys beside them, are keys of one head, and
-the latents alone its values, for which every query head is one row. Of many query tokens that would be more
-products than making keys and values of a tile and attending to those, so then tiles are *expanded*, one at a
-time; either way nothing is ever held of all tokens but their codes.
+the latents alone its values, for which every query head is one row. On the CPU one kernel then decodes and
+multiplies (`kernels.ops.attend_latents`); on GPUs, and where that kernel lacks something, torch multiplies
+tiles that kernels decode. Of many query tokens that would be more work than making keys and values of a tile
+and attending to those, so then tiles are *expanded*, one at a time; either way nothing is ever held of all
+tokens but their codes.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from torch import Tensor
 
 from ..kernels import cuda_loader, loader
 from ..kernels.cuda_inputs import on_device
+from ..kernels.ops import attend_latents as attend_decoded_latents
 from ..kernels.selection import native_is_unavailable
 from ..layers.expanded import Expansion
 from ..layers.view import StreamView
 from ..models.latent import LatentProjection
+from .bias import LogitBias, logit_bias, per_head
 from .cuda import can_attend_tiles_on_device
 from .decoded import DecodedView
 from .description import describe
@@ -28,6 +32,20 @@ from .tiles import attend_tiles, can_attend_tiles
 __all__ = ["LatentKeys", "attend_latents", "latent_keys"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PASS_QUERIES = 64
+"""Query tokens that the kernel takes at once."""
+_BIASED_QUERIES = 8
+"""Query tokens up to which each may have a bias of its own: of more, it would take more memory than codes."""
+_COSTS = {
+    ("avx512", True): 1 / 3,
+    ("avx512", False): 0.45,
+    ("avx2", True): 1.9,
+    ("avx2", False): 0.8,
+    ("torch", True): 2.5,
+    ("torch", False): 1.0,
+}
+"""What a product of absorbed queries costs on a CPU, by what multiplies and whether queries are bf16; 1 is
+what one of torch in their dtype does."""
 _TORCH_MULTIPLIES = "latents are decoded by the kernels, a tile at a time, and multiplied by torch"
 
 
@@ -144,7 +162,14 @@ def attend_latents(query: Tensor, expansion: Expansion, options: AttentionOption
     if options.scaling is None:
         options = replace(options, scaling=query.shape[3] ** -0.5)
     tokens = latent_keys(expansion, _served_parts(query, expansion))
-    if _absorbing_is_cheaper(query, projection):
+    added = None
+    multiplier = _multiplier(query, tokens, options)
+    if multiplier != "torch" and _absorbing_is_cheaper(query, projection, multiplier):
+        added = _bias_of_rows(query, tokens, options)
+    if added is not None:
+        output = _attend_in_passes(query, tokens, projection, options, added)
+        layer.kernel_reason = None
+    elif _absorbing_is_cheaper(query, projection, "torch"):
         output = _attend_absorbed(query, tokens, projection, options)
     else:
         output = _attend_expanded(query, tokens, projection, options)
@@ -159,6 +184,65 @@ def _attend_absorbed(
     rows = _absorbed(query, projection)
     outputs = attend(rows, tokens, _LatentValues(tokens, projection.weight.shape[2]), options)
     return projection.lift(outputs).to(query.dtype)
+
+
+def _multiplier(query: Tensor, tokens: LatentKeys, options: AttentionOptions) -> str:
+    """Instruction set of the kernel that decodes and multiplies; `"torch"` if it does not serve.
+
+    Without vectors of eight numbers it would lose to torch's products.
+    """
+    is_decoded = all(isinstance(part, DecodedView) for part in tokens.parts)
+    if not is_decoded or not query.is_cpu or query.dtype not in _DTYPES or options.alibi_slopes is not None:
+        return "torch"
+    instructions = loader.instruction_set()
+    return instructions if (instructions, True) in _COSTS else "torch"
+
+
+def _bias_of_rows(query: Tensor, tokens: LatentKeys, options: AttentionOptions) -> LogitBias | None:
+    """What the kernel adds to the logits; `None` if that would be too large."""
+    query_length = query.shape[2]
+    added = logit_bias(options, query_length, tokens.length)
+    is_large = added.bias is not None and added.bias.shape[2] > 1 and query_length > _BIASED_QUERIES
+    return None if is_large else added
+
+
+def _attend_in_passes(
+    query: Tensor,
+    tokens: LatentKeys,
+    projection: LatentProjection,
+    options: AttentionOptions,
+    added: LogitBias,
+) -> Tensor:
+    """Attend by the kernel, `_PASS_QUERIES` query tokens at a time, each over what it may see."""
+    latents, rotated = tokens.parts
+    assert isinstance(latents, DecodedView) and isinstance(rotated, DecodedView)
+    assert options.scaling is not None
+    scaling, query_length = options.scaling, query.shape[2]
+    sink_logits = per_head(options.sink_logits, query.device)
+
+    def attend_pass(start: int, stop: int) -> Tensor:
+        hidden = query_length - stop if added.is_causal else 0
+        sums = attend_decoded_latents(
+            _absorbed(query[:, :, start:stop], projection),
+            latents.tokens.stream.records.data,
+            latents.side.without_newest(hidden),
+            rotated.side.without_newest(hidden),
+            scaling=scaling,
+            is_bfloat16=query.dtype == torch.bfloat16,
+            sink_start=latents.sink_start,
+            bias=None if added.bias is None else added.bias[:, :, :, : tokens.length - hidden],
+            is_causal=added.is_causal,
+            window=options.sliding_window or 0,
+            softcap=options.softcap or 0.0,
+            sink_logits=sink_logits,
+        )
+        return projection.lift(sums).to(query.dtype)
+
+    passes = [
+        attend_pass(start, min(start + _PASS_QUERIES, query_length))
+        for start in range(0, query_length, _PASS_QUERIES)
+    ]
+    return passes[0] if len(passes) == 1 else torch.cat(passes, dim=2)
 
 
 def _attend_expanded(
@@ -183,14 +267,29 @@ def _absorbed(query: Tensor, projection: LatentProjection) -> Tensor:
     return torch.cat((projection.absorb(first).to(compute), rotated), dim=-1)
 
 
-def _absorbing_is_cheaper(query: Tensor, projection: LatentProjection) -> bool:
-    """By the products a head makes of one cached token."""
+def _absorbing_is_cheaper(query: Tensor, projection: LatentProjection, multiplier: str) -> bool:
+    """By the products a head makes of one cached token, those of absorbed queries weighted by `_COSTS`.
+
+    Of 16 heads of DeepSeek-V2-Lite over 4096 tokens, `q` queries take so many milliseconds (one thread of a
+    Zen 5 core):
+
+        bf16: 0.5 q by AVX-512, 1.4 q by AVX2, 1.8 q by torch; expanded 62 + 0.6 q
+        fp32: 0.8 q by AVX-512, 1.4 q by AVX2, 1.8 q by torch; expanded 195 + 0.65 q
+
+    In bf16 AVX-512 wins whatever `q` is, AVX2 up to 75, torch up to 50; in fp32 many hundreds, 260, and 170.
+    In fp16 tiles take three times as long to expand, and all else is as in fp32. Where torch has AMX for
+    bf16, which these kernels have not, they count as torch.
+    """
     query_length, key_dim = query.shape[2:]
     rank = projection.weight.shape[2]
     rotated = key_dim - projection.key_dim
+    is_bfloat16 = query.dtype == torch.bfloat16
+    if is_bfloat16 and query.is_cpu and torch.cpu._is_amx_tile_supported():
+        multiplier = "torch"
+    cost = _COSTS[multiplier, is_bfloat16] if query.is_cpu else 1.0
     absorbed = query_length * (2 * rank + rotated)
     made = rank * (projection.key_dim + projection.value_dim)
-    return absorbed <= made + query_length * (key_dim + projection.value_dim)
+    return cost * absorbed <= made + query_length * (key_dim + projection.value_dim)
 
 
 def _served_parts(query: Tensor, expansion: Expansion) -> tuple[TokenView, TokenView] | None:

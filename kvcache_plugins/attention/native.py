@@ -8,8 +8,6 @@ whatever may hide a slot becomes a window, a causal flag, or an additive bias (`
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -157,8 +155,8 @@ def _attend_in_passes(
         return decode_attention(
             query[:, :, start:stop],
             tokens.stream.records.data,
-            _without_newest(keys, hidden),
-            _without_newest(values, hidden),
+            keys.without_newest(hidden),
+            values.without_newest(hidden),
             scaling=options.scaling if options.scaling is not None else query.shape[3] ** -0.5,
             sink_start=sink_start,
             bias=None if bias is None else bias[:, :, :, :seen] if bias.shape[2] == 1 else bias,
@@ -174,13 +172,6 @@ def _attend_in_passes(
         for start in range(0, query_length, _PASS_QUERIES)
     ]
     return passes[0] if len(passes) == 1 else torch.cat(passes, dim=2)
-
-
-def _without_newest(side: Side, count: int) -> Side:
-    """The side less its `count` newest tokens, which are part of the last segment."""
-    if count == 0:
-        return side
-    return replace(side, segments=[*side.segments[:-1], side.segments[-1][:, :, :-count]])
 
 
 def _sink_start(tokens: StreamView, keys: Side, values: Side) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -122,6 +122,12 @@ class Side:
     def length(self) -> int:
         """Tokens in all."""
         return self.layout.packed_length + sum(segment.shape[2] for segment in self.segments)
+
+    def without_newest(self, count: int) -> Side:
+        """The side less its `count` newest tokens, which are part of the last segment."""
+        if count == 0:
+            return self
+        return replace(self, segments=[*self.segments[:-1], self.segments[-1][:, :, :-count]])
 
     @classmethod
     def from_op(cls, layout: list[int], segments: list[Tensor], extras: list[Tensor | None]) -> Side:

@@ -1,27 +1,38 @@
-"""The package's torch operators: schemas, plain-torch defaults, shape functions.
+"""The package's torch operators: their schemas, and the functions that call them.
 
-The only file that calls `torch.ops.kvcache_plugins`. A native library (`loader`) adds implementations for a
-device on top of the defaults; nothing here builds or loads one.
+The only file that calls `torch.ops.kvcache_plugins`. Beneath is plain torch (`defaults`); a native library
+(`loader`) adds implementations for a device on top of it; nothing here builds or loads one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from .decoding import attend_dense, decode_side
-from .gathering import gather_records
+from .defaults import DEFAULTS
 from .layout import Side, SideLayout
 
-__all__ = ["SCHEMAS", "append_tokens", "decode_attention", "decode_tokens", "encode_tokens", "gather_tokens"]
+__all__ = [
+    "SCHEMAS",
+    "append_tokens",
+    "attend_latents",
+    "decode_attention",
+    "decode_tokens",
+    "encode_tokens",
+    "gather_tokens",
+]
 
 SCHEMAS = {
     "append_tokens": (
         "(Tensor(a!) records, Tensor key_states, Tensor value_states, Tensor(b!) key_tail, "
         "Tensor(c!) value_tail, int[] key_plan, int[] value_plan, Tensor? cos=None, Tensor? sin=None, "
         "Tensor? factors=None) -> bool"
+    ),
+    "attend_latents": (
+        "(Tensor query, Tensor records, Tensor[] latent_segments, Tensor[] rotated_segments, "
+        "Tensor?[] latent_extras, Tensor?[] rotated_extras, Tensor? sink_start, int[] latent_layout, "
+        "int[] rotated_layout, float scaling, bool is_bfloat16, Tensor? bias, bool is_causal, int window, "
+        "float softcap, Tensor? sink_logits) -> Tensor"
     ),
     "decode_attention": (
         "(Tensor query, Tensor records, Tensor[] key_segments, Tensor[] value_segments, "
@@ -42,7 +53,8 @@ SCHEMAS = {
         "int[] value_layout) -> ()"
     ),
 }
-"""Name and signature of every operator; a native library is built for exactly these."""
+"""Name and signature of every operator; a native library is built for exactly these. `attend_latents` has a
+native implementation on the CPU only."""
 
 
 def append_tokens(
@@ -83,6 +95,65 @@ def append_tokens(
         records, key_states, value_states, key_tail, value_tail, key_plan, value_plan, cos, sin, factors
     )
     return done
+
+
+def attend_latents(
+    query: Tensor,
+    records: Tensor,
+    latents: Side,
+    rotated: Side,
+    *,
+    scaling: float,
+    is_bfloat16: bool,
+    sink_start: Tensor | None = None,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """Attend from absorbed queries over packed and exact latents, and the rotated keys beside them.
+
+    Both together are the keys of one head, the latents alone its values (see `models.latent`).
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, q, R + Dr)`): fp32, channels of the latents first; up to 64
+            query tokens.
+        records (`torch.Tensor` of shape `(B, 1, N, record_bytes)`): uint8, the packed blocks.
+        latents (`Side`): How to read the latents, which are in the order of keys: `T` tokens of `R` channels.
+        rotated (`Side`): How to read the rotated keys, which are in the order of values: as many of `Dr`.
+        scaling (`float`): Factor of the products.
+        is_bfloat16 (`bool`): Whether the queries come from bf16 ones, so that queries, decoded tokens and
+            weights may be rounded to it; sums are in fp32 all the same.
+        sink_start (`torch.Tensor` of shape `(B,)`, *optional*): int64, slot of the first sink of every row.
+        bias (`torch.Tensor`, *optional*): fp32, additive, `(B or 1, H or 1, q or 1, T)`; `-inf` hides a slot.
+        is_causal (`bool`): Query `i` of `q` sees the slots up to `T - q + i`.
+        window (`int`): And those above `T - q + i - window`; 0 is no window.
+        softcap (`float`): Bound of the logits; 0 is none.
+        sink_logits (`torch.Tensor` of shape `(H,)`, *optional*): fp32, extra logits without a value.
+
+    Returns:
+        `torch.Tensor` of shape `(B, H, q, R)`: fp32, sums of latents; zeros where nothing is visible.
+    """
+    output: Tensor = torch.ops.kvcache_plugins.attend_latents(
+        query,
+        records,
+        latents.contiguous_rows(),
+        rotated.contiguous_rows(),
+        latents.extras,
+        rotated.extras,
+        sink_start,
+        latents.layout.integers(),
+        rotated.layout.integers(),
+        scaling,
+        is_bfloat16,
+        bias,
+        is_causal,
+        window,
+        softcap,
+        sink_logits,
+    )
+    return output
 
 
 def decode_attention(
@@ -235,122 +306,11 @@ def gather_tokens(
     )
 
 
-def _append_tokens(
-    records: Tensor,
-    key_states: Tensor,
-    value_states: Tensor,
-    key_tail: Tensor,
-    value_tail: Tensor,
-    key_plan: list[int],
-    value_plan: list[int],
-    *preparation: Tensor | None,
-) -> bool:
-    """Fill the tails, and leave the encoding to the codecs, which are the torch implementation."""
-    with torch.no_grad():  # what a tail holds has no history
-        for tail, states, plan in ((key_tail, key_states, key_plan), (value_tail, value_states, value_plan)):
-            tail[:, :, plan[0] : plan[0] + states.shape[2]] = states
-    return _is_nothing_due(key_plan, value_plan)
-
-
-def _append_tokens_shape(*args: object) -> bool:
-    key_plan, value_plan = args[5], args[6]
-    assert isinstance(key_plan, (list, tuple)) and isinstance(value_plan, (list, tuple))
-    return _is_nothing_due(key_plan, value_plan)
-
-
-def _is_nothing_due(key_plan: Sequence[int], value_plan: Sequence[int]) -> bool:
-    return key_plan[2] == 0 and value_plan[2] == 0
-
-
-def _encode_tokens(*args: object) -> bool:
-    """Leave the encoding to the codecs, which are the torch implementation."""
-    return False
-
-
-def _decode_attention(
-    query: Tensor,
-    records: Tensor,
-    key_segments: list[Tensor],
-    value_segments: list[Tensor],
-    key_extras: list[Tensor | None],
-    value_extras: list[Tensor | None],
-    sink_start: Tensor | None,
-    key_layout: list[int],
-    value_layout: list[int],
-    scaling: float,
-    bias: Tensor | None,
-    is_causal: bool,
-    window: int,
-    softcap: float,
-    sink_logits: Tensor | None,
-    alibi_slopes: Tensor | None,
-) -> Tensor:
-    keys = Side.from_op(key_layout, key_segments, key_extras)
-    values = Side.from_op(value_layout, value_segments, value_extras)
-    return attend_dense(
-        query,
-        decode_side(keys, records, is_key=True, sink_start=sink_start),
-        decode_side(values, records, is_key=False, sink_start=sink_start),
-        scaling,
-        bias,
-        is_causal,
-        window,
-        softcap,
-        sink_logits,
-        alibi_slopes,
-    )
-
-
-def _decode_attention_shape(query: Tensor, *args: object) -> Tensor:
-    value_layout = args[7]
-    assert isinstance(value_layout, (list, tuple))
-    return query.new_empty((*query.shape[:3], value_layout[3]))
-
-
-def _decode_tokens(
-    records: Tensor,
-    segments: list[Tensor],
-    extras: list[Tensor | None],
-    sink_start: Tensor | None,
-    layout: list[int],
-    is_key: bool,
-    start: int,
-    stop: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    side = Side.from_op(layout, segments, extras)
-    states = decode_side(side, records, is_key=is_key, sink_start=sink_start)
-    return states[:, :, start:stop].to(dtype, memory_format=torch.contiguous_format, copy=True)
-
-
-def _decode_tokens_shape(records: Tensor, *args: object) -> Tensor:
-    layout, start, stop, dtype = args[3], args[5], args[6], args[7]
-    assert isinstance(layout, (list, tuple)) and isinstance(dtype, torch.dtype)
-    assert isinstance(start, (int, torch.SymInt)) and isinstance(stop, (int, torch.SymInt))
-    return records.new_empty((*records.shape[:2], stop - start, layout[3]), dtype=dtype)
-
-
-def _gather_tokens(
-    records_in: Tensor, records_out: Tensor, index: Tensor, key_layout: list[int], value_layout: list[int]
-) -> None:
-    gather_records(records_in, records_out, index, SideLayout(*key_layout), SideLayout(*value_layout))
-
-
-def _gather_tokens_shape(*args: object) -> None:
-    """Nothing is returned."""
-
-
 def _register() -> None:
     """Define the operators, once per process: a module may be imported again, a registration may not."""
     if hasattr(torch.ops.kvcache_plugins, "decode_attention"):
         return
-    for name, default, shape in (
-        ("append_tokens", _append_tokens, _append_tokens_shape),
-        ("decode_attention", _decode_attention, _decode_attention_shape),
-        ("decode_tokens", _decode_tokens, _decode_tokens_shape),
-        ("encode_tokens", _encode_tokens, _encode_tokens),
-        ("gather_tokens", _gather_tokens, _gather_tokens_shape),
-    ):
+    for name, (default, shape) in DEFAULTS.items():
         torch.library.define(f"kvcache_plugins::{name}", SCHEMAS[name])
         torch.library.impl(f"kvcache_plugins::{name}", "default", default)
         torch.library.register_fake(f"kvcache_plugins::{name}", shape)

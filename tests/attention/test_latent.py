@@ -12,6 +12,7 @@ from kvcache_plugins.attention import latent
 from kvcache_plugins.attention.latent import attend_latents, latent_keys
 from kvcache_plugins.attention.received import received_attention
 from kvcache_plugins.attention.reference import AttentionOptions
+from kvcache_plugins.kernels import loader
 from kvcache_plugins.layers.expanded import Expansion
 from kvcache_plugins.models.latent import LatentProjection
 from kvcache_plugins.testing.comparison import relative_rms
@@ -130,14 +131,79 @@ def test_sinks_kept_exact_with_padding(way: str) -> None:
 
 
 def test_the_cheaper_way_is_taken() -> None:
-    weight = torch.zeros(16, 256, 512)  # DeepSeek-V2-Lite
-    projection = LatentProjection(weight, 128)
-    cheaper = {
-        count: latent._absorbing_is_cheaper(torch.empty(1, 16, count, 192), projection)
-        for count in (1, 128, 256)
-    }
+    projection = LatentProjection(torch.zeros(16, 256, 512), 128)  # DeepSeek-V2-Lite
+
+    def most_absorbed(dtype: torch.dtype, multiplier: str) -> int:
+        query = torch.empty(1, 16, 1, 192, dtype=dtype)
+        counts = [2**i for i in range(12)]
+        cheaper = [
+            latent._absorbing_is_cheaper(query.expand(-1, -1, q, -1), projection, multiplier) for q in counts
+        ]
+        assert cheaper == sorted(cheaper, reverse=True)
+        return counts[sum(cheaper) - 1]
+
     # 512 * 256 products to make a key and a value, 1088 against 320 for a query
-    assert cheaper == {1: True, 128: True, 256: False}
+    assert most_absorbed(torch.float32, "torch") == 128
+    assert most_absorbed(torch.float32, "avx2") == 128
+    assert most_absorbed(torch.float32, "avx512") == 512
+    has_amx = torch.cpu._is_amx_tile_supported()
+    assert most_absorbed(torch.bfloat16, "torch") == 32
+    assert most_absorbed(torch.bfloat16, "avx2") == (32 if has_amx else 64)
+    assert most_absorbed(torch.bfloat16, "avx512") == (32 if has_amx else 2048)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Calls of the kernel that decodes and multiplies: their queries, and their options."""
+    if loader.instruction_set() == "portable":
+        pytest.skip("torch multiplies here")
+    calls: list[tuple[Any, ...]] = []
+    original = latent.attend_decoded_latents
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        calls.append((args[0], options))
+        return original(*args, **options)
+
+    monkeypatch.setattr(latent, "attend_decoded_latents", counted)
+    monkeypatch.setattr(latent, "_absorbing_is_cheaper", lambda *_: True)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_kernel_decodes_and_multiplies(kernel: list[tuple[Any, ...]], dtype: torch.dtype) -> None:
+    query, expansion = expansion_of(CASES["int8-default"], 150, 2, dtype=dtype)
+    check(query, expansion, 1e-5 if dtype == torch.float32 else 8e-3, is_causal=True)
+    ((rows, options),) = kernel
+    assert rows.dtype == torch.float32 and rows.shape == (2, HEADS, 2, RANK + ROTATED)
+    assert options["is_bfloat16"] == (dtype == torch.bfloat16)
+    layer = expansion.latents.layer
+    assert (layer.kernel, layer.kernel_reason) == ("cpu", None)
+
+
+@pytest.mark.parametrize("name", ["kivi-default", "kivi-no-window", "int8-default", "int4-sinks"])
+def test_many_queries_are_several_passes(kernel: list[tuple[Any, ...]], name: str) -> None:
+    query, expansion = expansion_of(CASES[name], 130, 150)
+    check(query, expansion, is_causal=True)
+    assert [rows.shape[2] for rows, _ in kernel] == [64, 64, 22]
+    check(query, expansion, is_causal=True, sliding_window=77)
+    mask = torch.rand(2, 1, 1, 280) > 0.5
+    check(query, expansion, mask=mask)
+    check(query, expansion, mask=mask, is_causal=True)
+    assert len(kernel) == 12 and expansion.latents.layer.kernel_reason is None
+
+
+def test_what_is_left_to_torchs_products(
+    kernel: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, expansion = expansion_of(CASES["int8-default"], 150, 9)
+    layer = expansion.latents.layer
+    check(query, expansion, is_causal=True, alibi_slopes=torch.rand(HEADS))
+    check(query, expansion, mask=torch.rand(2, 1, 9, 159) > 0.5)  # a bias for every query
+    check(query.double(), expansion, is_causal=True)
+    monkeypatch.setenv("KVCACHE_CPU_ISA", "portable")
+    check(query, expansion, is_causal=True)
+    assert not kernel
+    assert layer.kernel == "cpu" and "multiplied by torch" in str(layer.kernel_reason)
 
 
 def test_a_tile_is_read_once(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
@@ -150,8 +216,9 @@ def test_a_tile_is_read_once(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
         return original(self, start, stop, dtype)
 
     monkeypatch.setattr(latent.DecodedView, "_decode", counted)
+    monkeypatch.setattr(latent, "_multiplier", lambda *_: "torch")
     attend_latents(query, expansion, AttentionOptions())
-    assert len(reads) == 2 * len(set(reads)), "latents and rotated keys of each run"
+    assert reads and len(reads) == 2 * len(set(reads)), "latents and rotated keys of each run"
 
 
 def test_received_attention_is_that_of_all_heads() -> None:

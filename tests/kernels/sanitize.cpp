@@ -1,4 +1,4 @@
-// Runs the decode kernels on random tasks whose buffers are exactly as large as they may read, for the
+// Runs the attention kernels on random tasks whose buffers are exactly as large as they may read, for the
 // address and undefined-behaviour sanitizers. Unused metadata is NaN. Every kernel must agree with the
 // portable one.
 #include <cmath>
@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "attend_latents.h"
 #include "decode_attention.h"
 
 using kvcache::Side;
@@ -179,17 +180,23 @@ Side make_side(Arena& arena, bool is_key, int32_t head_dim, int64_t length) {
   return side;
 }
 
-Task make_task(Arena& arena) {
+// Of latents, the value is what is beside them in a query.
+int32_t query_dim(const Task& task, bool is_latent) {
+  return task.key.head_dim + (is_latent ? task.value.head_dim : 0);
+}
+
+Task make_task(Arena& arena, bool is_latent) {
   Task task{};
   task.length = pick<int64_t>({1, 63, 64, 65, 200, 333});
   task.query_length = static_cast<int32_t>(pick<int64_t>({1, 1, 3, 8}));
   if (task.query_length > task.length) task.query_length = 1;
-  const int32_t group = pick({1, 2, 3, 4, 7, 8});
+  const int32_t group = is_latent ? pick({1, 5, 6, 7, 16}) : pick({1, 2, 3, 4, 7, 8});
   task.queries = group * task.query_length;
   task.key = make_side(arena, true, pick({16, 40, 64, 80, 128, 192, 256, 320, 512}), task.length);
   task.value = make_side(arena, false, pick({16, 40, 64, 80, 128, 192, 256, 320, 512}), task.length);
-  float* query = arena.floats(task.queries * task.key.head_dim);
-  for (int64_t i = 0; i < task.queries * task.key.head_dim; ++i) query[i] *= 0.2f;
+  const int64_t numbers = int64_t{task.queries} * query_dim(task, is_latent);
+  float* query = arena.floats(numbers);
+  for (int64_t i = 0; i < numbers; ++i) query[i] *= 0.2f;
   task.query = query;
   task.precise = 1;
   const int64_t blocks = (task.length + 63) / 64;
@@ -198,7 +205,7 @@ Task make_task(Arena& arena) {
   task.is_causal = static_cast<int32_t>(draw(0, 1));
   task.window = task.is_causal != 0 ? pick<int64_t>({0, 1, 50, 500}) : 0;
   task.softcap = pick({0.0f, 0.0f, 5.0f});
-  if (draw(0, 2) == 0) task.alibi = arena.floats(group);
+  if (!is_latent && draw(0, 2) == 0) task.alibi = arena.floats(group);
   if (draw(0, 1) == 0) {
     task.bias_row_stride = draw(0, 1) * task.length;
     const int64_t count = task.bias_row_stride == 0 ? task.length : task.queries * task.length;
@@ -209,19 +216,20 @@ Task make_task(Arena& arena) {
   return task;
 }
 
-std::vector<float> run(const Task& prototype, kvcache::Kernel kernel) {
+std::vector<float> run(const Task& prototype, kvcache::Kernel kernel, bool is_latent) {
   Arena arena;
   Task task = prototype;
+  const int32_t width = is_latent ? task.key.head_dim : task.value.head_dim;
   task.maximum = arena.floats(task.queries);
   task.sum = arena.floats(task.queries);
-  task.output = arena.floats(task.queries * task.value.head_dim);
+  task.output = arena.floats(int64_t{task.queries} * width);
   kernel(task);
   std::vector<float> result;
   for (int r = 0; r < task.queries; ++r) {
     const bool is_empty = std::isinf(task.maximum[r]);
     result.push_back(is_empty ? -1e30f : task.maximum[r] + std::log(task.sum[r]));
-    for (int d = 0; d < task.value.head_dim; ++d) {
-      result.push_back(is_empty ? 0.0f : task.output[r * task.value.head_dim + d] / task.sum[r]);
+    for (int d = 0; d < width; ++d) {
+      result.push_back(is_empty ? 0.0f : task.output[r * width + d] / task.sum[r]);
     }
   }
   return result;
@@ -241,21 +249,23 @@ double error(const std::vector<float>& a, const std::vector<float>& b) {
 
 struct Candidate {
   const char* name;
-  kvcache::Kernel kernel;
+  kvcache::Kernel kernel, latents;
   int precise;
   double bound;
 };
 
 std::vector<Candidate> candidates() {
-  std::vector<Candidate> all = {{"portable", kvcache::decode_attention_portable, 1, 0}};
+  std::vector<Candidate> all = {
+      {"portable", kvcache::decode_attention_portable, kvcache::attend_latents_portable, 1, 0}};
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-    all.push_back({"avx2", kvcache::decode_attention_avx2, 1, 1e-5});
+    all.push_back({"avx2", kvcache::decode_attention_avx2, kvcache::attend_latents_avx2, 1, 1e-5});
   }
 #if !defined(KVCACHE_NO_AVX512)
   if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
-    all.push_back({"avx512, precise", kvcache::decode_attention_avx512, 1, 1e-5});
-    all.push_back({"avx512", kvcache::decode_attention_avx512, 0, 5e-2});
+    const kvcache::Kernel kernel = kvcache::decode_attention_avx512, latents = kvcache::attend_latents_avx512;
+    all.push_back({"avx512, precise", kernel, latents, 1, 1e-5});
+    all.push_back({"avx512", kernel, latents, 0, 5e-2});
   }
 #endif
 #endif
@@ -269,17 +279,21 @@ int main(int argc, char** argv) {
   int failures = 0;
   for (int round = 0; round < rounds; ++round) {
     Arena arena;
-    Task task = make_task(arena);
-    const std::vector<float> expected = run(task, kvcache::decode_attention_portable);
+    const bool is_latent = round % 3 == 2;
+    Task task = make_task(arena, is_latent);
+    const kvcache::Kernel portable =
+        is_latent ? kvcache::attend_latents_portable : kvcache::decode_attention_portable;
+    const std::vector<float> expected = run(task, portable, is_latent);
     for (const Candidate& candidate : candidates()) {
       task.precise = candidate.precise;
-      const double difference = error(expected, run(task, candidate.kernel));
+      const double difference =
+          error(expected, run(task, is_latent ? candidate.latents : candidate.kernel, is_latent));
       if (difference <= candidate.bound) continue;
       ++failures;
       std::printf(
-          "round %d: error %.2e of %s (keys: %d bits, format %d, D %d; values: %d bits, format %d, D %d)\n",
-          round, difference, candidate.name, task.key.nbits, task.key.format, task.key.head_dim,
-          task.value.nbits, task.value.format, task.value.head_dim);
+          "round %d: error %.2e of %s%s (keys: %d bits, format %d, D %d; values: %d bits, format %d, D %d)\n",
+          round, difference, candidate.name, is_latent ? ", latents" : "", task.key.nbits, task.key.format,
+          task.key.head_dim, task.value.nbits, task.value.format, task.value.head_dim);
     }
   }
   std::printf("%d rounds, %d failures\n", rounds, failures);

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_plugins.kernels import loader, ops
+from kvcache_plugins.kernels import loader
+from kvcache_plugins.kernels.defaults import DEFAULTS
 from kvcache_plugins.kernels.ops import append_tokens, encode_tokens
 from kvcache_plugins.layers import base, native_encoding, stepping
 from kvcache_plugins.models.rotary import Rotary
@@ -122,7 +123,7 @@ def test_tails_of_other_dtypes_are_filled(dtype: torch.dtype) -> None:
 def test_the_default_fills_the_tails() -> None:
     for due in (0, 3):
         case = Case(CODES["int8"], 3, due, 8, 8, 0)
-        done, records, tails = case.run(ops._append_tokens)
+        done, records, tails = case.run(DEFAULTS["append_tokens"][0])
         assert done == (due == 0) and not records.any()
         assert torch.equal(tails[1], case.expected(lambda *_: False)[2][1])
         meta = [tensor.to("meta") for tensor in (case.records, *case.states, *case.tails)]
@@ -131,7 +132,7 @@ def test_the_default_fills_the_tails() -> None:
 
 def test_gradients_stop_at_the_tails() -> None:
     case = Case(CODES["int8"], 1, 0, 8, 8, 0, dtype=torch.float32)
-    for append in (append_tokens, ops._append_tokens):
+    for append in (append_tokens, DEFAULTS["append_tokens"][0]):
         tails = [tail.clone() for tail in case.tails]
         given = [tensor.clone().requires_grad_() for tensor in case.states]
         assert append(case.records, *given, *tails, *case.plans())

@@ -11,7 +11,7 @@ import torch
 from kvcache_plugins.attention.description import describe
 from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions
-from kvcache_plugins.kernels import ops
+from kvcache_plugins.kernels.defaults import DEFAULTS
 from kvcache_plugins.kernels.ops import decode_attention
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.testing.comparison import relative_rms
@@ -33,7 +33,7 @@ def test_default_of_the_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, options = _arguments(layer)
     native = decode_attention(*arguments, **options)
     query, records, keys, values = arguments
-    plain = ops._decode_attention(
+    plain = DEFAULTS["decode_attention"][0](
         query, records, keys.segments, values.segments, keys.extras, values.extras, None,
         keys.layout.integers(), values.layout.integers(), options["scaling"], None, False, 0, 0.0, None, None,
     )  # fmt: skip

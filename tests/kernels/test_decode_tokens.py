@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvcache_plugins.attention.description import describe
-from kvcache_plugins.kernels import ops
-from kvcache_plugins.kernels.layout import Side
+from kvcache_plugins.kernels.defaults import DEFAULTS
+from kvcache_plugins.kernels.layout import Side, SideLayout
 from kvcache_plugins.kernels.ops import decode_tokens
 from kvcache_plugins.layers.codec import Float8Codec
 from kvcache_plugins.layers.handle import KVHandle
@@ -142,7 +142,7 @@ def test_rounding_is_to_nearest_even(isa: str, dtype: torch.dtype) -> None:
     tokens = torch.nn.functional.pad(numbers, (0, -len(numbers) % 64)).view(1, 1, -1, 64)
     records = torch.zeros(1, 1, 0, 64, dtype=torch.uint8)
     for is_key in (True, False):
-        side = Side(ops.SideLayout(0, 8, 1, 64, 1, 1, 2, 0, 0, 0), [tokens])
+        side = Side(SideLayout(0, 8, 1, 64, 1, 1, 2, 0, 0, 0), [tokens])
         got = decode_tokens(records, side, is_key=is_key, start=0, stop=tokens.shape[2], dtype=dtype)
         expected = tokens.to(dtype)
         assert torch.equal(got.isnan(), expected.isnan())
@@ -184,7 +184,7 @@ def test_default_of_the_op(name: str) -> None:
     for dtype in DTYPES:
         arguments = _arguments(name, 50, 190, dtype)
         native = torch.ops.kvcache_plugins.decode_tokens(*arguments)
-        plain = ops._decode_tokens(*arguments)
+        plain = DEFAULTS["decode_tokens"][0](*arguments)
         assert plain.is_contiguous() and plain.dtype == dtype
         bits = torch.finfo(dtype).eps
         torch.testing.assert_close(native, plain, rtol=bits, atol=2e-6 * float(plain.abs().max()))

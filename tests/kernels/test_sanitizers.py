@@ -10,6 +10,7 @@ import pytest
 from kvcache_plugins.kernels import compiler, loader
 
 SOURCES = Path(compiler.__file__).with_name("csrc") / "cpu"
+KERNELS = ("attend_latents", "decode_attention")
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g"]
 
 
@@ -19,7 +20,7 @@ def test_no_kernel_reads_what_it_should_not(tmp_path: Path) -> None:
     if found is None or not loader.try_load():
         pytest.skip("no native library can be built here")
     program = tmp_path / "sanitize"
-    kernels = map(str, sorted(SOURCES.glob("decode_attention_*.cpp")))
+    kernels = [str(file) for name in KERNELS for file in sorted(SOURCES.glob(f"{name}_*.cpp"))]
     source = Path(__file__).with_name("sanitize.cpp")
     flags = [flag for flag in compiler.FLAGS if flag != "-O3"]
     command = [found.path, *flags, *SANITIZE, f"-I{SOURCES}", str(source), *kernels, "-o", str(program)]
@@ -27,7 +28,7 @@ def test_no_kernel_reads_what_it_should_not(tmp_path: Path) -> None:
         pytest.skip(f"{found.description} has no sanitizers")
     built = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert built.returncode == 0, built.stderr[-4000:]
-    done = subprocess.run([str(program), "1000"], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([str(program), "1500"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 

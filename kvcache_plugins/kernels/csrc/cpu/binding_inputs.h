@@ -67,6 +67,28 @@ void check_tensor(const at::Tensor& tensor, const std::string& name, at::IntArra
                 "stride of the last dimension", name, 1, tensor.stride(-1));
 }
 
+void check_records(const at::Tensor& records) {
+  KVCACHE_CHECK(records.dim() == 4, "rank", "records", 4, records.dim());
+  KVCACHE_CHECK(records.scalar_type() == at::kByte, "dtype", "records", "uint8", records.scalar_type());
+  check_tensor(records, "records", {records.size(0), records.size(1), records.size(2), records.size(3)});
+  KVCACHE_CHECK(records.size(2) <= 1 || records.stride(2) == records.size(3), "stride", "records", records.size(3),
+                records.stride(2));
+}
+
+// The slots of the first sinks, one of every row, or null.
+const int64_t* check_sink_start(const OptionalTensor& sink_start, int64_t batch) {
+  if (!sink_start.has_value()) return nullptr;
+  check_tensor(*sink_start, "sink_start", {batch});
+  KVCACHE_CHECK(sink_start->scalar_type() == at::kLong, "dtype", "sink_start", "int64", sink_start->scalar_type());
+  return sink_start->const_data_ptr<int64_t>();
+}
+
+// The sinks among the extras, else `other`: where there are no segments, exact tokens have the dtype of these.
+at::Tensor sinks_or(const c10::List<OptionalTensor>& extras, const at::Tensor& other) {
+  const bool has_sinks = extras.size() > 4 && extras.get(4).has_value();
+  return has_sinks ? *extras.get(4) : other;
+}
+
 // Checks an fp32 extra and makes it contiguous; `name` is a suffix such as "factors".
 void check_extra(const Inputs& inputs, OptionalTensor& tensor, const char* suffix, at::IntArrayRef shape) {
   if (!tensor.has_value()) return;

@@ -8,36 +8,10 @@
 
 #include "decode_tokens.h"
 #include "portable_decoding.inl"
+#include "portable_transposition.inl"
 
 namespace kvcache {
 namespace {  // see portable_numbers.inl
-
-// Turns over a square of kLanes rows of `from` into rows of `to`: in step s, the parts of s rows and s columns of
-// each square of 2s change places across its diagonal.
-inline __attribute__((always_inline)) void transpose_square(const float* from, int64_t from_stride, float* to,
-                                                            int64_t to_stride) {
-  Floats rows[kLanes];
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) rows[i] = load<Floats>(from + i * from_stride);
-#pragma GCC unroll 4
-  for (int s = 1; s < kLanes; s *= 2) {
-    Integers upper, lower;  // of two rows one after the other, the lanes that make up the new ones
-#pragma GCC unroll 16
-    for (int l = 0; l < kLanes; ++l) {
-      upper[l] = (l & s) != 0 ? kLanes + l - s : l;
-      lower[l] = (l & s) != 0 ? kLanes + l : l + s;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      if ((i & s) != 0) continue;
-      const Floats a = rows[i], b = rows[i + s];
-      rows[i] = __builtin_shuffle(a, b, upper);
-      rows[i + s] = __builtin_shuffle(a, b, lower);
-    }
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) store(to + i * to_stride, rows[i]);
-}
 
 inline __attribute__((always_inline)) Words bits_of(Floats v) {
   Words bits;
@@ -93,6 +67,7 @@ void write_row(const float* from, int64_t count, int32_t dtype, void* to, int64_
 
 void decode_slots(const Side& side, bool is_key, int64_t start, int64_t stop, int32_t dtype, void* out) {
   Workspace ws;
+  alignas(64) float turned[kBlockTokens * kMaxHeadDim];  // keys as [token][padded_dim]
   const Decoder decode = choose_decoder(side, is_key);
   const int64_t dim = side.head_dim, width = side.padded_dim;
   std::memset(ws.tile, 0, sizeof(float) * kBlockTokens * width);  // channels of the padding are turned over too
@@ -103,10 +78,10 @@ void decode_slots(const Side& side, bool is_key, int64_t start, int64_t stop, in
     if (is_key) {
       for (int64_t d = 0; d < width; d += kLanes) {
         for (int64_t t = (low - block) / kLanes * kLanes; t < high - block; t += kLanes) {
-          transpose_square(ws.tile + d * kBlockTokens + t, kBlockTokens, ws.output + t * width + d, width);
+          transpose_square(ws.tile + d * kBlockTokens + t, kBlockTokens, turned + t * width + d, width);
         }
       }
-      rows = ws.output;
+      rows = turned;
     }
     for (int64_t t = low; t < high; ++t) write_row(rows + (t - block) * width, dim, dtype, out, (t - start) * dim);
   }

@@ -34,27 +34,16 @@ at::Tensor decode_tokens(const at::Tensor& records, at::TensorList segments, con
                          const OptionalTensor& sink_start, at::IntArrayRef layout, bool is_key, int64_t start,
                          int64_t stop, at::ScalarType dtype) {
   const TokenDecoder decoder = choose_decoder();
-  KVCACHE_CHECK(records.dim() == 4, "rank", "records", 4, records.dim());
-  KVCACHE_CHECK(records.scalar_type() == at::kByte, "dtype", "records", "uint8", records.scalar_type());
-  check_tensor(records, "records", {records.size(0), records.size(1), records.size(2), records.size(3)});
-  KVCACHE_CHECK(records.size(2) <= 1 || records.stride(2) == records.size(3), "stride", "records", records.size(3),
-                records.stride(2));
+  check_records(records);
   const int64_t batch = records.size(0), heads = records.size(1);
   const at::Tensor scalar = at::empty({0}, records.options().dtype(dtype));
   const int32_t out_dtype = dtype_of(scalar, "the output");
-  // Sinks must have the dtype of the segments; without any, nothing says which.
-  const bool has_sinks = extras.size() > 4 && extras.get(4).has_value();
-  const at::Tensor like = has_sinks ? *extras.get(4) : scalar;
-  const Inputs inputs = describe(is_key ? "key" : "value", records, segments, extras, layout, like);
+  const Inputs inputs =
+      describe(is_key ? "key" : "value", records, segments, extras, layout, sinks_or(extras, scalar));
   KVCACHE_CHECK(start >= 0 && start <= stop && stop <= length_of(inputs), "slots", "decode_tokens",
                 "a range inside [0, " + std::to_string(length_of(inputs)) + ")",
                 std::to_string(start) + " to " + std::to_string(stop));
-  const int64_t* starts = nullptr;
-  if (sink_start.has_value()) {
-    check_tensor(*sink_start, "sink_start", {batch});
-    KVCACHE_CHECK(sink_start->scalar_type() == at::kLong, "dtype", "sink_start", "int64", sink_start->scalar_type());
-    starts = sink_start->const_data_ptr<int64_t>();
-  }
+  const int64_t* starts = check_sink_start(sink_start, batch);
   const int64_t count = stop - start, dim = inputs.side.head_dim;
   at::Tensor output = at::empty({batch, heads, count, dim}, scalar.options());
   char* const data = static_cast<char*>(output.mutable_data_ptr());

@@ -1,4 +1,5 @@
-// From a record, sinks and exact segments to 64 tokens in fp32 (decode_attention_portable.inl).
+// From a record, sinks and exact segments to 64 tokens in fp32 (decode_attention_portable.inl, decode_tokens.inl,
+// attend_latents.inl).
 //
 // The order of the codes is drawn in kvcache_plugins/quantizers/packing.py; a 32-bit word holds the codes of
 // one lane, so that a vector of words, shifted and masked, is a vector of neighbouring tokens (keys) or
@@ -19,11 +20,9 @@ struct RotationTables {
   alignas(64) float cos[kTables], sin[kTables];
 };
 
-// 310 KB on the stack of a pool's thread, where it stays in the cache from task to task; what few need is on the heap.
+// A decoded block, and what decoding it takes: 170 KB.
 struct Workspace {
-  alignas(64) float tile[kMaxHeadDim * kBlockTokens];  // keys [channel][token], then values [token][channel]
-  alignas(64) float scores[kMaxQueries * kBlockTokens];
-  alignas(64) float output[kMaxQueries * kMaxHeadDim];  // rows of the values' `padded_dim`
+  alignas(64) float tile[kMaxHeadDim * kBlockTokens];  // keys [channel][token], or values [token][channel]
   alignas(64) float scale[kMaxMetadata], minimum[kMaxMetadata];
   alignas(64) float row_scale[kMaxHeadDim], row_minimum[kMaxHeadDim], row[kMaxHeadDim];
   std::unique_ptr<RotationTables> rotation;
