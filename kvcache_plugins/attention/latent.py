@@ -46,6 +46,7 @@ _COSTS = {
 }
 """What a product of absorbed queries costs on a CPU, by what multiplies and whether queries are bf16; 1 is
 what one of torch in their dtype does."""
+_COPIED = "kv_b_proj is quantized, so a dense copy of it is kept"
 _TORCH_MULTIPLIES = "latents are decoded by the kernels, a tile at a time, and multiplied by torch"
 
 
@@ -173,6 +174,9 @@ def attend_latents(query: Tensor, expansion: Expansion, options: AttentionOption
         output = _attend_absorbed(query, tokens, projection, options)
     else:
         output = _attend_expanded(query, tokens, projection, options)
+    if projection.copied_bytes and _COPIED not in str(layer.kernel_reason):
+        copied = f"{_COPIED}, {projection.copied_bytes:,} bytes"
+        layer.kernel_reason = copied if layer.kernel_reason is None else f"{layer.kernel_reason}; {copied}"
     if layer.observes_queries:
         layer.attended(_absorbed(query, projection), tokens, options)
     return output

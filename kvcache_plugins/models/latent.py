@@ -39,10 +39,12 @@ class LatentProjection:
         weight (`torch.Tensor` of shape `(H, Dn + Dv, R)`): Rows of every head: those of its keys, then those
             of its values.
         key_dim (`int`): `Dn`, channels of a key that come from the latent.
+        copied_bytes (`int`): What `weight` takes beside the model's own, if that is quantized.
     """
 
     weight: Tensor
     key_dim: int
+    copied_bytes: int = 0
 
     @property
     def heads(self) -> int:
@@ -106,7 +108,8 @@ def projection_of(module: Any, dtype: torch.dtype) -> LatentProjection | str:
     rows = key_dim + int(module.v_head_dim)
     if weight.shape[0] % rows:
         return f"kv_b_proj has {weight.shape[0]} rows, which are not heads of {rows}"
-    return LatentProjection(weight.view(-1, rows, weight.shape[1]), key_dim)
+    copied_bytes = 0 if layer not in _made else weight.nbytes
+    return LatentProjection(weight.view(-1, rows, weight.shape[1]), key_dim, copied_bytes)
 
 
 def _weight_of(layer: nn.Module, rank: int, dtype: torch.dtype) -> Tensor:

@@ -145,6 +145,10 @@ def test_a_quantized_weight_is_unpacked_once(module: Any) -> None:
         for _ in range(3):
             got, _ = dispatch.forward_over_handles(module, query, *module.expand_kv(latents, rotated), None)
         assert quantized.calls == 2, "once to unpack it, and once to see that it is a weight"
+        copied = 4 * HEADS * (KEY_DIM + VALUE_DIM) * RANK
+        assert (
+            layer.kernel_reason == f"kv_b_proj is quantized, so a dense copy of it is kept, {copied:,} bytes"
+        )
         assert layer.fallback_reads == 0
         made = module.expand_kv(latents.dense(), rotated.dense())
         expected = nn.functional.scaled_dot_product_attention(query, *made)
