@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +26,7 @@ __all__ = ["let_latents_pass", "restore_expansions"]
 Method = Callable[..., tuple[Tensor, Tensor]]
 
 _NAME = "expand_kv"
+_READ = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 
 _originals: dict[type[nn.Module], Method] = {}
 _obstacles: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
@@ -38,7 +40,7 @@ def let_latents_pass(model: nn.Module) -> None:
             the module's class, where tensors go on to the original.
     """
     for module in model.modules():
-        if not hasattr(module, _NAME) or not hasattr(module, "kv_b_proj"):
+        if not all(hasattr(module, name) for name in (_NAME, *_READ)):
             continue
         owner = next(cls for cls in type(module).__mro__ if _NAME in vars(cls))
         if owner not in _originals:
@@ -55,9 +57,10 @@ def restore_expansions() -> None:
 
 def _handing_on(original: Method) -> Method:
     @wraps(original)
-    def expand_kv(self: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        if not (isinstance(latents, KVHandle) and isinstance(rotated, KVHandle)):
-            return original(self, latents, rotated)
+    def expand_kv(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if kwargs or len(args) != 2 or not all(isinstance(states, KVHandle) for states in args):
+            return original(self, *args, **kwargs)
+        latents, rotated = args
 
         def make(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
             return original(self, latents, rotated)

@@ -176,6 +176,23 @@ def test_a_weight_of_quanto(module: Any) -> None:
     torch.testing.assert_close(got.transpose(1, 2), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_module_that_is_called_in_another_way(module: Any) -> None:
+    layer, latents, rotated = held_by(CASES["int8-default"])
+    with torch.no_grad():
+        keys, values = module.expand_kv(kv_nope=latents, k_rot=rotated)
+        made = module.expand_kv(latents.dense(), rotated.dense())
+    assert torch.equal(keys, made[0]) and torch.equal(values, made[1])
+    assert layer.fallback_reads == 2
+
+
+def test_a_module_of_which_less_is_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    latent_models.restore_expansions()
+    original = Attention.expand_kv
+    monkeypatch.delattr(Attention, "kv_lora_rank")
+    latent_models.let_latents_pass(Attention())
+    assert Attention.expand_kv is original
+
+
 def test_weights_that_are_elsewhere_are_left_to_the_model(module: Any) -> None:
     module.kv_b_proj.to("meta")
     assert "not on a device" in str(projection_of(module, torch.float32))
