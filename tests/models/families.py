@@ -11,9 +11,11 @@ import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kvcache_plugins.testing.generation import padded_prompt
 from kvcache_plugins.testing.models import _COMMON, _FAMILIES, _initialise
 
 _LINEAR = ["linear_attention", "full_attention"]
@@ -172,3 +174,26 @@ def small_model(name: str, most: int = 12_000_000) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _initialise(model, 1)
     return model.eval()
+
+
+def greedy(
+    model: Any,
+    lengths: tuple[int, ...],
+    new_tokens: int,
+    cache_config: dict[str, Any] | None = None,
+    **cache: Any,
+) -> tuple[Tensor, Tensor, Any]:
+    """Continue a padded batch: new tokens `(B, n)`, their logits `(B, n, vocabulary)` and the cache."""
+    if cache_config is not None:
+        cache = {"cache_implementation": "quantized", "cache_config": cache_config}
+    output = model.generate(
+        **padded_prompt(lengths),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        pad_token_id=0,
+        **cache,
+    )
+    return output.sequences[:, -new_tokens:], torch.stack(output.logits, dim=1), output.get("past_key_values")

@@ -17,8 +17,7 @@ from transformers import Cache, DynamicCache
 
 from kvcache_plugins import KVCache
 from kvcache_plugins.models.facts import biases_by_distance
-from kvcache_plugins.testing.generation import padded_prompt
-from tests.models.families import NAMES, NotSmall, small_model
+from tests.models.families import NAMES, NotSmall, greedy, small_model
 from tests.reference.quantizers import symmetric8
 
 LENGTH, NEW = 44, 6
@@ -64,19 +63,7 @@ def generate(
     model: Any, cache_config: dict[str, Any] | None = None, **cache: Any
 ) -> tuple[Tensor, Tensor, Any]:
     """Tokens `(B, NEW)`, logits `(B, NEW, vocabulary)` and the cache."""
-    if cache_config is not None:
-        cache = {"cache_implementation": "quantized", "cache_config": cache_config}
-    output = model.generate(
-        **padded_prompt((LENGTH, 31)),
-        max_new_tokens=NEW,
-        min_new_tokens=NEW,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        pad_token_id=0,
-        **cache,
-    )
-    return output.sequences[:, LENGTH:], torch.stack(output.logits, dim=1), output.get("past_key_values")
+    return greedy(model, (LENGTH, 31), NEW, cache_config, **cache)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -16,7 +16,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 import kvcache_plugins as kvp
 from kvcache_plugins.attention import latent_models
 from kvcache_plugins.testing.generation import SCENARIOS, padded_prompt, run_scenario
-from tests.models.families import NAMES, NotSmall, small_model
+from tests.models.families import NAMES, NotSmall, greedy, small_model
 
 LENGTH, NEW = 150, 5
 # Before this kind of layer had its name, such models cached keys and values of all heads, which stay dense.
@@ -73,18 +73,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def logits_of(model: PreTrainedModel, cache_config: dict[str, Any]) -> tuple[Tensor, Any]:
     """Logits `(B, NEW, vocabulary)` of a padded batch, and its cache."""
-    output = model.generate(
-        **padded_prompt((LENGTH, 131)),
-        max_new_tokens=NEW,
-        min_new_tokens=NEW,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        pad_token_id=0,
-        cache_implementation="quantized",
-        cache_config=cache_config,
-    )
-    return torch.stack(output.logits, dim=1), output.past_key_values
+    _, logits, cache = greedy(model, (LENGTH, 131), NEW, cache_config)
+    return logits, cache
 
 
 @pytest.mark.filterwarnings("ignore")
