@@ -69,6 +69,7 @@ class KVCache(Cache):
     config_class: ClassVar[type[BackendConfig]]
     layer_class: ClassVar[type[PackedLayer]]
     evicts: ClassVar[bool] = False
+    """Whether tokens are dropped, which layers that choose among all of them do not allow."""
 
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
         model, config = split_model_or_config(model_or_config)

@@ -79,33 +79,10 @@ class LatentKeys(StreamView):
 
 
 @dataclass(frozen=True)
-class _LatentValues:
-    """The latents of the run that was read as keys last."""
-
-    keys: LatentKeys
-    rank: int
-
-    @property
-    def length(self) -> int:
-        return self.keys.length
-
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        return self.keys.boundaries
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self.keys.read(start, stop)[..., : self.rank]
-
-
-@dataclass(frozen=True)
-class _ExpandedSide:
-    """Keys or values of all heads, made of a run of latents when it is read; both share the last run."""
+class _MadeOfLatents:
+    """What is read of the same slots as the latents."""
 
     tokens: LatentKeys
-    projection: LatentProjection
-    is_key: bool
-    head_dim: int
-    last: dict[tuple[int, int], tuple[Tensor, Tensor]]
 
     @property
     def length(self) -> int:
@@ -114,6 +91,26 @@ class _ExpandedSide:
     @property
     def boundaries(self) -> tuple[int, ...]:
         return self.tokens.boundaries
+
+
+@dataclass(frozen=True)
+class _LatentValues(_MadeOfLatents):
+    """The latents of the run that was read as keys last."""
+
+    rank: int
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.tokens.read(start, stop)[..., : self.rank]
+
+
+@dataclass(frozen=True)
+class _ExpandedSide(_MadeOfLatents):
+    """Keys or values of all heads, made of a run of latents when it is read; both share the last run."""
+
+    projection: LatentProjection
+    is_key: bool
+    head_dim: int
+    last: dict[tuple[int, int], tuple[Tensor, Tensor]]
 
     @property
     def heads(self) -> int:

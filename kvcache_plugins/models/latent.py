@@ -13,8 +13,9 @@ a token, layer and step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,8 +28,23 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _CONVERTED = 1 << 20
 """Numbers of a weight that are converted at once."""
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_made: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Tensor]] = WeakKeyDictionary()
-"""Weights of quantized layers, and what they were made of."""
+
+
+class _Made(NamedTuple):
+    """A dense weight, and the parameters it was made of, each with a number that changes as it does."""
+
+    parameters: Sequence[tuple[Tensor, int]]
+    weight: Tensor
+
+    def is_of(self, parameters: Sequence[tuple[Tensor, int]]) -> bool:
+        """Whether these are the very parameters, unchanged."""
+        pairs = zip(self.parameters, parameters, strict=False)
+        return len(parameters) == len(self.parameters) and all(
+            old is new and version == now for (old, version), (new, now) in pairs
+        )
+
+
+_made: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,12 +135,13 @@ def _weight_of(layer: nn.Module, rank: int, dtype: torch.dtype) -> Tensor:
     if kind == (nn.Linear, nn.Parameter) and own.dtype in _DTYPES:
         weight: Tensor = own.detach()
         return weight
-    state = (dtype, *((id(parameter), parameter._version) for parameter in layer.parameters()))
-    if layer not in _made or _made[layer][0] != state:
-        units = torch.eye(rank, dtype=dtype, device=next(layer.parameters()).device)
+    parameters = [(parameter, parameter._version) for parameter in layer.parameters()]
+    made = _made.get(layer)
+    if made is None or made.weight.dtype != dtype or not made.is_of(parameters):
+        units = torch.eye(rank, dtype=dtype, device=parameters[0][0].device)
         with torch.no_grad():
-            _made[layer] = state, layer(units).T.contiguous()
-    return _made[layer][1]
+            made = _made[layer] = _Made(parameters, layer(units).T.contiguous())
+    return made.weight
 
 
 def _is_bare(layer: nn.Module) -> bool:

@@ -59,10 +59,10 @@ def plan_layers(
 ) -> list[LayerPlan]:
     """Plan the layers of a decoder.
 
-    Full attention is packed, also beside a recurrent branch, and the latents of layers with an indexer, where
-    no token is evicted. A sliding or chunked layer whose window is at
-    least the model's context never drops a token, so it is packed as well (Phi-3, Mistral configurations).
-    Every other kind stays with transformers' class.
+    Full attention is packed, also beside a recurrent branch, and so are the latents of layers with an indexer
+    where no token is evicted. A sliding or chunked layer whose window is at least the model's context never
+    drops a token, so it is packed as well (Phi-3, Mistral configurations). Every other kind stays with
+    transformers' class.
 
     Args:
         config (`PreTrainedConfig`): The decoder's configuration.
