@@ -3,8 +3,8 @@
 Their attention modules have a method, `expand_kv`, between the cache and the attention function. It is
 replaced in the module's class, once: handles go through it as handles of what it would make
 (`layers.expanded`), tensors go on to the original. A module is first compared with what it is taken to do, on
-a few numbers; one that does anything else, or whose weight is not a plain one, makes its keys and values
-itself.
+a few numbers; one that does anything else, or whose projection is more than a weight, makes its keys and
+values itself, which `kernel="native"` refuses.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ..kernels.selection import native_is_unavailable
 from ..layers.expanded import Expansion, Make
 from ..layers.handle import KVHandle
 from ..models.latent import LatentProjection, projection_of
@@ -76,7 +77,10 @@ def _handing_on(original: Method) -> Method:
             obstacle = _obstacles[self]
             if obstacle is None:
                 return Expansion(latents, rotated, projection, make).handles()
-        latents.layer.kernel_reason = f"all latents are expanded at every step: {obstacle}"
+        layer, reason = latents.layer, f"all latents are expanded at every step: {obstacle}"
+        if layer.config.kernel == "native":
+            raise native_is_unavailable(f"layer {layer.layer_idx}", reason)
+        layer.kernel_reason = reason
         return original(self, latents.dense(), rotated.dense())
 
     return expand_kv

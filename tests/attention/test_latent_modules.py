@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcache_plugins.attention import dispatch, latent_models
+from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.models.latent import LatentProjection, projection_of
 from tests.attention.test_latent import HEADS, KEY_DIM, RANK, ROTATED, VALUE_DIM
@@ -135,6 +136,13 @@ def test_the_class_is_put_back() -> None:
     assert Attention.expand_kv is not original
     latent_models.restore_expansions()
     assert Attention.expand_kv is original
+
+
+def test_native_kernels_that_cannot_serve_are_said_to_be_missing(module: Any) -> None:
+    _with_hook(module)
+    _, latents, rotated = held_by(CASES["int8-default"] | {"kernel": "native"})
+    with pytest.raises(KernelUnavailableError, match=r"layer 0.*all latents are expanded at every step"):
+        module.expand_kv(latents, rotated)
 
 
 def test_a_quantized_weight_is_unpacked_once(module: Any) -> None:
