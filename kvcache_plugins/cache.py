@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from .layers.base import PackedLayer
 from .layers.indexed import with_indexer
 from .layers.recurrent import with_recurrent_branch
 from .layers.storing import storing
+from .layers.windowed import pays_off, with_window
 from .models.facts import (
     LayerFacts,
     check_attention_function,
@@ -43,7 +44,7 @@ _ = _dispatch
 
 
 class KVCache(Cache):
-    """A `transformers.Cache` whose full-attention layers are packed. Base class of every backend's cache.
+    """A `transformers.Cache` whose attention layers are packed. Base class of every backend's cache.
 
     Built by `generate(cache_implementation="quantized", cache_config={"backend": ...})`, by [`build_cache`],
     or directly from a subclass:
@@ -79,9 +80,11 @@ class KVCache(Cache):
         self.model_config = config
         self._plans = plan_layers(config)
         skipped = self.config.skipped_layers(len(self._plans))
-        self._plans = plan_layers(config, skipped, evicts=self.evicts)
         layer_configs = [self.config.for_layer(index, len(self._plans)) for index in range(len(self._plans))]
         facts = self._describe(model)
+        self._plans = plan_layers(
+            config, skipped, evicts=self.evicts, packs_window=self._window_rule(layer_configs, facts)
+        )
         if model is not None:
             self._let_latents_pass(model)
         layers: list[Any] = []
@@ -260,9 +263,31 @@ class KVCache(Cache):
             return plan.build_dense()
         return self._build_packed(plan, config, layer_idx, facts)
 
+    def _window_rule(
+        self, layer_configs: list[Any], facts: list[LayerFacts]
+    ) -> Callable[[int, int], bool] | None:
+        """Whether to pack a layer of an index and a window; `None` if none can be."""
+        if self.evicts or caches_latents(self.model_config):
+            return None
+        known: dict[tuple[Any, ...], bool] = {}
+
+        def packs_window(layer_idx: int, window: int) -> bool:
+            shape = (window, *key_value_heads(self.model_config, layer_idx))
+            kind = (repr(layer_configs[layer_idx]), *shape)
+            if kind not in known:
+                layer = self.layer_class(layer_configs[layer_idx], layer_idx, facts[layer_idx])
+                known[kind] = pays_off(layer, *shape)
+            return known[kind]
+
+        return packs_window
+
     def _build_packed(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
         if plan.has_indexer:
             return with_indexer(self.layer_class)(config, layer_idx, facts)
+        if plan.window is not None:
+            windowed = with_window(self.layer_class)(config, layer_idx, facts)
+            windowed.window = plan.window
+            return windowed
         if not plan.has_recurrent_branch:
             return self.layer_class(config, layer_idx, facts)
         layer = with_recurrent_branch(self.layer_class)(config, layer_idx, facts)
@@ -324,7 +349,7 @@ def _dense_size(layer: Any) -> tuple[int, int]:
         batch_size, num_heads = layer.records.data.shape[:2]
         per_token = batch_size * num_heads * sum(stream.head_dim for stream in layer.streams)
         values = per_token * layer.held_length
-        num_bytes = per_token * layer.get_seq_length() * layer.dtype.itemsize
+        num_bytes = per_token * layer.dense_length * layer.dtype.itemsize
     for tensor in tensors_in(layer.beside() if isinstance(layer, PackedLayer) else vars(layer)):
         if tensor.is_floating_point():
             values += tensor.numel()

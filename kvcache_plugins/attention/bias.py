@@ -23,23 +23,32 @@ class LogitBias(NamedTuple):
     Args:
         bias (`torch.Tensor`, *optional*): fp32 `(B or 1, Hq or 1, q or 1, T)`, `-inf` where hidden.
         is_causal (`bool`): Whether attention is causal besides.
+        window (`int`): A query in slot `s` sees slots above `s - window`; 0 for all.
     """
 
     bias: Tensor | None
     is_causal: bool
+    window: int = 0
 
 
 class _Seen(NamedTuple):
     mask: weakref.ref[Tensor]
     version: int
-    of: tuple[int, bool]
+    of: tuple[int, bool, int]
     result: LogitBias
 
 
 _latest: _Seen | None = None
 
 
-def logit_bias(options: AttentionOptions, query_length: int, length: int) -> LogitBias:
+def logit_bias(
+    options: AttentionOptions,
+    query_length: int,
+    length: int,
+    *,
+    hidden: int = 0,
+    device: torch.device | str = "cpu",
+) -> LogitBias:
     """Turn the mask and the position bias of a call into what the kernels add to the logits.
 
     On the CPU a mask that hides nothing is dropped, and one that is only causal beside what it hides from
@@ -49,21 +58,29 @@ def logit_bias(options: AttentionOptions, query_length: int, length: int) -> Log
     Args:
         options (`AttentionOptions`): Masks and biases.
         query_length (`int`): Query tokens.
-        length (`int`): Slots, `T`.
+        length (`int`): Slots that masks and biases speak of.
+        hidden (`int`): Slots before these that the kernels are given too and no query may see; `T` counts
+            them.
+        device (`torch.device`): Of the queries.
     """
     is_causal = options.is_causal or options.sliding_window is not None
+    window = options.sliding_window or 0
     if options.mask is None:
-        found = LogitBias(None, is_causal)
+        bias = None
     else:
-        found = _of_mask(options.mask, length, is_causal, is_remembered=query_length == 1)
-    bias, is_causal = found
+        bias, is_causal, _ = _of_mask(
+            options.mask, length, is_causal, hidden, is_remembered=query_length == 1
+        )
     if options.position_bias is not None:
-        position_bias = _four_dimensional(options.position_bias, length).float()
+        position_bias = _behind(_four_dimensional(options.position_bias, length).float(), hidden)
         bias = position_bias if bias is None else bias + position_bias
         bias = bias.detach()
     if query_length == 1:  # the newest token sees all the others
-        is_causal = options.sliding_window is not None
-    return LogitBias(bias, is_causal)
+        window = min(window or length, length) if hidden else window
+        is_causal = window > 0
+    elif hidden and bias is None:
+        bias = _behind(torch.zeros(1, 1, 1, length, device=device), hidden)
+    return LogitBias(bias, is_causal, window)
 
 
 def per_head(tensor: Tensor | None, device: torch.device) -> Tensor | None:
@@ -71,16 +88,16 @@ def per_head(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.detach().reshape(-1).float().to(device).contiguous()
 
 
-def _of_mask(mask: Tensor, length: int, is_causal: bool, is_remembered: bool) -> LogitBias:
+def _of_mask(mask: Tensor, length: int, is_causal: bool, hidden: int, *, is_remembered: bool) -> LogitBias:
     global _latest
     # of many queries it would be large; of an inference tensor, whether it was written to cannot be known
     if not is_remembered or mask.is_inference():
-        return _converted(mask, length, is_causal)
-    of = (length, is_causal)
+        return _converted(mask, length, is_causal, hidden)
+    of = (length, is_causal, hidden)
     latest = _latest  # another thread may replace it
     if latest is not None and latest.mask() is mask and (latest.version, latest.of) == (mask._version, of):
         return latest.result
-    result = _converted(mask, length, is_causal)
+    result = _converted(mask, length, is_causal, hidden)
     _latest = _Seen(weakref.ref(mask, _forget), mask._version, of, result)
     return result
 
@@ -93,13 +110,13 @@ def _forget(mask: weakref.ref[Tensor]) -> None:
         _latest = None
 
 
-def _converted(mask: Tensor, length: int, is_causal: bool) -> LogitBias:
+def _converted(mask: Tensor, length: int, is_causal: bool, hidden: int) -> LogitBias:
     mask = _four_dimensional(mask, length).detach()
     is_readable = mask.device.type == "cpu"
     if mask.dtype != torch.bool:
         if is_readable and not bool(mask.any()):
             return LogitBias(None, is_causal)
-        bias = mask.float()
+        bias = _behind(mask.float(), hidden)
         return LogitBias(bias if bias.stride(-1) == 1 else bias.contiguous(), is_causal)
     if is_readable:
         if mask.shape[2] > 1 and _is_causal_mask(mask):
@@ -107,7 +124,12 @@ def _converted(mask: Tensor, length: int, is_causal: bool) -> LogitBias:
         if bool(mask.all()):
             return LogitBias(None, is_causal)
     bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    return LogitBias(bias.masked_fill_(~mask, -torch.inf), is_causal)
+    return LogitBias(_behind(bias.masked_fill_(~mask, -torch.inf), hidden), is_causal)
+
+
+def _behind(bias: Tensor, hidden: int) -> Tensor:
+    """The bias with columns before it for slots that no query may see."""
+    return torch.nn.functional.pad(bias, (hidden, 0), value=-torch.inf) if hidden else bias
 
 
 def _four_dimensional(tensor: Tensor, length: int) -> Tensor:

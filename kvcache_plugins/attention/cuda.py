@@ -18,7 +18,7 @@ from ..layers.records import RecordLayout
 from ..layers.view import StreamView
 from .bias import logit_bias, per_head
 from .decoded import DecodedView
-from .description import describe
+from .description import describe, first_sinks
 from .flash import why_no_flash
 from .reference import AttentionOptions, attend
 from .tiles import attend_tiles, can_attend_tiles
@@ -90,14 +90,14 @@ def attend_on_device(
     """
     device = query.device
     keys, values = (on_device(side, device) for side in sides)
-    starts = tokens.stream.padding.lengths
-    has_sinks = starts is not None and (keys.sinks is not None or values.sinks is not None)
-    sink_start = starts.to(device, torch.int64) if starts is not None and has_sinks else None
+    sink_start = first_sinks(tokens, keys, values)
     if query.shape[2] > MAX_QUERIES:
         decoded = DecodedView(tokens, keys, sink_start), DecodedView(value_tokens, values, sink_start)
         serves = can_attend_tiles_on_device(query, values.layout.head_dim, tokens.length, options)
         return (attend_tiles if serves else attend)(query, *decoded, options)
-    bias, is_causal = logit_bias(options, query.shape[2], tokens.length)
+    bias, is_causal, window = logit_bias(
+        options, query.shape[2], tokens.length, hidden=tokens.first, device=device
+    )
     return decode_attention(
         query if query.stride(-1) == 1 else query.contiguous(),
         tokens.stream.records.data,
@@ -107,7 +107,7 @@ def attend_on_device(
         sink_start=sink_start,
         bias=bias,
         is_causal=is_causal,
-        window=options.sliding_window or 0,
+        window=window,
         softcap=options.softcap or 0.0,
         sink_logits=per_head(options.sink_logits, device),
         alibi_slopes=per_head(options.alibi_slopes, device),

@@ -57,7 +57,7 @@ class DecodedView:
 
     def read_as(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Tokens `[start, stop)` in `dtype`: as they lie where they are exact, else decoded."""
-        begin = self.side.layout.packed_length
+        begin = self.tokens.packed_length
         for segment in self.side.segments:
             end = begin + segment.shape[2]
             if begin <= start and stop <= end:
@@ -71,8 +71,8 @@ class DecodedView:
             self.tokens.stream.records.data,
             self.side,
             is_key=self.tokens.stream.side == "key",
-            start=start,
-            stop=stop,
+            start=self.tokens.first + start,
+            stop=self.tokens.first + stop,
             dtype=dtype,
             sink_start=self.sink_start,
         )

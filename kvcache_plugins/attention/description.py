@@ -16,14 +16,19 @@ from ..layers.nonuniform import ChannelNonUniformCodec, NonUniformCodec, Unrotat
 from ..layers.view import StreamView
 from ..models.rotary import Rotary
 
-__all__ = ["describe"]
+__all__ = ["describe", "first_sinks"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BEYOND = 1 << 40
+"""A slot that no cache reaches."""
 
 
 def describe(view: StreamView) -> Side | None:
-    """Describe what attention reads of a stream to the kernels; `None` if they cannot read it."""
-    stream, packed_length = view.stream, view.packed_length
+    """Describe what attention reads of a stream to the kernels; `None` if they cannot read it.
+
+    Their slot 0 is the first token of the records, of which the view may leave out some.
+    """
+    stream, packed_length = view.stream, view.first + view.packed_length
     codec = outer = stream.codec
     factors, period, rotary_dim = None, 0, 0
     cos: Tensor | None = None
@@ -76,11 +81,26 @@ def _describe_nonuniform(view: StreamView) -> dict[str, Tensor]:
         found |= {"channel_scale": codec.scale[:, :, 0], "channel_offset": codec.offset[:, :, 0]}
     if isinstance(outer, UnrotatedCodec):
         found["inv_freq"] = _frequencies(outer.rotary)
-        if stream.padding.lengths is not None:
-            found["positions"] = -stream.padding.lengths.to(stream.records.data.device, torch.int64)
+        if not stream.padding.begins_at_zero:
+            found["positions"] = -stream.padding.starts(stream.records.data).to(torch.int64)
     if stream.outliers is not None and view.packed_length:
         found |= {"outliers": stream.outliers.entries, "outlier_starts": stream.outliers.starts}
     return found
+
+
+def first_sinks(view: StreamView, *sides: Side) -> Tensor | None:
+    """Slot of the first exact sink of every row, int64 `(B,)`; `None` where there is none, or all are 0.
+
+    Args:
+        view (`StreamView`): What is read, on the device where the slots are wanted.
+        sides (`Side`): The same, and the other side of the layer, in the terms of the kernels.
+    """
+    padding = view.stream.padding
+    if padding.begins_at_zero or all(side.sinks is None for side in sides):
+        return None
+    starts = padding.starts(view.segments[-1]).to(torch.int64)
+    # sinks that are gone are nowhere, and not before slot 0, where kernels round towards the first block
+    return starts.masked_fill(starts + padding.sink_length <= 0, _BEYOND) if padding.dropped else starts
 
 
 @lru_cache(maxsize=256)

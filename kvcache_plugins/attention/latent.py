@@ -25,7 +25,7 @@ from ..models.latent import LatentProjection
 from .bias import LogitBias, logit_bias, per_head
 from .cuda import can_attend_tiles_on_device
 from .decoded import DecodedView
-from .description import describe
+from .description import describe, first_sinks
 from .reference import AttentionOptions, TokenView, attend
 from .tiles import attend_tiles, can_attend_tiles
 
@@ -59,7 +59,7 @@ class LatentKeys(StreamView):
         last (`dict`): The last run.
     """
 
-    parts: tuple[TokenView, TokenView]
+    parts: tuple[TokenView, TokenView] = field(kw_only=True)
     last: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @property
@@ -137,9 +137,8 @@ def _read_as(part: TokenView, start: int, stop: int, dtype: torch.dtype) -> Tens
 def latent_keys(expansion: Expansion, parts: tuple[TokenView, TokenView] | None = None) -> LatentKeys:
     """The keys that absorbed queries meet, read through `parts` where given, else decoded by torch."""
     tokens = expansion.latents.tokens
-    return LatentKeys(
-        tokens.stream, tokens.packed_length, tokens.segments, parts or (tokens, expansion.rotated.tokens)
-    )
+    parts = parts or (tokens, expansion.rotated.tokens)
+    return LatentKeys(tokens.stream, tokens.packed_length, tokens.segments, parts=parts)
 
 
 def attend_latents(query: Tensor, expansion: Expansion, options: AttentionOptions) -> Tensor:
@@ -233,7 +232,7 @@ def _attend_in_passes(
             sink_start=latents.sink_start,
             bias=None if added.bias is None else added.bias[:, :, :, : tokens.length - hidden],
             is_causal=added.is_causal,
-            window=options.sliding_window or 0,
+            window=added.window,
             softcap=options.softcap or 0.0,
             sink_logits=sink_logits,
         )
@@ -324,9 +323,7 @@ def _decoded_parts(query: Tensor, expansion: Expansion) -> tuple[DecodedView, De
             return f"there are no CPU kernels: {loader.status().reason}"
     elif not cuda_loader.try_load(device):
         return f"there are no CUDA kernels: {cuda_loader.why_not(device)}"
-    starts = tokens[0].stream.padding.lengths
-    has_sinks = starts is not None and (sides[0].sinks is not None or sides[1].sinks is not None)
-    sink_start = starts.to(device, torch.int64) if starts is not None and has_sinks else None
+    sink_start = first_sinks(tokens[0], sides[0], sides[1])
     first, second = (
         side if device.type == "cpu" else on_device(side, device) for side in (sides[0], sides[1])
     )

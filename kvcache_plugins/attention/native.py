@@ -20,7 +20,7 @@ from ..layers.view import StreamView
 from .bias import LogitBias, logit_bias, per_head
 from .cuda import attend_on_device, why_not_fast
 from .decoded import DecodedView
-from .description import describe
+from .description import describe, first_sinks
 from .reference import AttentionOptions, attend
 from .tiles import attend_tiles, can_attend_tiles
 
@@ -78,15 +78,15 @@ def _attend_on_cpu(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
     if not loader.try_load():
         return f"there are no CPU kernels: {loader.status().reason}"
     keys, values = sides
-    query_length, length = query.shape[2], keys.length
+    query_length, length = query.shape[2], key.tokens.length
     is_decode = _is_decode(query, key, options)
     if is_decode or _has_fast_passes(query.dtype):
-        added = logit_bias(options, query_length, length)
+        added = logit_bias(options, query_length, length, hidden=key.tokens.first)
         # of many queries, rows of a bias each would take more memory than the codes do
         if is_decode or added.bias is None or added.bias.shape[2] == 1:
             return _attend_in_passes(query, key.tokens, keys, values, options, added)
     if can_attend_tiles(options, length, query_length):
-        sink_start = _sink_start(key.tokens, keys, values)
+        sink_start = first_sinks(key.tokens, keys, values)
         decoded = DecodedView(key.tokens, keys, sink_start), DecodedView(value.tokens, values, sink_start)
         return attend_tiles(query, *decoded, options)
     return f"no native kernel attends from {query_length} tokens at once with these masks and biases"
@@ -104,6 +104,8 @@ def _attend_on_cuda(query: Tensor, key: KVHandle, value: KVHandle, options: Atte
 
 def _sides(key: KVHandle, value: KVHandle) -> tuple[Side, Side] | None:
     """Both streams as the kernels read them; `None` if no kernel reads their codecs."""
+    if key.tokens.first != value.tokens.first:  # all keys that are read are exact, and not all values, say
+        return None
     keys, values = describe(key.tokens), describe(value.tokens)
     return None if keys is None or values is None else (keys, values)
 
@@ -143,8 +145,8 @@ def _attend_in_passes(
     """Attend by the decode kernel, `_PASS_QUERIES` query tokens at a time, each over what it may see."""
     query = query if query.stride(-1) == 1 else query.contiguous()
     query_length = query.shape[2]
-    bias, is_causal = added
-    sink_start = _sink_start(tokens, keys, values)
+    bias, is_causal, window = added
+    sink_start = first_sinks(tokens, keys, values)
     sink_logits, alibi_slopes = (
         per_head(tensor, query.device) for tensor in (options.sink_logits, options.alibi_slopes)
     )
@@ -161,7 +163,7 @@ def _attend_in_passes(
             sink_start=sink_start,
             bias=None if bias is None else bias[:, :, :, :seen] if bias.shape[2] == 1 else bias,
             is_causal=is_causal,
-            window=options.sliding_window or 0,
+            window=window,
             softcap=options.softcap or 0.0,
             sink_logits=sink_logits,
             alibi_slopes=alibi_slopes,
@@ -172,11 +174,3 @@ def _attend_in_passes(
         for start in range(0, query_length, _PASS_QUERIES)
     ]
     return passes[0] if len(passes) == 1 else torch.cat(passes, dim=2)
-
-
-def _sink_start(tokens: StreamView, keys: Side, values: Side) -> Tensor | None:
-    """Slot of the first exact sink of every row; `None` where there are none, or all start at 0."""
-    starts = tokens.stream.padding.lengths
-    if starts is None or (keys.sinks is None and values.sinks is None):
-        return None
-    return starts.to("cpu", torch.int64)

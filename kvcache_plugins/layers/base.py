@@ -131,26 +131,13 @@ class PackedLayer(CacheLayerMixin):
         layout = RecordLayout({"key": (keys.codec, key_dim), "value": (values.codec, value_dim)})
         self.records = Records(layout, batch_size, num_heads, self.device)
         interleaved = self.facts.rotary is not None and self.facts.rotary.interleaved
+        shared = (self.records, self.padding)
+        use_native = self.config.kernel != "torch"
         self.key_stream_ = Stream(
-            "key",
-            keys,
-            self.records,
-            self.padding,
-            key_dim,
-            self.dtype,
-            self.device,
-            interleaved,
-            use_native=self.config.kernel != "torch",
+            "key", keys, *shared, key_dim, self.dtype, self.device, interleaved, use_native=use_native
         )
         self.value_stream_ = Stream(
-            "value",
-            values,
-            self.records,
-            self.padding,
-            value_dim,
-            value_states.dtype,
-            self.device,
-            use_native=self.config.kernel != "torch",
+            "value", values, *shared, value_dim, value_states.dtype, self.device, use_native=use_native
         )
         self.key_stream_.final_length = self.value_stream_.final_length = self.final_length
         self.is_initialized = True
@@ -215,7 +202,7 @@ class PackedLayer(CacheLayerMixin):
         if pads is None:
             return None
         newest = tokens.segments[-1]
-        slots = torch.arange(tokens.length, device=newest.device)
+        slots = torch.arange(tokens.first, tokens.first + tokens.length, device=newest.device)
         return (slots >= tokens.stream.padding.starts(newest)[:, None])[:, None, None, :]
 
     @property
@@ -234,9 +221,19 @@ class PackedLayer(CacheLayerMixin):
         return self.value_stream_.tail.view() if self.is_initialized else None
 
     @property
-    def held_length(self) -> int:
-        """Tokens held per row and head: all that were seen, unless the layer evicts."""
+    def stored_length(self) -> int:
+        """Tokens stored per row and head."""
         return self.key_stream_.length if self.is_initialized else 0
+
+    @property
+    def held_length(self) -> int:
+        """Tokens that the next query sees: all that were given, unless the layer evicts or has a window."""
+        return self.stored_length
+
+    @property
+    def dense_length(self) -> int:
+        """Tokens that transformers' own layer would hold."""
+        return self.cumulative_length
 
     def get_seq_length(self) -> int:
         """Tokens seen."""
@@ -273,7 +270,7 @@ class PackedLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.prefetch()
-        length = max(0, self.held_length + tokens_to_remove)
+        length = max(0, self.stored_length + tokens_to_remove)
         self.cumulative_length = max(0, self.cumulative_length + tokens_to_remove)
         with storing():
             for stream in self.streams:

@@ -68,6 +68,14 @@ class OutlierStore:
         chosen.ensure(num_blocks)
         return chosen
 
+    def without_oldest(self, count: int, num_blocks: int) -> OutlierStore:
+        """Return the lists of all but the first `count` blocks, with room for `num_blocks`."""
+        later = copy.copy(self)
+        later.entries, later.starts = (
+            _moved_up(old, count, num_blocks) for old in (self.entries, self.starts)
+        )
+        return later
+
     def tensors(self) -> dict[str, Tensor]:
         """Both tensors, by name."""
         return Outliers(self.entries, self.starts).named()
@@ -83,6 +91,13 @@ class OutlierStore:
     def to(self, device: torch.device) -> None:
         """Move to a device."""
         self.entries, self.starts = self.entries.to(device), self.starts.to(device)
+
+
+def _moved_up(old: Tensor, count: int, num_blocks: int) -> Tensor:
+    moved = old.new_zeros(old.shape[0], num_blocks, old.shape[2])
+    kept = min(old.shape[1] - count, num_blocks)
+    moved[:, :kept] = old[:, count : count + kept]
+    return moved
 
 
 def _check(capacity: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,9 @@ class Padding:
         sink_length (`int`): Sink tokens per row.
         lengths (`torch.Tensor` of shape `(B,)`, *optional*): Pads on the left of every row; none if not
             given.
+
+    Attributes:
+        dropped (`int`): Oldest tokens of every row that are gone; slot 0 is the first one after them.
     """
 
     def __init__(self, sink_length: int = 0, lengths: Tensor | None = None) -> None:
@@ -25,6 +30,7 @@ class Padding:
         self.lengths: Tensor | None = None
         self.longest = 0
         self.columns: int | None = None
+        self.dropped = 0
         self.set(lengths)
 
     def __len__(self) -> int:
@@ -38,7 +44,7 @@ class Padding:
             lengths (`torch.Tensor` of shape `(B,)`, *optional*): Pads on the left of every row.
             columns (`int`, *optional*): Tokens of the mask that says so.
         """
-        self.columns = columns
+        self.columns, self.dropped = columns, 0
         self.longest = int(lengths.max()) if lengths is not None and lengths.numel() else 0
         self.lengths = lengths if self.longest else None
 
@@ -53,20 +59,36 @@ class Padding:
     def index(self, indices: Tensor) -> None:
         """Follow the batch."""
         if self.lengths is not None:
+            dropped = self.dropped
             self.set(self.lengths[indices.to(self.lengths.device)], self.columns)
+            self.dropped = dropped
+
+    def without_oldest(self, count: int) -> Padding:
+        """The padding of what is left without the `count` oldest tokens of every row."""
+        later = copy.copy(self)
+        later.dropped += count
+        return later
 
     @property
     def first_plain_slot(self) -> int:
         """First slot that is neither pad nor sink in any row."""
-        return self.longest + self.sink_length
+        return max(0, self.longest + self.sink_length - self.dropped)
+
+    @property
+    def begins_at_zero(self) -> bool:
+        """Whether slot 0 holds the first real token of every row."""
+        return self.lengths is None and self.dropped == 0
 
     def starts(self, states: Tensor) -> Tensor:
-        """Slot of the first real token of every row of `states` `(B, ...)`: `(B,)`, on the same device."""
+        """Slot of the first real token of every row of `states` `(B, ...)`: `(B,)`, on the same device.
+
+        Negative where that token is gone.
+        """
         if self.lengths is None:
-            return torch.zeros(states.shape[0], dtype=torch.long, device=states.device)
+            return torch.full((states.shape[0],), -self.dropped, dtype=torch.long, device=states.device)
         if self.lengths.device != states.device:
             self.lengths = self.lengths.to(states.device)
-        return self.lengths
+        return self.lengths - self.dropped if self.dropped else self.lengths
 
     def plain_mask(self, start: int, states: Tensor) -> Tensor | None:
         """Which tokens of `states` `(B, H, n, D)`, from slot `start` on, are neither pad nor sink.

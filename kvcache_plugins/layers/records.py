@@ -130,6 +130,15 @@ class Records:
         grown[:, :, : self.num_blocks] = self.data
         self.data = grown
 
+    def without_oldest(self, count: int, num_blocks: int) -> Records:
+        """Return records of all but the first `count` blocks, with room for `num_blocks`; these stay."""
+        batch_size, num_heads = self.data.shape[:2]
+        later = Records(self.layout, batch_size, num_heads, self.data.device)
+        later.ensure(num_blocks * BLOCK_TOKENS, num_blocks * BLOCK_TOKENS)
+        kept = min(self.num_blocks - count, num_blocks)
+        later.data[:, :, :kept] = self.data[:, :, count : count + kept]
+        return later
+
     def codes(self, side: str, start: int, stop: int) -> Tensor:
         """View of the packed codes of blocks `[start, stop)`: uint8 `(B, H, blocks, nbytes)`."""
         offset, size = self.layout.fields[f"{side}_codes"]

@@ -215,6 +215,16 @@ class Stream:
             chosen.tail = self.tail.gathered(index)
         return chosen
 
+    def without_oldest(self, count: int, records: Records, padding: Padding) -> Stream:
+        """A stream less its `count` oldest, packed tokens; the others are in `records`. This one stays."""
+        later = copy.copy(self)
+        later.records, later.padding, later.codec = records, padding, self.codec.with_padding(padding)
+        later.packed_length -= count
+        later.sinks = self.sinks if padding.first_plain_slot else None
+        if self.outliers is not None:
+            later.outliers = self.outliers.without_oldest(count // BLOCK_TOKENS, records.num_blocks)
+        return later
+
     def index_batch(self, indices: Tensor) -> None:
         """Replace the rows of the batch by rows `indices` (the records are the layer's to index)."""
         self.tail.buffer = self.tail.buffer.index_select(0, indices)
@@ -254,9 +264,8 @@ class Stream:
         """Move the tensors to `device`."""
         self.tail.buffer = self.tail.buffer.to(device)
         self.sinks = None if self.sinks is None else self.sinks.to(device)
-        self.codec.load_batch_state(
-            {name: tensor.to(device) for name, tensor in self.codec.batch_state().items()}
-        )
+        state = self.codec.batch_state()
+        self.codec.load_batch_state({name: tensor.to(device) for name, tensor in state.items()})
         if self.outliers is not None:
             self.outliers.to(device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,11 +22,13 @@ class StreamView:
         stream (`Stream`): Where packed tokens are decoded from.
         packed_length (`int`): Tokens read from codes.
         segments (`tuple[torch.Tensor, ...]`): Exact tokens `(B, H, n, D)` that follow, in order.
+        first (`int`): Packed tokens of the stream that come before and are not read; 0 if none is packed.
     """
 
     stream: Stream
     packed_length: int
     segments: tuple[Tensor, ...]
+    first: int = 0
 
     @property
     def length(self) -> int:
@@ -43,9 +45,7 @@ class StreamView:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return tokens `[start, stop)`, fp32 where they come from codes, else in their own dtype."""
-        parts = (
-            [self.stream.decode(start, min(stop, self.packed_length))] if start < self.packed_length else []
-        )
+        parts = [self._decode(start, min(stop, self.packed_length))] if start < self.packed_length else []
         begin = self.packed_length
         for segment in self.segments:
             low, high = max(start, begin), min(stop, begin + segment.shape[2])
@@ -63,10 +63,24 @@ class StreamView:
         step = self.stream.slab_tokens
         for start in range(0, self.packed_length, step):
             stop = min(start + step, self.packed_length)
-            out[:, :, start:stop] = self.stream.decode(start, stop)
+            out[:, :, start:stop] = self._decode(start, stop)
         for segment, stop in zip(self.segments, self.boundaries[1:], strict=True):
             out[:, :, stop - segment.shape[2] : stop] = segment
         return out
+
+    def without_oldest(self, count: int) -> StreamView:
+        """The view less its `count` oldest tokens, of which at least one remains."""
+        if count < self.packed_length:
+            return replace(self, packed_length=self.packed_length - count, first=self.first + count)
+        segments, surplus = [], count - self.packed_length
+        for segment in self.segments:
+            if surplus < segment.shape[2]:
+                segments.append(segment[:, :, surplus:])
+            surplus = max(0, surplus - segment.shape[2])
+        return StreamView(self.stream, 0, tuple(segments))
+
+    def _decode(self, start: int, stop: int) -> Tensor:
+        return self.stream.decode(self.first + start, self.first + stop)
 
 
 def joined(view: StreamView) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,14 @@ class LayerPlan:
         layer_type (`str`): transformers' name for the kind of layer.
         dense_kwargs (`dict`): Arguments of transformers' own cache layer.
         dense_reason (`str`, *optional*): Why the layer is not packed; `None` if it is.
+        window (`int`, *optional*): How far back a packed layer sees, its own token included; `None` if to the
+            first one.
     """
 
     layer_type: str
     dense_kwargs: dict[str, Any]
     dense_reason: str | None = None
+    window: int | None = None
 
     @property
     def has_keys(self) -> bool:
@@ -55,19 +59,25 @@ class LayerPlan:
 
 
 def plan_layers(
-    config: Any, skipped: frozenset[int] = frozenset(), *, evicts: bool = False
+    config: Any,
+    skipped: frozenset[int] = frozenset(),
+    *,
+    evicts: bool = False,
+    packs_window: Callable[[int, int], bool] | None = None,
 ) -> list[LayerPlan]:
     """Plan the layers of a decoder.
 
     Full attention is packed, also beside a recurrent branch, and so are the latents of layers with an indexer
     where no token is evicted. A sliding or chunked layer whose window is at least the model's context never
-    drops a token, so it is packed as well (Phi-3, Mistral configurations). Every other kind stays with
-    transformers' class.
+    drops a token, so it is packed as well (Phi-3, Mistral configurations), and a shorter one if that is said
+    to be worth it. Every other kind stays with transformers' class.
 
     Args:
         config (`PreTrainedConfig`): The decoder's configuration.
         skipped (`frozenset[int]`): Layers the user wants dense.
         evicts (`bool`): Whether tokens are to be evicted.
+        packs_window (`Callable`, *optional*): Whether to pack the layer of an index and a window; none if not
+            given.
     """
     from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -82,6 +92,8 @@ def plan_layers(
         windowed = kind in _WINDOWED_KINDS
         if windowed and window is not None and context is not None and window >= context:
             plan = LayerPlan(kind, dense_kwargs)
+        elif windowed and window is not None and packs_window is not None and packs_window(layer_idx, window):
+            plan = LayerPlan(kind, dense_kwargs, window=window)
         elif windowed:
             plan = LayerPlan(kind, dense_kwargs, f"{kind}: holds at most {window} tokens already")
         elif kind == _INDEXED and evicts:

@@ -1,0 +1,175 @@
+"""Packed layers of attention that looks back a limited distance: sliding windows, and chunks.
+
+The model is shown what transformers' own layer shows it, the newest `window - 1` tokens and the new ones, so
+its masks fit, whichever of its windowed layers are packed. Behind them lie up to a sixteenth of the window of
+older tokens: whole blocks leave, many at a time, by moving those that stay to a new buffer. Which ones have
+left depends on how many tokens were seen and on nothing else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedOperationError
+from ..models.facts import LayerFacts
+from ..quantizers.packing import BLOCK_TOKENS
+from .base import PackedLayer
+from .storing import storing
+from .view import StreamView
+
+__all__ = ["WindowedLayer", "pays_off", "with_window"]
+
+_SLACK = 16
+"""A window is that many times as long as what may have left it and be stored still."""
+_SHORTEST = 4 * BLOCK_TOKENS
+"""A window of fewer tokens is not worth packing, however they are stored."""
+_LARGEST_SHARE = 0.75
+"""Of the bytes of transformers' own layer: what takes more of them is not worth packing."""
+
+
+class WindowedLayer(PackedLayer):
+    """A packed layer that forgets what has left its window. Made by [`with_window`].
+
+    Attributes:
+        window (`int`): A query sees its own token and at most `window - 1` before it.
+    """
+
+    is_sliding = True
+    window: int
+
+    @property
+    def held_length(self) -> int:
+        """Tokens that the next query sees."""
+        return min(self.cumulative_length, self.window - 1)
+
+    @property
+    def dense_length(self) -> int:
+        return self.held_length
+
+    @property
+    def unit(self) -> int:
+        """Tokens that leave at once: whole blocks, whose groups and rotations begin where they did."""
+        parts = [BLOCK_TOKENS]
+        for stream in self.streams:
+            parts += [stream.spec.block_length, getattr(stream.codec, "period", 1)]
+        unit = lcm(*parts)
+        return unit * max(1, self.window // _SLACK // unit)
+
+    def get_max_length(self) -> int:
+        """The window, as of transformers' own layer."""
+        return self.window
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
+        super()._allocate(key_states, value_states)
+        self._bound_final_length()
+
+    def bind(
+        self, facts: LayerFacts, pads: Tensor | None, final_length: int | None, columns: int | None = None
+    ) -> None:
+        super().bind(facts, pads, final_length, columns)
+        self._bound_final_length()
+
+    def _append(
+        self, key_states: Tensor, value_states: Tensor, *, defer: bool
+    ) -> tuple[StreamView, StreamView]:
+        stored, held, seen = self.stored_length, self.held_length, self.cumulative_length
+        keys, values = super()._append(key_states, value_states, defer=defer)
+        if not defer:
+            self._forget_oldest(seen + key_states.shape[2])
+        surplus = stored - held
+        return (keys.without_oldest(surplus), values.without_oldest(surplus)) if surplus else (keys, values)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens.
+
+        Raises:
+            UnsupportedOperationError: If tokens that the next query should then see have left the window;
+                `activate_past_recording` keeps them until the next `crop`.
+        """
+        seen = max(0, self.cumulative_length + min(0, int(tokens_to_remove)))
+        if self.padding.dropped > max(0, seen - self.window + 1):
+            raise UnsupportedOperationError(
+                f"crop({int(tokens_to_remove)}): layer {self.layer_idx} sees {self.window} tokens back, and "
+                f"of the {self.cumulative_length} it was given it has forgotten the first "
+                f"{self.padding.dropped}, some of which token {seen} sees. `activate_past_recording` before "
+                "the tokens that are to be removed keeps them."
+            )
+        super().crop(tokens_to_remove)
+        if self.is_initialized:
+            self._forget_oldest(self.cumulative_length)
+
+    def load_state(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        super().load_state(tensors, facts)
+        if tensors:
+            self.padding.dropped = self.cumulative_length - self.stored_length
+            self._bound_final_length()
+
+    def _bound_final_length(self) -> None:
+        """No more is ever stored than a window and what may have left it."""
+        if self.is_initialized and self.final_length is not None:
+            most = min(self.final_length, self.window - 1 + self.unit)
+            self.key_stream_.final_length = self.value_stream_.final_length = most
+
+    def _forget_oldest(self, seen: int) -> None:
+        """Bring what is stored to what depends on the number of tokens `seen` alone."""
+        keys, values = self.streams
+        unit = self.unit
+        leaving = max(0, seen - self.window + 1) // unit * unit - self.padding.dropped
+        leaving = min(leaving, min(keys.packed_length, values.packed_length) // unit * unit)
+        if leaving <= 0:
+            return
+        packed = max(stream.spec.packed_length(self.window - 1 + unit) for stream in self.streams)
+        packed = max(packed, *(stream.packed_length - leaving for stream in self.streams))
+        with storing():
+            self.padding = self.padding.without_oldest(leaving)
+            self.records = self.records.without_oldest(leaving // BLOCK_TOKENS, -(-packed // BLOCK_TOKENS))
+            self.key_stream_ = keys.without_oldest(leaving, self.records, self.padding)
+            self.value_stream_ = values.without_oldest(leaving, self.records, self.padding)
+
+
+@cache
+def with_window(layer_class: type[PackedLayer]) -> type[WindowedLayer]:
+    """Return the class of a backend's layers that forget what has left a window.
+
+    Args:
+        layer_class (`type[PackedLayer]`): The backend's class. Set `window` of the instances.
+    """
+    bases = (WindowedLayer, layer_class)
+    made: type[WindowedLayer] = type(
+        f"Windowed{layer_class.__name__}", bases, {"__doc__": layer_class.__doc__}
+    )
+    return made
+
+
+def pays_off(layer: PackedLayer, window: int, num_heads: int, key_dim: int, value_dim: int) -> bool:
+    """Whether packing a window takes at most three quarters of what transformers' own layer takes for it.
+
+    What a backend keeps exact weighs the more the shorter the window is: gpt-oss's of 128 tokens is not worth
+    packing, Gemma 3's of 1024 is.
+
+    Args:
+        layer (`PackedLayer`): An empty one of a backend's class.
+        window (`int`): The window, in tokens.
+        num_heads (`int`): Heads of the states.
+        key_dim (`int`): Channels of the keys.
+        value_dim (`int`): Channels of the values.
+    """
+    if window < _SHORTEST:
+        return False
+    full = with_window(type(layer))(layer.config, layer.layer_idx, layer.facts)
+    full.window = window
+    keys, values = (
+        torch.empty(1, num_heads, 4 * window, dim, dtype=torch.bfloat16, device="meta")
+        for dim in (key_dim, value_dim)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what there is to say, the layer that is used will
+        full.update(keys, values)  # on shapes alone
+    dense_bytes = (window - 1) * num_heads * (key_dim + value_dim) * keys.element_size()
+    return full.kv_bytes <= _LARGEST_SHARE * dense_bytes
