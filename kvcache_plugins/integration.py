@@ -5,8 +5,8 @@
   fails.
 * `GenerationMixin._prepare_cache_for_generation`: after it, the cache is told what it never sees by itself:
   padding, final length, rotary parameters.
-* The attention functions: a handle goes to us, anything else straight through; and our own function is
-  registered.
+* The attention functions, and `AttentionInterface.get_interface`, by which models ask for their own `eager`
+  one: a handle goes to us, anything else straight through; and our own function is registered.
 * `expand_kv` of models with latents, when a cache of ours first meets one (`attention.latent_models`).
 
 Nothing of transformers is imported here: a seam whose module is not loaded yet is installed when it is, so
@@ -129,7 +129,10 @@ def _generation_seam(module: ModuleType) -> None:
 
 def _attention_seam(module: ModuleType) -> None:
     """Install into `transformers.modeling_utils`."""
-    mapping = _expect(_expect(module, "AttentionInterface"), "_global_mapping")
+    interface = _expect(module, "AttentionInterface")
+    mapping = _expect(interface, "_global_mapping")
+    get_interface = _expect(interface, "get_interface")
+    _expect_parameters(get_interface, ("self", "attn_implementation", "default"))
     replaced = {
         name: fn for name, fn in mapping.items() if name in ("sdpa", "flex_attention") or _is_flash(name)
     }
@@ -137,7 +140,15 @@ def _attention_seam(module: ModuleType) -> None:
         mapping[name] = _lazy_wrapper(original)
     mapping[_OWN_ATTENTION] = _lazy_attention
 
+    @wraps(get_interface)
+    def find(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        found: Callable[..., Any] = get_interface(self, attn_implementation, default)
+        return _without_handles(found) if attn_implementation == "eager" else found
+
+    interface.get_interface = find
+
     def undo() -> None:
+        interface.get_interface = get_interface
         mapping.update(replaced)
         mapping.pop(_OWN_ATTENTION, None)
 
@@ -211,6 +222,16 @@ def _lazy_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         return wrapped[1](*args, **kwargs)
 
     return forward
+
+
+def _without_handles(eager: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a model's own attention function by `attention.eager`, once a cache of ours has been built."""
+    if f"{__package__}.attention.dispatch" not in sys.modules:
+        return eager
+    wrapped: Callable[..., Any] = importlib.import_module(
+        f"{__package__}.attention.eager"
+    ).wrap_eager_function(eager)
+    return wrapped
 
 
 def _lazy_attention(*args: Any, **kwargs: Any) -> Any:

@@ -188,6 +188,17 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+# -- eager attention
+
+
+@pytest.fixture
+def eager_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eager attention of models is given decoded tensors, as something to compare with."""
+    from kvcache_plugins.attention import eager
+
+    monkeypatch.setattr(eager, "_wanted_weights", lambda *_: "a test compares with it")
+
+
 # -- uninitialised memory
 
 

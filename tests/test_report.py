@@ -135,10 +135,14 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def test_reads_that_decoded_are_counted() -> None:
-    model = tiny_model("llama", attn_implementation="eager")
+    model = tiny_model("gptj")  # multiplies keys and values itself
     cache = filled(model, {"backend": "int8"}, (40, 1, 1))
     assert cache.report().fallback_reads == 2 * 2 * 2  # calls, layers, keys and values
     assert "8 times" in str(cache.report())
+    assert set(cache.report().kernel) == {"torch"}
+    assert set(cache.report().kernel_reasons.values()) == {
+        "decoded whole: the model multiplies keys or values itself, or asks for them otherwise"
+    }
 
 
 def test_the_table_is_aligned_and_readable() -> None:

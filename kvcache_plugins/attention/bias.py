@@ -1,7 +1,7 @@
 """Whatever may hide a slot or move a logit, in the terms of the kernels: an additive bias, a causal flag.
 
-All layers of a model are shown the same mask in one step, so what the latest one amounts to is remembered:
-the work is done once per step and not once per layer.
+All layers of a kind are shown the same mask in one step, so what it amounts to is remembered: the work is
+done once per step and not once per layer.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class LogitBias(NamedTuple):
 class _Seen(NamedTuple):
     mask: weakref.ref[Tensor]
     version: int
-    of: tuple[int, bool, int]
+    of: tuple[int, bool, int, int]
     result: LogitBias
 
 
-_latest: _Seen | None = None
+_seen: dict[int, _Seen] = {}
 
 
 def logit_bias(
@@ -47,12 +47,13 @@ def logit_bias(
     length: int,
     *,
     hidden: int = 0,
+    window: int | None = None,
     device: torch.device | str = "cpu",
 ) -> LogitBias:
     """Turn the mask and the position bias of a call into what the kernels add to the logits.
 
-    On the CPU a mask that hides nothing is dropped, and one that is only causal beside what it hides from
-    every query is reduced to the row of the newest. On other devices its content is not looked at, which
+    On the CPU a mask that hides nothing is dropped, and one that is only causal, or a sliding window, beside
+    what it hides from every query is reduced to one row. On other devices its content is not looked at, which
     would wait for the device.
 
     Args:
@@ -61,16 +62,16 @@ def logit_bias(
         length (`int`): Slots that masks and biases speak of.
         hidden (`int`): Slots before these that the kernels are given too and no query may see; `T` counts
             them.
+        window (`int`, *optional*): A window that the mask may be found to be.
         device (`torch.device`): Of the queries.
     """
     is_causal = options.is_causal or options.sliding_window is not None
-    window = options.sliding_window or 0
-    if options.mask is None:
-        bias = None
-    else:
-        bias, is_causal, _ = _of_mask(
-            options.mask, length, is_causal, hidden, is_remembered=query_length == 1
-        )
+    found = LogitBias(None, is_causal, options.sliding_window or 0)
+    if options.mask is not None and query_length == 1:
+        found = _remembered(options.mask, length, found, hidden)
+    elif options.mask is not None:
+        found = _converted(options.mask, length, found, hidden, window or found.window)
+    bias, is_causal, window = found
     if options.position_bias is not None:
         position_bias = _behind(_four_dimensional(options.position_bias, length).float(), hidden)
         bias = position_bias if bias is None else bias + position_bias
@@ -88,43 +89,67 @@ def per_head(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.detach().reshape(-1).float().to(device).contiguous()
 
 
-def _of_mask(mask: Tensor, length: int, is_causal: bool, hidden: int, *, is_remembered: bool) -> LogitBias:
-    global _latest
-    # of many queries it would be large; of an inference tensor, whether it was written to cannot be known
-    if not is_remembered or mask.is_inference():
-        return _converted(mask, length, is_causal, hidden)
-    of = (length, is_causal, hidden)
-    latest = _latest  # another thread may replace it
-    if latest is not None and latest.mask() is mask and (latest.version, latest.of) == (mask._version, of):
-        return latest.result
-    result = _converted(mask, length, is_causal, hidden)
-    _latest = _Seen(weakref.ref(mask, _forget), mask._version, of, result)
+def _remembered(mask: Tensor, length: int, beside: LogitBias, hidden: int) -> LogitBias:
+    """What `_converted` returns for one query: of many it would be large."""
+    if mask.is_inference():  # whether it was written to cannot be known
+        return _converted(mask, length, beside, hidden)
+    of = (length, beside.is_causal, beside.window, hidden)
+    number = id(mask)
+    seen = _seen.get(number)
+    if seen is not None and seen.mask() is mask and (seen.version, seen.of) == (mask._version, of):
+        return seen.result
+    result = _converted(mask, length, beside, hidden)
+    _seen[number] = _Seen(weakref.ref(mask, lambda _: _seen.pop(number, None)), mask._version, of, result)
     return result
 
 
-def _forget(mask: weakref.ref[Tensor]) -> None:
-    """Let go of the bias of a mask that is gone."""
-    global _latest
-    latest = _latest
-    if latest is not None and latest.mask is mask:
-        _latest = None
-
-
-def _converted(mask: Tensor, length: int, is_causal: bool, hidden: int) -> LogitBias:
+def _converted(
+    mask: Tensor, length: int, beside: LogitBias, hidden: int, window: int | None = None
+) -> LogitBias:
+    """The bias of a mask, what attention is `beside` it, and whether it is a `window`."""
     mask = _four_dimensional(mask, length).detach()
-    is_readable = mask.device.type == "cpu"
-    if mask.dtype != torch.bool:
-        if is_readable and not bool(mask.any()):
-            return LogitBias(None, is_causal)
-        bias = _behind(mask.float(), hidden)
-        return LogitBias(bias if bias.stride(-1) == 1 else bias.contiguous(), is_causal)
-    if is_readable:
-        if mask.shape[2] > 1 and _is_causal_mask(mask):
-            mask, is_causal = mask[:, :, -1:], True
-        if bool(mask.all()):
-            return LogitBias(None, is_causal)
-    bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    return LogitBias(_behind(bias.masked_fill_(~mask, -torch.inf), hidden), is_causal)
+    if mask.device.type != "cpu":
+        return beside._replace(bias=_behind(_added(mask), hidden))
+    visible = mask if mask.dtype == torch.bool else _as_boolean(mask)
+    if visible is not None:
+        if visible.shape[2] > 1:
+            visible, beside = _reduced(visible, beside, window)
+        if bool(visible.all()):
+            return beside
+        mask = visible
+    return beside._replace(bias=_behind(_added(mask), hidden))
+
+
+def _added(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        return zeros.masked_fill_(~mask, -torch.inf)
+    bias = mask.float()
+    return bias if bias.stride(-1) == 1 else bias.contiguous()
+
+
+def _as_boolean(mask: Tensor) -> Tensor | None:
+    """An additive mask of zeros and the least number of its dtype, as eager attention is given; else `None`.
+
+    Nor if it hides everything from some query, which then sees all of it alike.
+    """
+    visible = mask == 0
+    if not bool((visible | (mask == torch.finfo(mask.dtype).min)).all()):
+        return None
+    return visible if bool(visible.any(-1).all()) else None
+
+
+def _reduced(visible: Tensor, beside: LogitBias, window: int | None) -> tuple[Tensor, LogitBias]:
+    """A mask of many queries as one row for all, if beside that it is causal only, or a sliding window."""
+    query_length, length = visible.shape[2:]
+    slots = torch.arange(length)
+    own = slots[length - query_length :, None]
+    row = visible.any(2, keepdim=True)
+    if torch.equal(visible, row & (slots <= own)):
+        return row, beside._replace(is_causal=True)
+    if window and torch.equal(visible, row & (slots <= own) & (slots > own - window)):
+        return row, beside._replace(is_causal=True, window=window)
+    return visible, beside
 
 
 def _behind(bias: Tensor, hidden: int) -> Tensor:
@@ -135,10 +160,3 @@ def _behind(bias: Tensor, hidden: int) -> Tensor:
 def _four_dimensional(tensor: Tensor, length: int) -> Tensor:
     tensor = tensor[(None,) * (4 - tensor.dim())]
     return tensor.expand(*tensor.shape[:3], length) if tensor.shape[3] == 1 else tensor[..., :length]
-
-
-def _is_causal_mask(mask: Tensor) -> bool:
-    query_length, length = mask.shape[2:]
-    slots = torch.arange(length)
-    causal = slots <= slots[length - query_length :, None]
-    return torch.equal(mask, mask[:, :, -1:] & causal)

@@ -1,12 +1,13 @@
 """How models reach attention over packed data.
 
-Three doors, all leading to [`attend`]:
+Four doors, all leading to [`attend`]:
 
 * `torch.nn.functional.scaled_dot_product_attention` called with handles by any modelling code;
 * transformers' attention functions (`sdpa`, the flash and flex names), wrapped by `integration.install`: a
   handle goes to us before anything repeats or slices it, everything else passes straight through;
+* the `eager` functions of the modelling files (`attention.eager`), where ours computes the same;
 * our own attention function, `model.set_attn_implementation("kvcache_plugins")`, which adds softcap, sink
-  logits, ALiBi and position biases for the models that otherwise must run `eager`.
+  logits, ALiBi and position biases, also over dense tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from .latent import attend_latents
 from .native import attend_handles
 from .reference import AttentionOptions, DenseView, TokenView, attend
 
-__all__ = ["attention_forward", "forward_over_handles", "wrap_attention_function"]
+__all__ = [
+    "AttentionFunction",
+    "attention_forward",
+    "attention_options",
+    "forward_over_handles",
+    "wrap_attention_function",
+]
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -115,7 +122,7 @@ def forward_over_handles(
     Returns:
         `tuple[torch.Tensor, None]`: `(B, q, Hq, Dv)`, and no attention weights.
     """
-    options = _options(module, query, key.shape[2], attention_mask, scaling, kwargs)
+    options = attention_options(module, query, key.shape[2], attention_mask, scaling, **kwargs)
     with torch.no_grad():
         output = _attend(query, key, value, options)
     return output.transpose(1, 2).contiguous(), None
@@ -136,7 +143,7 @@ def attention_forward(
     if handles is not None:
         return forward_over_handles(module, query, *handles, attention_mask, scaling, **kwargs)
     key, value = (x.dense() if isinstance(x, KVHandle) else x for x in (key, value))
-    options = _options(module, query, key.shape[2], attention_mask, scaling, kwargs)
+    options = attention_options(module, query, key.shape[2], attention_mask, scaling, **kwargs)
     is_plain = (options.softcap, options.sink_logits, options.alibi_slopes) == (None, None, None)
     if is_plain or (dropout > 0.0 and module.training):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -201,7 +208,7 @@ def _original_over_exact(
         module, query, joined(key.tokens), joined(value.tokens), attention_mask, scaling=scaling, **kwargs
     )
     with torch.no_grad():
-        options = _options(module, query, key.tokens.length, attention_mask, scaling, kwargs)
+        options = attention_options(module, query, key.tokens.length, attention_mask, scaling, **kwargs)
         key.layer.attended(query, key.tokens, options)
     return result
 
@@ -219,14 +226,24 @@ def _chosen(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
     return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -torch.inf)
 
 
-def _options(
+def attention_options(
     module: nn.Module,
     query: Tensor,
     kv_length: int,
     attention_mask: Any,
-    scaling: float | None,
-    kwargs: dict[str, Any],
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> AttentionOptions:
+    """What the arguments of an attention function in transformers' sense ask for.
+
+    Args:
+        module (`torch.nn.Module`): The attention module.
+        query (`torch.Tensor` of shape `(B, Hq, q, D)`): Queries.
+        kv_length (`int`): Slots they may see.
+        attention_mask (`torch.Tensor`, *optional*): As [`forward_over_handles`] takes it.
+        scaling (`float`, *optional*): Factor of the logits.
+        kwargs: As [`forward_over_handles`] takes them.
+    """
     is_causal = attention_mask is None
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         # The block mask of flex attention: a function of the slots.

@@ -80,8 +80,9 @@ def _handing_on(original: Method) -> Method:
         layer, reason = latents.layer, f"all latents are expanded at every step: {obstacle}"
         if layer.config.kernel == "native":
             raise native_is_unavailable(f"layer {layer.layer_idx}", reason)
+        made = original(self, latents.dense(), rotated.dense())
         layer.kernel_reason = reason
-        return original(self, latents.dense(), rotated.dense())
+        return made
 
     return expand_kv
 

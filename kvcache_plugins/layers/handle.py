@@ -52,6 +52,9 @@ def intercept(function: Callable[..., Any]) -> Callable[[_Interceptor], _Interce
     return decorate
 
 
+_DECODED = "decoded whole: the model multiplies keys or values itself, or asks for them otherwise"
+
+
 class KVHandle(Tensor):
     """The keys or values of one layer in one call, of shape `(B, H, T, D)`.
 
@@ -85,6 +88,7 @@ class KVHandle(Tensor):
         if self._dense is None:
             if self.tokens.packed_length:
                 self.layer.fallback_reads += 1
+                self.layer.kernel, self.layer.kernel_reason = "torch", _DECODED
             else:
                 self.layer.is_read_as_tensors = True
             with torch.no_grad():

@@ -52,17 +52,24 @@ def test_another_question_has_another_answer(change: str) -> None:
 def test_nothing_is_kept_of_a_mask_that_is_gone() -> None:
     mask = mask_of(2)
     logit_bias(AttentionOptions(mask=mask), 1, 6)
-    assert bias._latest is not None
+    assert bias._seen
     del mask
     gc.collect()
-    assert bias._latest is None
+    assert not bias._seen
+
+
+def test_the_masks_of_full_and_of_sliding_layers_are_both_remembered() -> None:
+    masks = mask_of(2), mask_of(1)
+    first = [logit_bias(AttentionOptions(mask=mask), 1, 6).bias for mask in masks]
+    again = [logit_bias(AttentionOptions(mask=mask), 1, 6).bias for mask in masks]
+    assert all(a is b for a, b in zip(first, again, strict=True))
 
 
 def test_masks_of_many_queries_and_of_inference_mode_are_not_kept() -> None:
     many = torch.ones(1, 1, 6, 6, dtype=torch.bool)
     many[..., 3, 1] = False
     logit_bias(AttentionOptions(mask=many), 6, 6)
-    assert bias._latest is None or bias._latest.mask() is not many
+    assert id(many) not in bias._seen
     with torch.inference_mode():
         mask = mask_of(2)
         first = logit_bias(AttentionOptions(mask=mask), 1, 6).bias
@@ -78,6 +85,58 @@ def test_a_causal_mask_is_a_flag_and_one_row() -> None:
     mask[..., 0] = False
     found = logit_bias(AttentionOptions(mask=mask), 4, 4)
     assert found.bias is not None and found.bias.shape == (1, 1, 1, 4) and found.is_causal
+
+
+def window_mask(window: int, new: int = 5, length: int = 12) -> torch.Tensor:
+    slots, own = torch.arange(length), torch.arange(length - new, length)[:, None]
+    return ((slots <= own) & (slots > own - window))[None, None].clone()
+
+
+def test_a_sliding_window_is_a_number_and_one_row() -> None:
+    mask = window_mask(6)
+    found = logit_bias(AttentionOptions(mask=mask), 5, 12, window=6)
+    assert found.is_causal and found.window == 6
+    assert (
+        found.bias is not None and (found.bias == -torch.inf).squeeze().tolist() == [True] * 2 + [False] * 10
+    )
+    assert logit_bias(AttentionOptions(mask=mask, sliding_window=6), 5, 12).window == 6
+    mask[..., 4] = False  # a token that nobody sees
+    found = logit_bias(AttentionOptions(mask=mask), 5, 12, window=6)
+    assert found.window == 6 and found.bias is not None and found.bias[0, 0, 0, 4] == -torch.inf
+    for other in (window_mask(5), window_mask(7)):
+        found = logit_bias(AttentionOptions(mask=other), 5, 12, window=6)
+        assert found.window == 0 and found.bias is not None and found.bias.shape == (1, 1, 5, 12)
+        assert torch.equal(found.bias == -torch.inf, ~other)
+
+
+def test_an_additive_mask_of_zeros_and_the_least_number_hides() -> None:
+    visible = window_mask(12)
+    mask = torch.zeros(visible.shape, dtype=torch.bfloat16)
+    mask.masked_fill_(~visible, torch.finfo(torch.bfloat16).min)
+    assert logit_bias(AttentionOptions(mask=mask), 5, 12) == (None, True, 0)
+    mask[..., 2, 3] = -1.0  # a number that moves a logit
+    found = logit_bias(AttentionOptions(mask=mask), 5, 12)
+    assert found.bias is not None and torch.equal(found.bias, mask.float()) and not found.is_causal
+    mask[..., 2, :] = torch.finfo(torch.bfloat16).min  # hidden alike, so seen alike
+    found = logit_bias(AttentionOptions(mask=mask), 5, 12)
+    assert found.bias is not None and torch.equal(found.bias, mask.float())
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_slots_that_no_query_may_see_come_first(window: int | None) -> None:
+    found = logit_bias(AttentionOptions(sliding_window=window), 1, 12, hidden=3)
+    assert found.bias is None and found.window == (window or 12) and found.is_causal
+    found = logit_bias(AttentionOptions(mask=mask_of(2, 12)), 1, 12, hidden=3)
+    assert found.bias is not None and found.bias.shape == (2, 1, 1, 15) and found.window == 12
+    assert bool((found.bias[..., :3] == -torch.inf).all()) and bool((found.bias[1, ..., 3:] == 0).all())
+    for options in (
+        AttentionOptions(),
+        AttentionOptions(mask=window_mask(12)),
+        AttentionOptions(mask=window_mask(4)),
+    ):
+        found = logit_bias(options, 5, 12, hidden=3)
+        assert found.bias is not None and found.bias.shape[-1] == 15
+        assert bool((found.bias[..., :3] == -torch.inf).all()) and bool((found.bias[..., -1] == 0).any())
 
 
 def test_a_position_bias_is_added_and_carries_no_gradient() -> None:

@@ -228,8 +228,9 @@ def test_our_function_on_dense_caches_equals_eager(name: str, pads: int) -> None
         assert_close(f"{name}, {count} tokens", logits["eager"][real], logits[OWN][real], 1e-5)
 
 
+@pytest.mark.usefixtures("eager_decodes")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-def test_packed_caches_are_read_fused_under_ours_and_decoded_under_eager(name: str) -> None:
+def test_packed_caches_are_read_fused_and_give_what_decoded_ones_do(name: str) -> None:
     model = tiny_model(name)
     tokens, mask = prompt(90, pads=17)
     for count in (1, 9):
@@ -248,6 +249,7 @@ def test_packed_caches_are_read_fused_under_ours_and_decoded_under_eager(name: s
         assert_close(name, logits["eager"], logits[OWN], 2e-5)
 
 
+@pytest.mark.usefixtures("eager_decodes")
 @pytest.mark.parametrize("pads", [0, 33], ids=["", "left-padded"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
 def test_sdpa_models_never_decode(name: str, pads: int) -> None:

@@ -47,6 +47,7 @@ def test_single_precision_is_left_to_torch() -> None:
     assert not reads_exact_tokens_faster(torch.zeros(1, 2, 1, 16), "auto")
 
 
+@pytest.mark.usefixtures("eager_decodes")
 def test_an_attention_that_wants_tensors_is_given_tensors() -> None:
     expected, _ = run(torch.bfloat16, kernel="torch", attention="eager")
     got, cache = run(torch.bfloat16, attention="eager")

@@ -1,0 +1,165 @@
+"""Models that run `eager`: their own attention function is left out where ours computes the same.
+
+Families whose attention has a softcap or sink logits (Gemma 2, gpt-oss) run `eager` unless they are told
+otherwise: a function in the modelling file that multiplies whole tensors, for which a packed layer would have
+to be decoded at every step. It is asked for by name, so it can be exchanged when it is given handles. What it
+computes is the family's own affair: GPT-2 may scale by the layer's number, others add biases. So it is first
+compared, for every attention module, with what ours makes of a few numbers and the same arguments; a module
+that computes anything else goes on as before, and the layer says why.
+
+It returns attention weights, which ours does not have. Whoever asks for them gets them, from decoded tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import cache, wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.selection import native_is_unavailable
+from ..layers.handle import KVHandle
+from .dispatch import AttentionFunction, attention_options, wrap_attention_function
+from .reference import DenseView, attend
+
+__all__ = ["wrap_eager_function"]
+
+_CAPTURING = "transformers.utils.output_capturing"
+_HONOURED = ("is_causal", "sliding_window")
+"""Arguments that do not reach ours: eager attention reads of its mask alone what is hidden."""
+_QUERIES, _TOKENS = 3, 6
+_SCALES = (0.3, 3.0, 30.0)
+"""Sizes of the queries compared: weights about equal, peaked, and logits that a softcap bends."""
+_TOLERANCE = 1e-3
+
+_obstacles: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
+
+
+@cache
+def wrap_eager_function(eager: AttentionFunction) -> AttentionFunction:
+    """Return a family's eager attention function with handles taken out of its way, where ours does the same.
+
+    Args:
+        eager (`Callable`): What `AttentionInterface.get_interface("eager", ...)` gives.
+    """
+    over_handles = wrap_attention_function(eager)
+
+    @wraps(eager)
+    def forward(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
+            return eager(module, query, key, value, *args, **kwargs)
+        mask, others = _arguments(args, kwargs)
+        obstacle = _wanted_weights(module, kwargs)
+        if obstacle is None and others is not None:
+            obstacle = _difference(eager, module, query, key, value, mask, others)
+        if obstacle is None and others is not None:
+            return over_handles(module, query, key, value, mask, **others)
+        layer, reason = key.layer, f"decoded whole for attn_implementation='eager': {obstacle}"
+        if layer.config.kernel == "native":
+            raise native_is_unavailable(f"layer {layer.layer_idx}", reason)
+        result = eager(module, query, key, value, *args, **kwargs)
+        layer.kernel, layer.kernel_reason = "torch", reason
+        return result
+
+    return forward
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """The mask, and what else ours is to be given; `None` for that if it is not known what it means."""
+    if len(args) > 1:
+        return None, None
+    others = {name: value for name, value in kwargs.items() if name not in _HONOURED}
+    mask = args[0] if args else others.pop("attention_mask", None)
+    return mask, others | {"is_causal": False}
+
+
+def _wanted_weights(module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+    """Who may want attention weights; `None` if nobody can."""
+    config = getattr(module, "config", None)
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+        return "attention weights are asked for"
+    capturing = sys.modules.get(_CAPTURING)
+    collector = getattr(capturing, "_active_collector", None)
+    if collector is None:
+        return "this release of transformers does not tell whether attention weights are asked for"
+    if any("attentions" in name for name in collector.get() or ()):
+        return "attention weights are asked for"
+    if not all(_is_known(hook) for hook in module._forward_hooks.values()):
+        return "a hook is shown what the attention module returns"
+    return None
+
+
+def _is_known(hook: Any) -> bool:
+    """Whether a hook is one of ours, or of those that collect what was asked for."""
+    owner = str(getattr(hook, "__module__", None))
+    return owner == _CAPTURING or owner.split(".")[0] == __name__.split(".")[0]
+
+
+def _difference(
+    eager: AttentionFunction,
+    module: nn.Module,
+    query: Tensor,
+    key: KVHandle,
+    value: KVHandle,
+    mask: Any,
+    others: dict[str, Any],
+) -> str | None:
+    """Why ours cannot take the place of `eager` in this module; `None` if it can. Found out once."""
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+        return "its mask is of another kind"
+    given = frozenset(name for name, argument in others.items() if argument is not None)
+    known = _obstacles.setdefault(module, {})
+    kind = (eager, given, None if mask is None else mask.dtype, query.device)
+    if kind not in known:
+        if query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "it has not been compared with ours before a CUDA graph was captured"
+        with torch.no_grad():
+            known[kind] = _compare(eager, module, query, key, value, mask, others)
+    return known[kind]
+
+
+def _compare(
+    eager: AttentionFunction,
+    module: nn.Module,
+    query: Tensor,
+    key: KVHandle,
+    value: KVHandle,
+    mask: Any,
+    others: dict[str, Any],
+) -> str | None:
+    if "output_attentions" in inspect.signature(type(module).forward).parameters:
+        return "the model does not tell its attention function whether attention weights are asked for"
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(heads: int, tokens: int, channels: int) -> Tensor:
+        return torch.randn(1, heads, tokens, channels, generator=generator).to(query.device)
+
+    queries = numbers(query.shape[1], _QUERIES, query.shape[3]) * torch.tensor(
+        _SCALES, device=query.device
+    ).view(1, 1, _QUERIES, 1)
+    keys, values = (numbers(states.shape[1], _TOKENS, states.shape[3]) for states in (key, value))
+    seen: Tensor | None = None
+    if mask is not None:
+        slots = torch.arange(_TOKENS, device=query.device)
+        hidden = (slots > slots[-_QUERIES:, None])[None, None]
+        if mask.dtype == torch.bool:
+            seen = ~hidden
+        else:
+            seen = torch.zeros(hidden.shape, device=query.device)
+            seen = seen.masked_fill(hidden, torch.finfo(torch.float32).min)
+    try:
+        made, _ = eager(module, queries, keys, values, seen, **others)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"it cannot be compared with ours ({type(error).__name__})"
+    options = attention_options(module, queries, _TOKENS, seen, **others)
+    found = attend(queries, DenseView(keys), DenseView(values), options).transpose(1, 2)
+    is_same = made.shape == found.shape and torch.allclose(
+        made.float(), found, rtol=0.0, atol=_TOLERANCE * float(values.abs().max())
+    )
+    return None if is_same else f"{type(module).__name__} computes something else than is known"
