@@ -31,7 +31,6 @@ from .native import attend_handles
 from .reference import AttentionOptions, DenseView, TokenView, attend
 
 __all__ = [
-    "AttentionFunction",
     "attention_forward",
     "attention_options",
     "forward_over_handles",

@@ -108,6 +108,8 @@ class WindowedLayer(PackedLayer):
         super().load_state(tensors, facts)
         if tensors:
             self.padding.dropped = self.cumulative_length - self.stored_length
+            for stream in self.streams:  # although all that was packed may have left
+                stream.is_calibrated = stream.is_calibrated or self.padding.dropped > 0
             self._bound_final_length()
 
     def _bound_final_length(self) -> None:
