@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ..cache import build_cache
 from ..layers.base import PackedLayer
@@ -89,14 +89,16 @@ def candidates_of(model: Any, cache_config: Mapping[str, Any], bits: Sequence[in
     if decided:
         raise ValueError(f"--target_bits chooses {decided}, so --cache_config must not set them.")
     candidates = []
-    cache = build_cache(model, {**cache_config, "nbits": bits[0]})
-    for layer in cache.packed_layers:
+    # a window may be worth packing with few bits only
+    packed = {n: build_cache(model, {**cache_config, "nbits": n}).packed_layers for n in bits}
+    layers = {layer.layer_idx: layer for found in packed.values() for layer in found}
+    for layer_idx, layer in sorted(layers.items()):
         modes: tuple[str | None, ...] = (None,)
         if "rope_mode" in type(layer.config).__dataclass_fields__ and "rope_mode" not in cache_config:
             modes = ("post", "block") if layer.facts.rotary is not None else ("post",)
-        for nbits in bits:
-            candidates += [Candidate(layer.layer_idx, "key", nbits, mode) for mode in modes]
-            candidates.append(Candidate(layer.layer_idx, "value", nbits))
+        for nbits in (n for n in bits if any(other.layer_idx == layer_idx for other in packed[n])):
+            candidates += [Candidate(layer_idx, "key", nbits, mode) for mode in modes]
+            candidates.append(Candidate(layer_idx, "value", nbits))
     return candidates
 
 
@@ -129,29 +131,37 @@ def check_candidates(
                     raise _too_short(sequence_length, cache_config)
 
 
-class OneSidedLayer(DynamicLayer):
+class OneSidedLayer:
     """A dense cache layer that reads its keys, or its values, from a packed one.
+
+    In all else it is the dense layer, whose window it has.
 
     Args:
         packed (`PackedLayer`): Empty.
         side (`str`): Which side is read packed: `"key"` or `"value"`.
-        keys (`torch.Tensor`), values (`torch.Tensor`): The prompt's, `(B, H, T, D)`.
+        dense (`CacheLayerMixin`): transformers' own layer, which holds the prompt.
     """
 
-    def __init__(self, packed: PackedLayer, side: str, keys: Tensor, values: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.packed, self.side = packed, side
-        self.update(keys, values)
+    def __init__(self, packed: PackedLayer, side: str, dense: Any) -> None:
+        self.packed, self.side, self.dense = packed, side, dense
+        packed.update(dense.keys, dense.values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dense, name)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take new keys and values and return all, one side as the packed layer reads it."""
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        keys, values = self.dense.update(key_states, value_states, *args, **kwargs)
         reads = self.packed.update(key_states, value_states)
         read = reads[_SIDES.index(self.side)]
         read = read.dense() if isinstance(read, KVHandle) else read
         return (read, values) if self.side == "key" else (keys, read)
+
+
+# It is one in all that is asked of one, and inherits no verb that would take the place of the dense layer's.
+CacheLayerMixin.register(OneSidedLayer)
 
 
 @torch.no_grad()
@@ -178,7 +188,8 @@ def measure_candidates(
         packed = _packed_layer(model, cache_config, candidate)
         cache = copy.deepcopy(prompt)
         dense: Any = cache.layers[candidate.layer_idx]
-        cache.layers[candidate.layer_idx] = OneSidedLayer(packed, candidate.side, dense.keys, dense.values)
+        one_sided: Any = OneSidedLayer(packed, candidate.side, dense)
+        cache.layers[candidate.layer_idx] = one_sided
         if packed.streams[_SIDES.index(candidate.side)].packed_length == 0:
             raise _too_short(sample.shape[1], cache_config)
         yield candidate, _divergence(exact, _predictions(model, blocks, cache))

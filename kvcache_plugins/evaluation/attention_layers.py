@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from ..cache import KVCache
 from ..layers.base import PackedLayer
 from ..layers.handle import KVHandle
+from ..layers.windowed import WindowedLayer
 from .attention_states import AttentionShape, States
 from .caches import cache_bytes, new_cache
 from .dense_attention import exact_attention, max_rel_error
@@ -55,7 +56,7 @@ class LayerStep:
 
 
 def find_layer(cache: Any, cache_config: dict[str, Any]) -> Any:
-    """Return the first layer a cache packs.
+    """Return the first layer a cache packs that attends to all tokens.
 
     Raises:
         ValueError: If there is none.
@@ -63,9 +64,11 @@ def find_layer(cache: Any, cache_config: dict[str, Any]) -> Any:
     if not isinstance(cache, KVCache):
         return cache.layers[0]
     for layer in cache.packed_layers:
-        return layer
+        if not isinstance(layer, WindowedLayer):
+            return layer
     raise ValueError(
-        f"--cache_config {cache_config!r} packs no layer of this model, so there is nothing to time."
+        f"--cache_config {cache_config!r} packs no layer of this model that attends to all tokens, so there "
+        "is nothing to time; `bench generate` measures whole models."
     )
 
 

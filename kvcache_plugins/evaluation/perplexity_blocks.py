@@ -35,6 +35,7 @@ from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer
 
 from ..eviction.layer import EvictingLayer
 from ..layers.base import PackedLayer
+from ..layers.windowed import WindowedLayer
 
 __all__ = ["Block", "exact_blocks", "packed_shares", "room"]
 
@@ -105,8 +106,9 @@ def packed_shares(cache: Any, count: int) -> list[float]:
     """Return, for each of the next `count` tokens, the share of the tokens it attends to that is in codes.
 
     It is the mean over the layers that pack; 0 where none does. A token attends to itself and to all before
-    it. A layer of this package reads its packed tokens from codes, without the sinks among them and averaged
-    over keys and values; `quanto` and `hqq` read all but their exact recent tokens, `fp8` all.
+    it, or to those in its window. A layer of this package reads its packed tokens from codes, without the
+    sinks among them and averaged over keys and values; `quanto` and `hqq` read all but their exact recent
+    tokens, `fp8` all.
 
     Args:
         cache (`Cache`): Before the call that brings the tokens.
@@ -121,10 +123,12 @@ def _layer_shares(layer: Any, count: int) -> list[float] | None:
     if isinstance(layer, PackedLayer):
         if not layer.is_initialized:
             return [0.0] * count
-        packed = fmean(
-            stream.packed_length - min(layer.padding.sink_length, stream.packed_length)
-            for stream in layer.streams
-        )
+        exact = max(0, layer.padding.sink_length - layer.padding.dropped)
+        hidden = max(exact, layer.stored_length - layer.held_length)
+        packed = fmean(max(0, stream.packed_length - hidden) for stream in layer.streams)
+        if isinstance(layer, WindowedLayer):
+            gone = [max(0, tokens - layer.window) for tokens in attended]
+            return [max(0, packed - n) / (tokens - n) for tokens, n in zip(attended, gone, strict=True)]
     elif isinstance(layer, QuantizedLayer):
         packed = attended[0] - 1 - _residual_tokens(layer)
     elif isinstance(layer, _FP8):

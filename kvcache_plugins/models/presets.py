@@ -59,6 +59,38 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 32768,
         },
     ),
+    # every other layer looks back 4096 tokens; runs `eager`, for its softcap
+    "gemma2-9b": (
+        "gemma2",
+        {
+            "num_hidden_layers": 42,
+            "hidden_size": 3584,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "intermediate_size": 14336,
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+        },
+    ),
+    # five of six layers look back 1024 tokens
+    "gemma3-12b": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 48,
+            "hidden_size": 3840,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 1024,
+            "intermediate_size": 15360,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+        },
+    ),
     # caches a latent of 512 numbers and a rotated key of 64 per token and layer
     "deepseek-v2-lite": (
         "deepseek_v2",

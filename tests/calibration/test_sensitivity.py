@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins import KVCache, build_cache
 from kvcache_plugins.calibration import precision
@@ -65,7 +67,9 @@ def test_what_is_to_be_chosen_may_not_be_set(model: Any, option: str) -> None:
 def test_one_side_is_read_packed_and_the_other_exact(model: Any, side: str) -> None:
     packed: Any = build_cache(model, {**KIVI, "nbits": 2}).layers[0]
     keys, values = torch.randn(1, 2, 100, 16), torch.randn(1, 2, 100, 16)
-    layer = OneSidedLayer(packed, side, keys[:, :, :96], values[:, :, :96])
+    dense: Any = DynamicLayer()
+    dense.update(keys[:, :, :96], values[:, :, :96])
+    layer = OneSidedLayer(packed, side, dense)
     stream = packed.streams[("key", "value").index(side)]
     length = stream.packed_length  # new tokens are read exactly, and so are those that they push out
     assert length >= 64
@@ -76,6 +80,30 @@ def test_one_side_is_read_packed_and_the_other_exact(model: Any, side: str) -> N
     expected = torch.cat([stream.decode(0, length), exact[side][:, :, length:]], 2)
     assert torch.equal(reads[side], expected) and type(reads[side]) is Tensor
     assert not torch.equal(reads[side], exact[side])
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_one_side_of_a_window(side: str) -> None:
+    model = tiny_model("phi3", sliding_window=512, num_hidden_layers=1)
+    ids = torch.randint(3, 120, (1, 720))
+    prompt = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :600], past_key_values=prompt)
+        exact, losses = copy.deepcopy(prompt), []
+        for nbits in (4, 2):
+            cache = copy.deepcopy(prompt)
+            packed: Any = build_cache(model, {**KIVI, "nbits": nbits}).layers[0]
+            cache.layers[0] = OneSidedLayer(packed, side, cache.layers[0])
+            expected = copy.deepcopy(exact)
+            for start in (600, 664):
+                block = ids[:, start : start + 56]
+                logits = model(block, past_key_values=cache).logits
+                reference = model(block, past_key_values=expected).logits
+            losses.append(float((logits - reference).norm() / reference.norm()))
+    assert 0.001 < losses[0] < 0.4 * losses[1] < 0.4
+    assert {candidate.nbits for candidate in candidates_of(model, KIVI, (2, 8))} == {2}, "8 are not worth it"
+    longer = tiny_model("phi3", sliding_window=1024, num_hidden_layers=1)
+    assert {candidate.nbits for candidate in candidates_of(longer, KIVI, (2, 8))} == {2, 8}
 
 
 class _HalfPacked(DynamicCache):

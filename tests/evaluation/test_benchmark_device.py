@@ -438,6 +438,16 @@ def test_presets_have_the_size_of_their_models(preset: str, billions: float) -> 
     _check_layers(preset, config)
 
 
+@pytest.mark.parametrize(("preset", "billions"), [("gemma2-9b", 9.24), ("gemma3-12b", 11.77)])
+def test_gemmas_have_the_size_of_their_models(preset: str, billions: float) -> None:
+    config = generation_worker.model_config(None, preset)
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+    parameters = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
+    assert parameters / 1e9 == pytest.approx(billions, abs=0.006)
+    _check_layers(preset, config)
+
+
 def test_deepseek_v2_lite_has_the_size_of_its_model() -> None:
     config = generation_worker.model_config(None, "deepseek-v2-lite")
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank

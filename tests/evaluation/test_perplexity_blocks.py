@@ -21,6 +21,7 @@ import kvcache_plugins as kvp
 from kvcache_plugins.evaluation.caches import new_cache
 from kvcache_plugins.evaluation.perplexity_blocks import exact_blocks, packed_shares, room
 from kvcache_plugins.evaluation.perplexity_scoring import Prediction, Schedule, predictions, score_window
+from kvcache_plugins.testing.models import tiny_model
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
 WINDOW, PREFILL = 64, 8
@@ -201,3 +202,15 @@ def test_a_layer_with_its_own_rule_is_unknown() -> None:
 
     layer.__class__ = Own
     assert room(layer, 64) is None
+
+
+def test_a_token_reads_its_window() -> None:
+    cache = kvp.build_cache(tiny_model("phi3", sliding_window=512), {"backend": "int8", "sink_length": 4})
+    for count in (300, 400, 1):
+        for layer in cache.layers:
+            layer.update(*torch.randn(2, 1, 2, count, 16))
+        seen = layer.get_seq_length()
+        if seen == 300:
+            assert packed_shares(cache, 2) == pytest.approx([296 / 301, 296 / 302])
+    # of the last 512 tokens the newest three are exact: themselves and what came with them
+    assert packed_shares(cache, 3) == pytest.approx([511 / 512, 510 / 512, 509 / 512])

@@ -17,6 +17,7 @@ from kvcache_plugins.kernels import cuda_check, cuda_loader, cuda_trial, loader
 from kvcache_plugins.kernels.ops import append_tokens
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.handle import KVHandle
+from kvcache_plugins.layers.windowed import with_window
 from kvcache_plugins.models.facts import LayerFacts
 from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.registry import get_backend
@@ -169,6 +170,25 @@ def test_options(options: dict[str, Any]) -> None:
     if "mask" in options:
         options["mask"] = torch.rand(2, 1, 3, 336, device="cuda") > 0.3
     check(query, key, value, AttentionOptions(is_causal=True, **options), 1e-3)
+
+
+@pytest.mark.parametrize("query_length", [1, 4, 70])
+@pytest.mark.parametrize("name", ["kivi-2bit-block", "int8-default", "int4-smooth", "kvquant-default"])
+def test_windows(name: str, query_length: int) -> None:
+    """The oldest tokens that are stored have left the window; others left the records some steps before."""
+    plain = new_layer(CASES[name])
+    layer = with_window(type(plain))(plain.config, 0, plain.facts)
+    layer.window = 400
+    for count in (555, *[1] * 20):
+        layer.update(*(tensor.to("cuda") for tensor in states(2, 2, count, 64, None, torch.float16)))
+    query, key, value = step(layer, query_length, 4)
+    assert layer.padding.dropped > 0 and key.tokens.first > 0 and key.shape[2] == 399 + query_length
+    slots = torch.arange(key.shape[2], device="cuda")
+    own = slots[-query_length:, None]
+    mask = ((slots <= own) & (slots > own - 400) & (slots % 5 != 1))[None, None]
+    check(query, key, value, AttentionOptions(mask=mask), 1e-3)
+    check(query, key, value, AttentionOptions(is_causal=True, sliding_window=400), 1e-3)
+    check(query, key, value, AttentionOptions(), 1e-3)
 
 
 MANY = 700
