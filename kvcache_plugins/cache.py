@@ -25,7 +25,7 @@ from .layers.base import PackedLayer
 from .layers.indexed import with_indexer
 from .layers.recurrent import with_recurrent_branch
 from .layers.storing import storing
-from .layers.windowed import pays_off, with_window
+from .layers.windowed import WindowedLayer, pays_off, with_window
 from .models.facts import (
     LayerFacts,
     check_attention_function,
@@ -89,7 +89,8 @@ class KVCache(Cache):
             self._let_latents_pass(model)
         layers: list[Any] = []
         for layer_idx, plan in enumerate(self._plans):
-            layer = self._build_layer(plan, layer_configs[layer_idx], layer_idx, facts[layer_idx])
+            build = self._build_layer if plan.window is None else self._build_windowed
+            layer = build(plan, layer_configs[layer_idx], layer_idx, facts[layer_idx])
             if isinstance(layer, PackedLayer):
                 layer.kernel = kernel
                 layer.final_length = max_cache_length
@@ -191,13 +192,14 @@ class KVCache(Cache):
             values += layer_values
             dense_bytes += layer_bytes
         packed = self.packed_layers
+        unlimited = [layer for layer in packed if not isinstance(layer, WindowedLayer)]
         seen = max(
             (layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0
         )
         return CacheReport(
             backend=self.backend,
             tokens_seen=seen,
-            tokens_held=max((layer.held_length for layer in packed), default=0),
+            tokens_held=max((layer.held_length for layer in unlimited or packed), default=0),
             kv_bytes=self.kv_bytes(),
             dense_bytes=dense_bytes,
             kernel=[layer.kernel if isinstance(layer, PackedLayer) else "dense" for layer in self.layers],
@@ -267,27 +269,39 @@ class KVCache(Cache):
         self, layer_configs: list[Any], facts: list[LayerFacts]
     ) -> Callable[[int, int], bool] | None:
         """Whether to pack a layer of an index and a window; `None` if none can be."""
-        if self.evicts or caches_latents(self.model_config):
+        if caches_latents(self.model_config):
             return None
         known: dict[tuple[Any, ...], bool] = {}
 
         def packs_window(layer_idx: int, window: int) -> bool:
+            stored = self._window_storage(layer_configs[layer_idx])
+            if stored is None:
+                return False
+            layer_class, config = stored
             shape = (window, *key_value_heads(self.model_config, layer_idx))
-            kind = (repr(layer_configs[layer_idx]), *shape)
+            kind = (repr(config), *shape)
             if kind not in known:
-                layer = self.layer_class(layer_configs[layer_idx], layer_idx, facts[layer_idx])
-                known[kind] = pays_off(layer, *shape)
+                known[kind] = pays_off(layer_class(config, layer_idx, facts[layer_idx]), *shape)
             return known[kind]
 
         return packs_window
 
+    def _window_storage(self, config: Any) -> tuple[type[PackedLayer], Any] | None:
+        """Class and options of what stores the window of a layer with these options; `None` if nothing."""
+        return self.layer_class, config
+
+    def _build_windowed(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
+        stored = self._window_storage(config)
+        if plan.dense_reason is not None or stored is None or plan.window is None:
+            return plan.build_dense()
+        layer_class, config = stored
+        layer = with_window(layer_class)(config, layer_idx, facts)
+        layer.window = plan.window
+        return layer
+
     def _build_packed(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
         if plan.has_indexer:
             return with_indexer(self.layer_class)(config, layer_idx, facts)
-        if plan.window is not None:
-            windowed = with_window(self.layer_class)(config, layer_idx, facts)
-            windowed.window = plan.window
-            return windowed
         if not plan.has_recurrent_branch:
             return self.layer_class(config, layer_idx, facts)
         layer = with_recurrent_branch(self.layer_class)(config, layer_idx, facts)

@@ -34,6 +34,7 @@ __all__ = [
     "attention_forward",
     "attention_options",
     "forward_over_handles",
+    "mask_fits",
     "wrap_attention_function",
 ]
 
@@ -175,7 +176,7 @@ def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
         if (
             not isinstance(key, ExpandedHandle)
             and _is_exact(*handles)
-            and _mask_fits(handles[0], *args, **kwargs)
+            and mask_fits(handles[0], *args, **kwargs)
             and not reads_exact_tokens_faster(query, handles[0].layer.config.kernel)
         ):
             return _original_over_exact(original, module, query, *handles, *args, **kwargs)
@@ -188,7 +189,8 @@ def _is_exact(key: KVHandle, value: KVHandle) -> bool:
     return key.tokens.packed_length == value.tokens.packed_length == 0
 
 
-def _mask_fits(key: KVHandle, attention_mask: Any = None, *args: Any, **kwargs: Any) -> bool:
+def mask_fits(key: KVHandle, attention_mask: Any = None, *args: Any, **kwargs: Any) -> bool:
+    """Whether the mask among the arguments of an attention function is for the tokens of a handle."""
     return not isinstance(attention_mask, Tensor) or attention_mask.shape[-1] == key.tokens.length
 
 

@@ -21,9 +21,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ..errors import UnsupportedOperationError
 from ..kernels.selection import native_is_unavailable
 from ..layers.handle import KVHandle
-from .dispatch import AttentionFunction, attention_options, wrap_attention_function
+from .dispatch import AttentionFunction, attention_options, mask_fits, wrap_attention_function
 from .reference import DenseView, attend
 
 __all__ = ["wrap_eager_function"]
@@ -63,8 +64,18 @@ def wrap_eager_function(eager: AttentionFunction) -> AttentionFunction:
         layer, reason = key.layer, f"decoded whole for attn_implementation='eager': {obstacle}"
         if layer.config.kernel == "native":
             raise native_is_unavailable(f"layer {layer.layer_idx}", reason)
+        if not mask_fits(key, mask):
+            raise UnsupportedOperationError(
+                f"Layer {layer.layer_idx} holds {key.tokens.length} tokens, and the model's mask is for "
+                f"{mask.shape[-1]}, as of other layers; attn_implementation='eager' cannot attend to it so: "
+                f"{obstacle}. model.set_attn_implementation('kvcache_plugins') can."
+            )
         result = eager(module, query, key, value, *args, **kwargs)
         layer.kernel, layer.kernel_reason = "torch", reason
+        if layer.observes_queries and others is not None:
+            with torch.no_grad():
+                options = attention_options(module, query, key.tokens.length, mask, **others)
+                layer.attended(query, key.tokens, options)
         return result
 
     return forward

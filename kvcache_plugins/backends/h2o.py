@@ -71,7 +71,7 @@ class H2OCache(EvictingCache):
     Deviates: evicts after a chunk, not after a token, while a prompt is read; scores are summed over the
         query heads of a group. Drafted tokens that are rejected have voted.
     Cost: 8 bytes per token and head beside the storage; each step computes the logits twice more.
-    Limits: needs the queries, so not `attn_implementation="eager"`.
+    Limits: needs the queries, so a model that asks transformers for its attention function.
     """
 
     config_class = H2OConfig

@@ -75,8 +75,8 @@ class SnapKVCache(EvictingCache):
         question yet; with `chunk_size=None` it is the end of the prompt, as in the paper. Scores are summed
         over the query heads of a group.
     Cost: 8 bytes per token and head beside the storage; logits of the window, twice, once per chunk.
-    Limits: needs the queries, so not `attn_implementation="eager"`; weak where the question is not at the end
-        of what has been read.
+    Limits: needs the queries, so a model that asks transformers for its attention function; weak where the
+        question is not at the end of what has been read.
     """
 
     config_class = SnapKVConfig

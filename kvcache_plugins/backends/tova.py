@@ -45,7 +45,7 @@ class TOVACache(EvictingCache):
     Paper: Transformers are Multi-State RNNs, arXiv 2401.06104.
     Deviates: evicts after a chunk, not after a token, while a prompt is read.
     Cost: 8 bytes per token and head beside the storage; logits of one query, twice, once per eviction.
-    Limits: needs the queries, so not `attn_implementation="eager"`.
+    Limits: needs the queries, so a model that asks transformers for its attention function.
     """
 
     config_class = TOVAConfig

@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..cache import KVCache
-from ..models.facts import LayerFacts, biases_by_distance, decoder_config, split_model_or_config
+from ..layers.base import PackedLayer
+from ..models.facts import (
+    LayerFacts,
+    biases_by_distance,
+    decoder_config,
+    exchanges_attention,
+    split_model_or_config,
+)
 from ..models.layer_plan import LayerPlan, caches_latents
 from ..registry import get_backend
 from .layer import EvictingLayer
@@ -27,8 +34,8 @@ class EvictingCache(KVCache):
     counting every token seen, so positions, later turns and padding come out as with any other cache.
 
     Layers left out by `skip_layers` hold everything. All layers share the model's one attention mask, so as
-    soon as two of them hold different numbers of tokens, they make their own, for which the model must not
-    run `eager`.
+    soon as two of them hold different numbers of tokens, they make their own, for which the model must ask
+    transformers for its attention function.
     """
 
     config_class: ClassVar[type[EvictingConfig]] = EvictingConfig
@@ -133,6 +140,14 @@ class EvictingCache(KVCache):
         layer.evicts = plan.dense_reason is None
         return layer
 
+    def _window_storage(self, config: EvictingConfig) -> tuple[type[PackedLayer], Any] | None:
+        """What a window holds is never evicted; it is stored as what is kept of other layers."""
+        storage = config.storage_config()
+        if storage is None:
+            return None
+        assert config.storage is not None
+        return get_backend(config.storage["backend"]).layer_class, storage
+
     def _check_attention(self, model: nn.Module) -> None:
         layers = self.evicting_layers
         reason = None
@@ -141,10 +156,11 @@ class EvictingCache(KVCache):
         elif any(layer.is_ragged for layer in layers):
             reason = "layers that hold different numbers of tokens make their own masks"
         found = getattr(decoder_config(getattr(model, "config", None)), "_attn_implementation", None)
-        if reason is not None and found == "eager":
+        if reason is not None and found == "eager" and not exchanges_attention(model):
             raise ValueError(
-                f"{reason}, which attn_implementation='eager' does not show them. Load the model with "
-                "attn_implementation='sdpa', or call model.set_attn_implementation('kvcache_plugins')."
+                f"{reason}, which the attention of {type(model).__name__}, written into the model, does not "
+                "show them. Allowed for this model are backends that judge a token by itself, such as "
+                "'knorm' and 'streaming_llm', with the same options for all layers."
             )
 
     def _check_mask(self, attention_mask: Tensor | None) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "check_attention_function",
     "decoder_config",
     "describe_layers",
+    "exchanges_attention",
     "split_model_or_config",
 ]
 
@@ -97,11 +98,16 @@ def check_attention_function(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "_attn_implementation", None) != "kvcache_plugins":
         return
-    if not hasattr(sys.modules.get(type(_decoder(model)).__module__), "ALL_ATTENTION_FUNCTIONS"):
+    if not exchanges_attention(model):
         raise ValueError(
             f"attn_implementation='kvcache_plugins' was set on {type(model).__name__}, whose attention is "
             "written into the model and cannot be exchanged. Allowed for this model is 'eager'."
         )
+
+
+def exchanges_attention(model: nn.Module) -> bool:
+    """Whether a model asks transformers for its attention function, and has not written it into itself."""
+    return hasattr(sys.modules.get(type(_decoder(model)).__module__), "ALL_ATTENTION_FUNCTIONS")
 
 
 def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]) -> list[LayerFacts]:

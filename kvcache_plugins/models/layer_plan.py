@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = ["LayerPlan", "caches_latents", "key_value_heads", "plan_layers"]
@@ -22,8 +22,8 @@ class LayerPlan:
         layer_type (`str`): transformers' name for the kind of layer.
         dense_kwargs (`dict`): Arguments of transformers' own cache layer.
         dense_reason (`str`, *optional*): Why the layer is not packed; `None` if it is.
-        window (`int`, *optional*): How far back a packed layer sees, its own token included; `None` if to the
-            first one.
+        window (`int`, *optional*): How far back a layer that is packed, or could be, sees, its own token
+            included; `None` if to the first one.
     """
 
     layer_type: str
@@ -103,7 +103,7 @@ def plan_layers(
         else:
             plan = LayerPlan(kind, dense_kwargs)
         if plan.dense_reason is None and layer_idx in skipped:
-            plan = LayerPlan(plan.layer_type, plan.dense_kwargs, "skip_layers")
+            plan = replace(plan, dense_reason="skip_layers")
         plans.append(plan)
     return plans
 

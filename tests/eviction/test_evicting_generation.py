@@ -19,7 +19,6 @@ from kvcache_plugins.eviction.cache import EvictingCache
 from kvcache_plugins.testing.generation import padded_prompt, run_scenario
 from tests.eviction.feeding import (
     EVICTING,
-    NEEDS_QUERIES,
     bound_cache,
     chunks_of,
     feed,
@@ -70,8 +69,6 @@ def _dense(family: str, attention: str) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", EVICTING)
 def test_a_huge_budget_is_the_ordinary_cache(backend: str, family: str, attention: str) -> None:
-    if attention == "eager" and backend in NEEDS_QUERIES:
-        pytest.skip("refuses eager: it needs the queries")
     run = functools.partial(
         run_scenario,
         model_of(family, attention),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvcache_plugins
+from kvcache_plugins.errors import UnsupportedOperationError
 from kvcache_plugins.testing import tiny_model
 from tests.eviction.feeding import EVICTING, NEEDS_QUERIES, bound_cache, feed, ids, model_of
 
@@ -104,11 +105,12 @@ def test_wrong_options_of_one_backend(backend: str, options: dict[str, Any], mes
 
 @pytest.mark.usefixtures("_no_forward")
 @pytest.mark.parametrize("backend", NEEDS_QUERIES)
-def test_queries_are_not_seen_under_eager(backend: str) -> None:
-    model = model_of("llama", "eager")
-    with pytest.raises(ValueError, match=rf"{backend}.*queries.*'eager'.*sdpa.*set_attn_implementation"):
+def test_queries_are_not_seen_where_attention_is_written_into_the_model(backend: str) -> None:
+    model = tiny_model("gptj")
+    message = rf"{backend}.*queries.*attention of GPTJForCausalLM, written into the model.*'knorm'"
+    with pytest.raises(ValueError, match=message):
         bound_cache(model, {"backend": backend, "budget": 24}, 40)
-    with pytest.raises(ValueError, match="'eager'"):
+    with pytest.raises(ValueError, match="written into the model"):
         model.generate(
             ids(40), max_new_tokens=2, cache_implementation="quantized",
             cache_config={"backend": backend, "budget": 24},
@@ -117,9 +119,9 @@ def test_queries_are_not_seen_under_eager(backend: str) -> None:
 
 @pytest.mark.usefixtures("_no_forward")
 @pytest.mark.parametrize("options", [{"skip_layers": [1]}, {"layer_overrides": {"-1": {"budget": 30}}}])
-def test_layers_that_differ_are_refused_under_eager(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"different numbers of tokens.*'eager'.*sdpa"):
-        bound_cache(model_of("llama", "eager"), {"backend": "knorm", "budget": 24, **options}, 40)
+def test_layers_that_differ_are_refused_there_too(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"different numbers of tokens.*written into the model"):
+        bound_cache(tiny_model("gptj"), {"backend": "knorm", "budget": 24, **options}, 40)
 
 
 @pytest.mark.usefixtures("_no_forward")
@@ -234,3 +236,21 @@ def test_configurations_survive_json(backend: str) -> None:
     )
     assert again.config == cache.config
     assert [layer.config.budget for layer in again.evicting_layers] == [30, 24]  # type: ignore[attr-defined]
+
+
+def test_layers_that_differ_need_an_attention_function_of_ours_under_eager() -> None:
+    config = {"backend": "h2o", "budget": 24, "chunk_size": 32, "layer_overrides": {"1": {"budget": 30}}}
+    expected = (
+        bound_cache(model_of("llama", "sdpa"), config, 80),
+        bound_cache(model_of("llama", "eager"), config, 80),
+    )
+    tokens = ids(84)
+    logits = [
+        feed(model_of("llama", attention), cache, tokens, [32, 32, 16, 1, 1, 1, 1])
+        for attention, cache in zip(("sdpa", "eager"), expected, strict=True)
+    ]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0.0)
+    cache = bound_cache(model_of("gpt2", "eager"), config, 80)
+    message = r"Layer 1 holds 62 tokens, and the model's mask is for 56.*set_attn_implementation"
+    with pytest.raises(UnsupportedOperationError, match=message):
+        feed(model_of("gpt2", "eager"), cache, tokens, [32, 32, 16])

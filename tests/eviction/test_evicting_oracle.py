@@ -116,8 +116,8 @@ def test_families(method: str, family: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "attention"),
-    [("keydiff", "eager"), ("knorm", "eager"), ("h2o", "kvcache_plugins"), ("snapkv", "kvcache_plugins"),
-     ("tova", "kvcache_plugins"), ("knorm", "kvcache_plugins")],
+    [(method, attention) for method in ("keydiff", "knorm", "h2o", "snapkv", "tova")
+     for attention in ("eager", "kvcache_plugins")],
 )  # fmt: skip
 def test_attention_functions(method: str, attention: str) -> None:
     options, policy = METHODS[method]
@@ -178,3 +178,23 @@ def test_a_later_question_stays(question: int, newest: int) -> None:
     end = 60 + question
     before = [p for p in [*range(21), 57, 58, 59, *range(60, end)] if p < end - newest]
     assert held == [*before[: 24 - newest], *range(end - newest, end)]
+
+
+@pytest.mark.parametrize("obstacle", ["hook", "unknown"])
+@pytest.mark.parametrize("method", ["h2o", "tova"])
+def test_eager_attention_that_ours_does_not_replace(method: str, obstacle: str) -> None:
+    # GPT-2 does not say whether weights are asked for, and a hook may want them: both show us the queries
+    family = "gpt2" if obstacle == "unknown" else "qwen3"
+    options, policy = METHODS[method]
+    config = {**options, "budget": 24}
+    model = model_of(family, "eager", num_hidden_layers=3)
+    hooks = [
+        module.register_forward_hook(lambda *_: None)
+        for module in model.modules()
+        if obstacle == "hook" and hasattr(module, "k_proj")
+    ]
+    try:
+        _compare(config, policy, PROMPT + DECODE, [0, 31], attention="eager", family=family)
+    finally:
+        for hook in hooks:
+            hook.remove()

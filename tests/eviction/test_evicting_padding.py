@@ -9,7 +9,6 @@ import torch
 
 from tests.eviction.feeding import (
     EVICTING,
-    NEEDS_QUERIES,
     bound_cache,
     chunks_of,
     feed,
@@ -37,7 +36,6 @@ CASES = [
     pytest.param(name, attention, id=f"{name}-{attention}")
     for name in OPTIONS
     for attention in ("sdpa", "eager", "kvcache_plugins")
-    if attention != "eager" or OPTIONS[name]["backend"] not in NEEDS_QUERIES
 ]
 
 

@@ -118,6 +118,31 @@ def test_who_is_left_dense() -> None:
     assert len(evicting.report().dense_layers) == 4
 
 
+@pytest.mark.parametrize("scorer", ["knorm", "h2o"])
+def test_beside_layers_that_evict(scorer: str, tmp_path: Path) -> None:
+    model = _model("gemma2", 320)
+    options = {"backend": scorer, "budget": 64, "chunk_size": 128, "storage": {"backend": "int8"}}
+    ids = torch.randint(3, 120, (2, 500))
+    out = model.generate(
+        ids, max_new_tokens=30, cache_implementation="quantized", cache_config=options,
+        return_dict_in_generate=True, do_sample=False,
+    )  # fmt: skip
+    cache = out.past_key_values
+    report = cache.report()
+    assert report.dense_layers == {} and report.fallback_reads == 0
+    assert (report.tokens_seen, report.tokens_held) == (529, 64 + 29)
+    assert [layer.held_length for layer in windowed(cache)] == [319, 319]
+    cache.save_pretrained(tmp_path)
+    loaded = kvp.KVCache.from_pretrained(tmp_path, model)
+    with torch.no_grad():
+        more = ids[:, :1]
+        expected = model(more, past_key_values=cache).logits
+        assert_close("logits", expected, model(more, past_key_values=loaded).logits, 1e-5)
+    skipping = kvp.build_cache(model, options | {"skip_layers": [0, 1]})
+    assert skipping.report().dense_layers == {0: "skip_layers", 1: "skip_layers"}
+    assert len(windowed(skipping)) == 1 and type(skipping.layers[0]).__name__ == "DynamicSlidingWindowLayer"
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", [100, 400, 1000])
 def test_bytes_are_predicted_and_reported(backend: str, tokens: int) -> None:
