@@ -297,7 +297,7 @@ class Stream:
             return
         self.reserve(stop)
         if not self.is_calibrated:
-            self._calibrate(source)
+            self.calibrate(source)
         if self.padding.sink_length and start < self.padding.first_plain_slot:
             self._keep_sinks(source, start, stop)
         step = self.slab_tokens
@@ -313,7 +313,8 @@ class Stream:
                 self._write(begin, self.codec.encode(part, begin, self.padding.plain_mask(begin, part)))
         self.packed_length = stop
 
-    def _calibrate(self, source: StreamView) -> None:
+    def calibrate(self, source: StreamView) -> None:
+        """Let the codec learn from the first tokens of `source`, which begins at slot 0."""
         window = self.padding.longest + self.codec.warmup_tokens
         states = source.read(0, window).float()
         self.codec.calibrate(states, self.padding.first_tokens(self.codec.warmup_tokens, states))

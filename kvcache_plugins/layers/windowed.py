@@ -3,11 +3,12 @@
 The model is shown what transformers' own layer shows it, the newest `window - 1` tokens and the new ones, so
 its masks fit, whichever of its windowed layers are packed. Behind them lie up to a sixteenth of the window of
 older tokens: whole blocks leave, many at a time, by moving those that stay to a new buffer. Which ones have
-left depends on how many tokens were seen and on nothing else.
+left depends on how many tokens were seen and on nothing else; what would leave at once is never encoded.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import cache
 from math import lcm
@@ -20,7 +21,12 @@ from ..errors import UnsupportedOperationError
 from ..models.facts import LayerFacts
 from ..quantizers.packing import BLOCK_TOKENS
 from .base import PackedLayer
+from .outliers import OutlierStore
+from .padding import Padding
+from .records import Records
 from .storing import storing
+from .stream import Stream
+from .tail import Tail
 from .view import StreamView
 
 __all__ = ["WindowedLayer", "pays_off", "with_window"]
@@ -78,11 +84,14 @@ class WindowedLayer(PackedLayer):
     def _append(
         self, key_states: Tensor, value_states: Tensor, *, defer: bool
     ) -> tuple[StreamView, StreamView]:
-        stored, held, seen = self.stored_length, self.held_length, self.cumulative_length
-        keys, values = super()._append(key_states, value_states, defer=defer)
-        if not defer:
-            self._forget_oldest(seen + key_states.shape[2])
-        surplus = stored - held
+        surplus, seen = self.stored_length - self.held_length, self.cumulative_length
+        end = seen + key_states.shape[2]
+        if not defer and self._leaving(end) > self.stored_length:
+            keys, values = self._start_over(key_states, value_states, end)
+        else:
+            keys, values = super()._append(key_states, value_states, defer=defer)
+            if not defer:
+                self._forget_oldest(end)
         return (keys.without_oldest(surplus), values.without_oldest(surplus)) if surplus else (keys, values)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -118,21 +127,70 @@ class WindowedLayer(PackedLayer):
             most = min(self.final_length, self.window - 1 + self.unit)
             self.key_stream_.final_length = self.value_stream_.final_length = most
 
-    def _forget_oldest(self, seen: int) -> None:
-        """Bring what is stored to what depends on the number of tokens `seen` alone."""
-        keys, values = self.streams
+    def _leaving(self, seen: int) -> int:
+        """Tokens that leave when `seen` have been given; 0 as long as some of them are not to be packed."""
         unit = self.unit
         leaving = max(0, seen - self.window + 1) // unit * unit - self.padding.dropped
-        leaving = min(leaving, min(keys.packed_length, values.packed_length) // unit * unit)
-        if leaving <= 0:
+        due = min(stream.due(seen - self.padding.dropped) for stream in self.streams)
+        return max(0, min(leaving, due // unit * unit))
+
+    @property
+    def _room(self) -> int:
+        """Blocks of records that a full window needs, with what may have left it."""
+        most = self.window - 1 + self.unit
+        return -(-max(stream.spec.packed_length(most) for stream in self.streams) // BLOCK_TOKENS)
+
+    def _forget_oldest(self, seen: int) -> None:
+        """Bring what is stored to what depends on the number of tokens `seen` alone."""
+        leaving = self._leaving(seen)
+        if leaving == 0:
             return
-        packed = max(stream.spec.packed_length(self.window - 1 + unit) for stream in self.streams)
-        packed = max(packed, *(stream.packed_length - leaving for stream in self.streams))
+        packed = max(stream.packed_length for stream in self.streams) - leaving
         with storing():
-            self.padding = self.padding.without_oldest(leaving)
-            self.records = self.records.without_oldest(leaving // BLOCK_TOKENS, -(-packed // BLOCK_TOKENS))
-            self.key_stream_ = keys.without_oldest(leaving, self.records, self.padding)
-            self.value_stream_ = values.without_oldest(leaving, self.records, self.padding)
+            padding = self.padding.without_oldest(leaving)
+            room = max(self._room, -(-packed // BLOCK_TOKENS))
+            records = self.records.without_oldest(leaving // BLOCK_TOKENS, room)
+            later = [stream.without_oldest(leaving, records, padding) for stream in self.streams]
+            self._replace(padding, records, later)
+
+    def _start_over(
+        self, key_states: Tensor, value_states: Tensor, end: int
+    ) -> tuple[StreamView, StreamView]:
+        """Take new tokens of which the first leave at once, with all that is stored, and are not encoded."""
+        leaving, given = self._leaving(end), (key_states, value_states)
+        views = []
+        for stream, states in zip(self.streams, given, strict=True):
+            exact = (stream.tail.view(),) if stream.tail.length else ()
+            views.append(StreamView(stream, stream.packed_length, (*exact, states)))
+        skipped = leaving - self.stored_length
+        with storing():
+            for stream, view in zip(self.streams, views, strict=True):
+                if not stream.is_calibrated:
+                    stream.calibrate(view)
+            padding = self.padding.without_oldest(leaving)
+            records = self.records.without_oldest(self.records.num_blocks, self._room)
+            self._replace(padding, records, [_emptied(stream, records, padding) for stream in self.streams])
+            for stream, states in zip(self.streams, given, strict=True):
+                stream.append(states[:, :, skipped:])
+        return views[0], views[1]
+
+    def _replace(self, padding: Padding, records: Records, streams: list[Stream]) -> None:
+        """Go on with these; views of the old streams still read them."""
+        self.padding, self.records = padding, records
+        self.key_stream_, self.value_stream_ = streams
+
+
+def _emptied(stream: Stream, records: Records, padding: Padding) -> Stream:
+    """A stream of the same kind that holds nothing."""
+    later = copy.copy(stream)
+    later.records, later.padding, later.codec = records, padding, stream.codec.with_padding(padding)
+    later.packed_length, later.sinks = 0, None
+    tail = stream.tail
+    rows, heads, _, width = tail.buffer.shape
+    later.tail = Tail(rows, heads, width, tail.limit, tail.buffer.dtype, tail.buffer.device, tail.slack)
+    if stream.outliers is not None:
+        later.outliers = OutlierStore(rows, heads, stream.outliers.capacity, tail.buffer.device)
+    return later
 
 
 @cache
