@@ -143,7 +143,10 @@ def _attention_seam(module: ModuleType) -> None:
     @wraps(get_interface)
     def find(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         found: Callable[..., Any] = get_interface(self, attn_implementation, default)
-        return _without_handles(found) if attn_implementation == "eager" else found
+        # a compiled model is given no handles
+        if attn_implementation != "eager" or module.torch.compiler.is_compiling():
+            return found
+        return _without_handles(found)
 
     interface.get_interface = find
 

@@ -255,3 +255,12 @@ def test_the_seam_is_reversible() -> None:
     assert ALL_ATTENTION_FUNCTIONS.get_interface("eager", plain_eager) is wrap_eager_function(plain_eager)
     with pytest.raises(KeyError):
         ALL_ATTENTION_FUNCTIONS.get_interface("no such", plain_eager)
+
+
+def test_a_compiled_model_runs_eager_as_before() -> None:
+    model = eager_model("gemma2", num_hidden_layers=2)
+    kvp.build_cache(model, CONFIG)
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        found = compiled(prompt(20), use_cache=False).logits
+        assert torch.equal(found, model(prompt(20), use_cache=False).logits)
