@@ -93,7 +93,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(autouse=True)
 def _same_start() -> None:
     random.seed(0)
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        # `torch.manual_seed` also notes, with a traceback each, what to tell devices that may come later
+        torch.default_generator.manual_seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
     torch.set_num_threads(1)
