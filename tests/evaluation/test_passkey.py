@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from kvcache_plugins.evaluation.passkey_filler import read_filler
 from kvcache_plugins.evaluation.passkey_options import PasskeyOptions
 from kvcache_plugins.evaluation.passkey_prompts import Trial, build_trials
 from kvcache_plugins.evaluation.results import read_results
+from tests.launching import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
@@ -192,17 +191,11 @@ def _interrupt(*_: Any) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(document: dict[str, Any], tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script = str(ROOT / "scripts" / "eval_passkey.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*launcher, script, *_arguments(tmp_path, "--no_plots")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_two_processes_equal_one(
+    document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run_script("eval_passkey.py", *_arguments(tmp_path, "--no_plots"), processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("kivi 2-bit") == 1, "one process prints the table"
     assert _measured(read_results(tmp_path)) == _measured(document)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -20,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from kvcache_plugins.cli import main
 from kvcache_plugins.retaining.loading import load_heads
 from kvcache_plugins.training import job
+from tests.launching import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
@@ -53,21 +51,8 @@ def arguments(text: Path, output: Path, *more: str) -> list[str]:
 
 def launch(text: Path, output: Path, *more: str, processes: int) -> dict[str, torch.Tensor]:
     """Run the script in so many processes and return the heads it wrote."""
-    start = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(processes),
-    ]
-    done = subprocess.run(
-        [*start, str(ROOT / "scripts" / "train_locret.py"), *arguments(text, output, *more), "--no_plots"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    given = (*arguments(text, output, *more), "--no_plots")
+    done = run_script("train_locret.py", *given, processes=processes)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("written to") == 1, "one process, and only one, shows the results"
     return load_file(output / "model.safetensors")
