@@ -51,12 +51,18 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return _model(request.param)
 
 
+@functools.cache
+def _generated(model: PreTrainedModel, backend: str, scenario: str) -> torch.Tensor:
+    """Tokens, once for all tests of a process; nothing may change them."""
+    return run_scenario(
+        model, scenario, cache_config=BACKENDS[backend], lengths=LENGTHS, max_new_tokens=NEW_TOKENS
+    )
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_mode_runs(model: PreTrainedModel, backend: str, scenario: str) -> None:
-    output = run_scenario(
-        model, scenario, cache_config=BACKENDS[backend], lengths=LENGTHS, max_new_tokens=NEW_TOKENS
-    )
+    output = _generated(model, backend, scenario)
     lengths = LENGTHS[:1] if scenario == "prompt_lookup" else LENGTHS
     prompt = padded_prompt(lengths)["input_ids"]
     copies = SCENARIOS[scenario].get("num_return_sequences", 1)
@@ -89,15 +95,15 @@ def test_the_cache_really_packs(model: PreTrainedModel, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_beam_is_greedy(model: PreTrainedModel, backend: str) -> None:
-    run = functools.partial(
-        run_scenario,
+    one_beam = run_scenario(
         model,
         "greedy",
         cache_config=BACKENDS[backend],
         lengths=LENGTHS,
         max_new_tokens=NEW_TOKENS,
+        num_beams=1,
     )
-    assert run().tolist() == run(num_beams=1).tolist()
+    assert one_beam.tolist() == _generated(model, backend, "greedy").tolist()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -132,9 +138,7 @@ def test_beams_keep_the_history_they_were_scored_with(model: PreTrainedModel, ba
 
 @pytest.mark.parametrize("backend", PER_TOKEN)
 def test_rows_of_a_padded_batch_equal_the_rows_alone(model: PreTrainedModel, backend: str) -> None:
-    batch = run_scenario(
-        model, "greedy", cache_config=BACKENDS[backend], lengths=LENGTHS, max_new_tokens=NEW_TOKENS
-    )
+    batch = _generated(model, backend, "greedy")
     inputs = padded_prompt(LENGTHS)
     for row, length in enumerate(LENGTHS):
         alone = model.generate(
