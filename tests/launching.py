@@ -34,7 +34,10 @@ except SystemExit as end:
 
 
 def run_script(script: str, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run a script, offline; like `subprocess.run`, with what all processes print."""
+    """Run a script of the folder `scripts`, or one given by its whole path, offline.
+
+    Like `subprocess.run`, with what all processes print.
+    """
     command = [str(_SCRIPTS / script), *arguments]
     common = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if processes == 1:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from kvcache_plugins import list_backends, registry
 from kvcache_plugins.testing import BackendConformance
+from tests.launching import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -38,12 +37,7 @@ class TestAddABackend(BackendConformance):
 
 
 def test_add_a_backend_runs_as_a_script() -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "add_a_backend.py"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_script(str(EXAMPLES / "add_a_backend.py"))
+    assert done.returncode == 0, done.stderr
     assert "backend               mulaw" in done.stdout
     assert "bits per value" in done.stdout

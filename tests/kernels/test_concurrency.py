@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from kvcache_plugins.kernels import loader
+from tests.kernels import fresh_process
 
 # 600 tokens of two heads of 64 channels are enough for the kernels to share the work among OpenMP's threads.
 RUNS = """
@@ -89,10 +88,7 @@ def library() -> None:
 
 def python(code: str) -> list[str]:
     """Lines a script prints that begins with `RUNS`."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(RUNS) + textwrap.dedent(code)],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    done = fresh_process.run(textwrap.dedent(RUNS) + textwrap.dedent(code), timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +18,7 @@ from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.testing import tiny_model
 from kvcache_plugins.testing.conformance import fed, state_bytes
+from tests.kernels import fresh_process
 
 CASES: dict[str, dict[str, Any]] = {
     **{
@@ -232,15 +230,13 @@ def test_the_last_bit_of_a_rotation(encoded: list[bool]) -> None:
 
 def test_the_last_bit_where_torch_rounds_products() -> None:
     """Whether torch fuses a multiplication and an addition depends on the instructions it may use."""
-    here = Path(__file__)
-    code = f"""import sys
-sys.path.append({str(here.parent)!r})
-from {here.stem} import check_last_bits
-check_last_bits()"""
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600
-    )
+    code = """
+        import torch
+        from tests.kernels.test_encode_tokens import check_last_bits
+        assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+        check_last_bits()
+    """
+    done = fresh_process.run(code, os.environ | {"ATEN_CPU_CAPABILITY": "default"}, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
