@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvcache_plugins import build_cache
 from kvcache_plugins.kernels import loader
@@ -57,9 +59,14 @@ def rotary(rotary_dim: int, interleaved: bool) -> Rotary:
     return Rotary(tuple(10000.0 ** (-i / half) for i in range(half)), interleaved)
 
 
+@functools.cache
+def _model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
 def new_layer(options: dict[str, Any], mask: Tensor | None, turning: Rotary | None) -> PackedLayer:
     """A layer of a tiny model, whose keys are rotated by `turning` if that is given."""
-    model = tiny_model("llama")
+    model = _model()
     layer = build_cache(model, options).bind(model, mask).packed_layers[0]
     if turning is not None:
         layer.bind(replace(layer.facts, rotary=turning), layer.padding.lengths, None)
@@ -73,12 +80,11 @@ def check(
     mask: Tensor | None = None,
     turning: Rotary | None = None,
 ) -> None:
-    """Feed two layers alike, one encoding natively and one in torch, and compare their bytes."""
+    """Feed layers that encode natively, and one that encodes in torch, and compare their bytes."""
+    layer = new_layer({**options, "kernel": "torch"}, mask, turning)
+    reference = state_bytes(fed(layer, keys, values, [333]))
     for split in ([333], [100, *[1] * 50, 183]):
-        native, reference = (
-            state_bytes(fed(new_layer(more, mask, turning), keys, values, split))
-            for more in (options, {**options, "kernel": "torch"})
-        )
+        native = state_bytes(fed(new_layer(options, mask, turning), keys, values, split))
         assert native.keys() == reference.keys()
         for name, tensor in reference.items():
             assert torch.equal(tensor, native[name]), name
