@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -65,6 +66,12 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@functools.cache
+def _model() -> Any:
+    """One for all tests, none of which changes it."""
+    return tiny_model("llama")
+
+
 def _score_or_guess(self: LocretLayer, keys: Tensor, values: Tensor) -> Tensor:
     """Scores of tokens that a test hands to a layer, which no projection was computed for."""
     try:
@@ -77,6 +84,10 @@ _score = LocretLayer.score
 
 
 class TestConformance(BackendConformance):
+    @pytest.fixture
+    def model(self) -> Any:
+        return _model()
+
     @pytest.fixture
     def cache_config(
         self, cache_config: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
