@@ -99,8 +99,10 @@ class _Row:
                     now_held = [p for p in (*held[head], *range(new.start, query + 1)) if p >= self.pads]
                     self.visible[head, query, now_held] = query >= self.pads
                 held[head] += new
-            worth = self._worth(held, new)
+            if self.policy.method == "h2o":  # the only one to which earlier calls matter
+                self._receive(new)
             if self.policy.is_due(phase, len(held[0])):
+                worth = self._worth(held, new)
                 held = [self._kept(held[head], worth[head], phase) for head in range(heads)]
         return self.visible, [[p for p in positions if p >= self.pads] for positions in held]
 
@@ -132,8 +134,6 @@ class _Row:
         if method == "keydiff":
             return [self._unlikeness(h, real[h]) for h in heads]
         if method == "h2o":
-            for h in heads:
-                self.received[h] += self._attention(h, new).sum((0, 1))
             counts = {p: (new.stop - p if self.policy.normalize else 1) for h in heads for p in real[h]}
             return [{p: float(self.received[h, p]) / counts[p] for p in real[h]} for h in heads]
         if method == "snapkv":
@@ -144,6 +144,10 @@ class _Row:
             total = torch.stack([self._attention(h, newest).sum((0, 1)) for h in heads]).sum(0)
             return [{p: float(total[p]) for p in real[h]} for h in heads]
         raise ValueError(f"unknown method {method!r}")
+
+    def _receive(self, new: range) -> None:
+        for head, received in enumerate(self.received):
+            received += self._attention(head, new).sum((0, 1))
 
     def _attention(self, head: int, queries: range) -> Tensor:
         """Attention weights `(G, len(queries), T)` of the real queries, with what is visible to them."""
