@@ -123,7 +123,7 @@ def distances(artifacts: dict[float, str]) -> dict[str, dict[str, float]]:
     }
     return {
         name: fidelity(
-            subject.model, token_ids, partial(cache_class, subject.model, **OPTIONS, **given), max_windows=3
+            subject.model, token_ids, partial(cache_class, subject.model, **OPTIONS, **given), max_windows=2
         )
         for name, (cache_class, given) in cases.items()
     }
