@@ -33,7 +33,7 @@ _GPU = Path(__file__).with_name("emulated_gpu")
 _FLAGS += ["-DKVCACHE_EMULATION", "-xc++", f"-I{_GPU}", f"-I{SOURCES}"]
 _SANITIZER = _GPU / "sanitizer" / "sanitizer.cpp"
 # Only the compiler's calls are wanted, which the sanitizer takes; the libraries that usually do are left out.
-_WATCHED = ["-O1", "-g1", "-fsanitize=thread"]
+_WATCHED = ["-Og", "-g1", "-fsanitize=thread"]
 _WATCHED += ["-fsanitize=alignment,shift,signed-integer-overflow,integer-divide-by-zero,bounds"]
 _WATCHED += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all"]
 _WATCHED_BY_GCC = ["--param=tsan-instrument-func-entry-exit=0"]
