@@ -53,16 +53,20 @@ def wrap_eager_function(eager: AttentionFunction) -> AttentionFunction:
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
+        # what comes behind a mask by position, nobody says
+        if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or len(args) > 1:
             return eager(module, query, key, value, *args, **kwargs)
-        mask, others = _arguments(args, kwargs)
-        obstacle = _wanted_weights(module, kwargs)
-        if obstacle is None and others is not None:
-            obstacle = _difference(eager, module, query, key, value, mask, others)
-        if obstacle is None and others is not None:
+        others = {name: value for name, value in kwargs.items() if name not in _HONOURED}
+        mask = args[0] if args else others.pop("attention_mask", None)
+        others["is_causal"] = False
+        obstacle = _wanted_weights(module, kwargs) or _difference(
+            eager, module, query, key, value, mask, others
+        )
+        if obstacle is None:
             return over_handles(module, query, key, value, mask, **others)
         layer, reason = key.layer, f"decoded whole for attn_implementation='eager': {obstacle}"
-        if layer.config.kernel == "native":
+        is_packed = max(key.tokens.packed_length, value.tokens.packed_length) > 0
+        if is_packed and layer.config.kernel == "native":
             raise native_is_unavailable(f"layer {layer.layer_idx}", reason)
         if not mask_fits(key, mask):
             raise UnsupportedOperationError(
@@ -71,23 +75,15 @@ def wrap_eager_function(eager: AttentionFunction) -> AttentionFunction:
                 f"{obstacle}. model.set_attn_implementation('kvcache_plugins') can."
             )
         result = eager(module, query, key, value, *args, **kwargs)
-        layer.kernel, layer.kernel_reason = "torch", reason
-        if layer.observes_queries and others is not None:
+        if is_packed:
+            layer.kernel, layer.kernel_reason = "torch", reason
+        if layer.observes_queries:
             with torch.no_grad():
                 options = attention_options(module, query, key.tokens.length, mask, **others)
                 layer.attended(query, key.tokens, options)
         return result
 
     return forward
-
-
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """The mask, and what else ours is to be given; `None` for that if it is not known what it means."""
-    if len(args) > 1:
-        return None, None
-    others = {name: value for name, value in kwargs.items() if name not in _HONOURED}
-    mask = args[0] if args else others.pop("attention_mask", None)
-    return mask, others | {"is_causal": False}
 
 
 def _wanted_weights(module: nn.Module, kwargs: dict[str, Any]) -> str | None:

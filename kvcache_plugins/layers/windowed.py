@@ -44,10 +44,13 @@ class WindowedLayer(PackedLayer):
 
     Attributes:
         window (`int`): A query sees its own token and at most `window - 1` before it.
+        unit (`int`): Tokens that leave at once, known with the first of them: whole blocks, whose groups and
+            rotations begin where they did.
     """
 
     is_sliding = True
     window: int
+    unit: int
 
     @property
     def held_length(self) -> int:
@@ -58,21 +61,17 @@ class WindowedLayer(PackedLayer):
     def dense_length(self) -> int:
         return self.held_length
 
-    @property
-    def unit(self) -> int:
-        """Tokens that leave at once: whole blocks, whose groups and rotations begin where they did."""
-        parts = [BLOCK_TOKENS]
-        for stream in self.streams:
-            parts += [stream.spec.block_length, getattr(stream.codec, "period", 1)]
-        unit = lcm(*parts)
-        return unit * max(1, self.window // _SLACK // unit)
-
     def get_max_length(self) -> int:
         """The window, as of transformers' own layer."""
         return self.window
 
     def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         super()._allocate(key_states, value_states)
+        parts = [BLOCK_TOKENS]
+        for stream in self.streams:
+            parts += [stream.spec.block_length, getattr(stream.codec, "period", 1)]
+        smallest = lcm(*parts)
+        self.unit = smallest * max(1, self.window // _SLACK // smallest)
         self._bound_final_length()
 
     def bind(
@@ -84,14 +83,14 @@ class WindowedLayer(PackedLayer):
     def _append(
         self, key_states: Tensor, value_states: Tensor, *, defer: bool
     ) -> tuple[StreamView, StreamView]:
-        surplus, seen = self.stored_length - self.held_length, self.cumulative_length
-        end = seen + key_states.shape[2]
-        if not defer and self._leaving(end) > self.stored_length:
-            keys, values = self._start_over(key_states, value_states, end)
+        stored = self.stored_length
+        surplus = stored - self.held_length
+        leaving = 0 if defer else self._leaving(self.cumulative_length + key_states.shape[2])
+        if leaving > stored:
+            keys, values = self._start_over(key_states, value_states, leaving)
         else:
             keys, values = super()._append(key_states, value_states, defer=defer)
-            if not defer:
-                self._forget_oldest(end)
+            self._forget_oldest(leaving)
         return (keys.without_oldest(surplus), values.without_oldest(surplus)) if surplus else (keys, values)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -111,7 +110,7 @@ class WindowedLayer(PackedLayer):
             )
         super().crop(tokens_to_remove)
         if self.is_initialized:
-            self._forget_oldest(self.cumulative_length)
+            self._forget_oldest(self._leaving(self.cumulative_length))
 
     def load_state(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         super().load_state(tensors, facts)
@@ -128,7 +127,10 @@ class WindowedLayer(PackedLayer):
             self.key_stream_.final_length = self.value_stream_.final_length = most
 
     def _leaving(self, seen: int) -> int:
-        """Tokens that leave when `seen` have been given; 0 as long as some of them are not to be packed."""
+        """Tokens that leave when `seen` have been given, all of them packed by then.
+
+        It depends on their number alone, and so does what is stored.
+        """
         unit = self.unit
         leaving = max(0, seen - self.window + 1) // unit * unit - self.padding.dropped
         due = min(stream.due(seen - self.padding.dropped) for stream in self.streams)
@@ -140,9 +142,8 @@ class WindowedLayer(PackedLayer):
         most = self.window - 1 + self.unit
         return -(-max(stream.spec.packed_length(most) for stream in self.streams) // BLOCK_TOKENS)
 
-    def _forget_oldest(self, seen: int) -> None:
-        """Bring what is stored to what depends on the number of tokens `seen` alone."""
-        leaving = self._leaving(seen)
+    def _forget_oldest(self, leaving: int) -> None:
+        """Move what is stored behind the first `leaving` tokens to records of its own."""
         if leaving == 0:
             return
         packed = max(stream.packed_length for stream in self.streams) - leaving
@@ -154,11 +155,10 @@ class WindowedLayer(PackedLayer):
             self._replace(padding, records, later)
 
     def _start_over(
-        self, key_states: Tensor, value_states: Tensor, end: int
+        self, key_states: Tensor, value_states: Tensor, leaving: int
     ) -> tuple[StreamView, StreamView]:
         """Take new tokens of which the first leave at once, with all that is stored, and are not encoded."""
-        leaving, given = self._leaving(end), (key_states, value_states)
-        views = []
+        given, views = (key_states, value_states), []
         for stream, states in zip(self.streams, given, strict=True):
             exact = (stream.tail.view(),) if stream.tail.length else ()
             views.append(StreamView(stream, stream.packed_length, (*exact, states)))

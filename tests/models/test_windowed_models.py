@@ -63,11 +63,17 @@ def test_what_has_left_the_window_is_not_missed(
 ) -> None:
     model = _model(architecture)
     run = functools.partial(run_scenario, model, scenario, lengths=LENGTHS, cache_config=BACKENDS[backend])
-    tokens, forgotten = run(), []
-    forget = WindowedLayer._forget_oldest
-    monkeypatch.setattr(WindowedLayer, "_forget_oldest", lambda self, seen: forgotten.append(seen))
+    left, leaving = [], WindowedLayer._leaving
+
+    def observed(self: WindowedLayer, seen: int) -> int:
+        left.append(leaving(self, seen))
+        return left[-1]
+
+    monkeypatch.setattr(WindowedLayer, "_leaving", observed)
+    tokens = run()
+    assert max(left) >= 64
+    monkeypatch.setattr(WindowedLayer, "_leaving", lambda self, seen: 0)  # everything stays, and is not shown
     assert torch.equal(tokens, run())
-    assert max(forgotten) > LENGTHS[0] and forget is not WindowedLayer._forget_oldest
 
 
 @pytest.mark.parametrize("name", ["cohere2", "llama4_text", "mimo_v2_flash", "olmo3", "ministral"])

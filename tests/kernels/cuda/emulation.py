@@ -204,7 +204,7 @@ def attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOpti
     """What `attention.native` does, by the emulated operator."""
     keys, values = describe(key.tokens), describe(value.tokens)
     assert keys is not None and values is not None
-    bias, is_causal = logit_bias(options, query.shape[2], key.tokens.length)
+    bias, is_causal, window = logit_bias(options, query.shape[2], key.tokens.length)
     starts = key.tokens.stream.padding.lengths
     output: Tensor = torch.ops.kvcache_emulated.decode_attention(
         query,
@@ -219,7 +219,7 @@ def attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOpti
         options.scaling if options.scaling is not None else query.shape[3] ** -0.5,
         bias,
         is_causal,
-        options.sliding_window or 0,
+        window,
         options.softcap or 0.0,
         per_head(options.sink_logits, query.device),
         per_head(options.alibi_slopes, query.device),
