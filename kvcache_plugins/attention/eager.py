@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import sys
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,9 +32,9 @@ __all__ = ["wrap_eager_function"]
 _CAPTURING = "transformers.utils.output_capturing"
 _HONOURED = ("is_causal", "sliding_window")
 """Arguments that do not reach ours: eager attention reads of its mask alone what is hidden."""
-_QUERIES, _TOKENS = 3, 6
 _SCALES = (0.3, 3.0, 30.0)
 """Sizes of the queries compared: weights about equal, peaked, and logits that a softcap bends."""
+_TOKENS = 6
 _TOLERANCE = 1e-3
 
 _obstacles: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
@@ -59,9 +59,8 @@ def wrap_eager_function(eager: AttentionFunction) -> AttentionFunction:
         others = {name: value for name, value in kwargs.items() if name not in _HONOURED}
         mask = args[0] if args else others.pop("attention_mask", None)
         others["is_causal"] = False
-        obstacle = _wanted_weights(module, kwargs) or _difference(
-            eager, module, query, key, value, mask, others
-        )
+        call = _Call(module, query, key, value, mask, others)
+        obstacle = _wanted_weights(module, kwargs) or _difference(eager, call)
         if obstacle is None:
             return over_handles(module, query, key, value, mask, **others)
         layer, reason = key.layer, f"decoded whole for attn_implementation='eager': {obstacle}"
@@ -108,63 +107,58 @@ def _is_known(hook: Any) -> bool:
     return owner == _CAPTURING or owner.split(".")[0] == __name__.split(".")[0]
 
 
-def _difference(
-    eager: AttentionFunction,
-    module: nn.Module,
-    query: Tensor,
-    key: KVHandle,
-    value: KVHandle,
-    mask: Any,
-    others: dict[str, Any],
-) -> str | None:
-    """Why ours cannot take the place of `eager` in this module; `None` if it can. Found out once."""
+class _Call(NamedTuple):
+    """What an attention function is given; beside the mask, by name."""
+
+    module: nn.Module
+    query: Tensor
+    key: KVHandle
+    value: KVHandle
+    mask: Any
+    others: dict[str, Any]
+
+
+def _difference(eager: AttentionFunction, call: _Call) -> str | None:
+    """Why ours cannot take the place of `eager` in a module; `None` if it can. Found out once."""
+    mask, query = call.mask, call.query
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
         return "its mask is of another kind"
-    given = frozenset(name for name, argument in others.items() if argument is not None)
-    known = _obstacles.setdefault(module, {})
+    given = frozenset(name for name, argument in call.others.items() if argument is not None)
+    known = _obstacles.setdefault(call.module, {})
     kind = (eager, given, None if mask is None else mask.dtype, query.device)
     if kind not in known:
         if query.is_cuda and torch.cuda.is_current_stream_capturing():
             return "it has not been compared with ours before a CUDA graph was captured"
         with torch.no_grad():
-            known[kind] = _compare(eager, module, query, key, value, mask, others)
+            known[kind] = _compare(eager, call)
     return known[kind]
 
 
-def _compare(
-    eager: AttentionFunction,
-    module: nn.Module,
-    query: Tensor,
-    key: KVHandle,
-    value: KVHandle,
-    mask: Any,
-    others: dict[str, Any],
-) -> str | None:
+def _compare(eager: AttentionFunction, call: _Call) -> str | None:
+    module, query = call.module, call.query
     if "output_attentions" in inspect.signature(type(module).forward).parameters:
         return "the model does not tell its attention function whether attention weights are asked for"
     generator = torch.Generator().manual_seed(0)
 
-    def numbers(heads: int, tokens: int, channels: int) -> Tensor:
-        return torch.randn(1, heads, tokens, channels, generator=generator).to(query.device)
+    def numbers(states: Tensor, tokens: int) -> Tensor:
+        shape = (1, states.shape[1], tokens, states.shape[3])
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(query.device)
 
-    queries = numbers(query.shape[1], _QUERIES, query.shape[3]) * torch.tensor(
-        _SCALES, device=query.device
-    ).view(1, 1, _QUERIES, 1)
-    keys, values = (numbers(states.shape[1], _TOKENS, states.shape[3]) for states in (key, value))
-    seen: Tensor | None = None
-    if mask is not None:
-        slots = torch.arange(_TOKENS, device=query.device)
-        hidden = (slots > slots[-_QUERIES:, None])[None, None]
-        if mask.dtype == torch.bool:
-            seen = ~hidden
-        else:
-            seen = torch.zeros(hidden.shape, device=query.device)
-            seen = seen.masked_fill(hidden, torch.finfo(torch.float32).min)
+    scales = torch.tensor(_SCALES, dtype=torch.float32, device=query.device)[:, None]
+    queries, keys = numbers(query, len(_SCALES)) * scales, numbers(call.key, _TOKENS)
+    values = numbers(call.value, _TOKENS)
+    mask: Tensor | None = None
+    if call.mask is not None:
+        mask = torch.ones(len(_SCALES), _TOKENS, dtype=torch.bool, device=query.device)
+        mask = mask.tril(_TOKENS - len(_SCALES))[None, None]
+        if call.mask.dtype != torch.bool:
+            added = torch.zeros(mask.shape, dtype=torch.float32, device=query.device)
+            mask = added.masked_fill(~mask, torch.finfo(torch.float32).min)
     try:
-        made, _ = eager(module, queries, keys, values, seen, **others)
+        made, _ = eager(module, queries, keys, values, mask, **call.others)
     except (RuntimeError, TypeError, ValueError) as error:
         return f"it cannot be compared with ours ({type(error).__name__})"
-    options = attention_options(module, queries, _TOKENS, seen, **others)
+    options = attention_options(module, queries, _TOKENS, mask, **call.others)
     found = attend(queries, DenseView(keys), DenseView(values), options).transpose(1, 2)
     is_same = made.shape == found.shape and torch.allclose(
         made.float(), found, rtol=0.0, atol=_TOLERANCE * float(values.abs().max())

@@ -60,6 +60,18 @@ def reasons(cache: kvp.KVCache) -> set[str]:
     return set(cache.report().kernel_reasons.values())
 
 
+def test_the_default_dtype_does_not_matter() -> None:
+    model = eager_model("gpt_oss", seed=3).bfloat16()
+    cache = filled(model)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        step(model, cache)
+    finally:
+        torch.set_default_dtype(before)
+    assert cache.report().fallback_reads == 0 and reasons(cache) == set()
+
+
 @pytest.mark.parametrize("count", [1, 5, 70])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_layers_are_not_decoded(name: str, count: int, request: pytest.FixtureRequest) -> None:
