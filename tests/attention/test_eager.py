@@ -109,6 +109,21 @@ def test_weights_are_given_to_whoever_asks() -> None:
     assert len(out.attentions) == 4 and out.attentions[3][1].shape[2:] == (1, 93)
 
 
+def test_what_is_collected_is_asked_for() -> None:
+    from transformers.utils import output_capturing
+
+    key, value, layer = handles()
+    query = torch.randn(2, 4, 1, 16)
+    for names, reads in ((["hidden_states"], 0), (["hidden_states", "attentions"], 2)):
+        token = output_capturing._active_collector.set({name: [] for name in names})
+        try:
+            _, weights = wrap_eager_function(plain_eager)(Module(), query, key, value, None)
+        finally:
+            output_capturing._active_collector.reset(token)
+        assert layer.fallback_reads == reads and (weights is None) is (reads == 0)
+    assert layer.kernel_reason.endswith(ASKED)
+
+
 def test_a_configuration_may_ask() -> None:
     model = eager_model("llama")
     model.config.output_attentions = True

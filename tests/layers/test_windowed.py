@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import kvcache_plugins as kvp
+from kvcache_plugins.attention import native
 from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.errors import UnsupportedOperationError
@@ -164,6 +165,22 @@ def test_attention_sees_the_window_and_no_more(
     logits = query @ whole[0].repeat_interleave(2, 1).transpose(2, 3) * DIM**-0.5
     weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
     assert_close("output", weights @ whole[1].repeat_interleave(2, 1), found, 2e-5)
+
+
+@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+def test_tiles_begin_where_the_window_does(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_has_fast_passes", lambda dtype: False)
+    windowed, full = fed(options, [430, *[1] * 45], torch.tensor([0, 90]))
+    given, query = states(40), torch.randn(BATCH, 2 * HEADS, 40, DIM)
+    key, value = windowed.update(*given)
+    whole = [dense(read)[:, :, -key.shape[2] :].repeat_interleave(2, 1) for read in full.update(*given)]
+    assert isinstance(key, KVHandle) and isinstance(value, KVHandle) and key.tokens.first > 0
+    found = attend_handles(query, key, value, AttentionOptions(is_causal=True, sliding_window=WINDOW))
+    assert windowed.kernel == "cpu", windowed.kernel_reason
+    slots, own = torch.arange(key.shape[2]), torch.arange(key.shape[2] - 40, key.shape[2])[:, None]
+    logits = query @ whole[0].transpose(2, 3) * DIM**-0.5
+    weights = logits.masked_fill((slots > own) | (slots <= own - WINDOW), -torch.inf).softmax(-1)
+    assert_close("output", weights @ whole[1], found, 2e-5)
 
 
 def test_queries_without_mask_or_window_see_all_that_is_shown() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from ...cache import KVCache, build_cache
 from ...layers.base import PackedLayer
 from ...layers.handle import KVHandle
+from ...layers.windowed import with_window
 from .feeding import decoded, fed, feed, state_bytes
 from .fixtures import Fixtures
 
@@ -63,6 +65,25 @@ class ContractConformance(Fixtures):
         feed(layer, keys[:, :, 200:], values[:, :, 200:], [1] * 60 + [73])
         for (length, old), stream in zip(before, layer.streams, strict=True):
             assert torch.equal(old, stream.decode(0, length))
+
+    def test_a_window_reads_what_the_whole_layer_has(
+        self, cache: KVCache, states: tuple[Tensor, Tensor]
+    ) -> None:
+        if cache.evicts:
+            pytest.skip("what a window holds is not evicted")
+        (whole, *_), window = cache.packed_layers, 100
+        layer = with_window(type(whole))(whole.config, whole.layer_idx, whole.facts)
+        layer.window = window
+        seen = 0
+        for count in (150, 1, 1, 40, 7, 130, 1, 1):
+            new = [side[:, :, seen : seen + count] for side in states]
+            shown = min(seen, window - 1) + count
+            assert layer.get_mask_sizes(count) == (shown, max(0, seen - window + 1))
+            for got, expected in zip(layer.update(*new), whole.update(*new), strict=True):
+                read, all_read = (s.dense() if isinstance(s, KVHandle) else s for s in (got, expected))
+                assert torch.equal(read, all_read[:, :, -shown:])
+            seen += count
+        assert layer.stored_length < whole.stored_length == seen
 
     def test_handle_reads_what_was_packed_before_the_call(
         self, layer: PackedLayer, states: tuple[Tensor, Tensor]
