@@ -18,6 +18,7 @@ __all__ = ["bind_cache", "check_request", "kept_whole", "let_assistant_keep_its_
 _UNSPLITTABLE_INPUTS = (
     "pixel_values", "pixel_values_videos", "image_embeds", "input_features", "input_values", "inputs_embeds",
 )  # fmt: skip
+_CACHE_ARGUMENTS = ("past_key_values", "cache_params", "shared_kv_states")
 _SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
 
 
@@ -55,12 +56,26 @@ def check_request(model: Any, generation_config: Any) -> None:
             f"exchange: cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed "
             "for this model is no cache_implementation at all."
         )
+    if not _takes_a_cache(type(model)):
+        raise ValueError(
+            f"{type(model).__name__} takes no cache and reads its whole text at every step: "
+            f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed for this "
+            "model is no cache_implementation at all."
+        )
     if (soft_prompt := _soft_prompt(model)) in _SOFT_PROMPT_CACHES:
         raise ValueError(
             f"PEFT's {soft_prompt} puts a dense cache that holds its prefix in the place of every other: "
             f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed are "
             "adapters that leave the cache alone, such as LORA and PROMPT_TUNING."
         )
+
+
+def _takes_a_cache(kind: type) -> bool:
+    """Whether models of a class are given one: known of transformers' own, assumed of others."""
+    if not kind.__module__.startswith("transformers."):
+        return True
+    parameters = inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
+    return "input_ids" not in parameters or any(name in parameters for name in _CACHE_ARGUMENTS)
 
 
 def _soft_prompt(model: Any) -> str | None:

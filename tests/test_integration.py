@@ -17,6 +17,8 @@ from transformers import (
     GenerationConfig,
     MiniMaxConfig,
     MiniMaxForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -190,6 +192,12 @@ def test_a_model_with_a_cache_of_its_own_is_refused() -> None:
     model = MiniMaxForCausalLM(MiniMaxConfig(**SMALL, num_local_experts=2))
     with pytest.raises(ValueError, match=r"MiniMaxForCausalLM .*backend='int8' would be ignored"):
         generate(model.eval(), {"backend": "int8"})
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=128, n_embd=32, n_layer=1, n_head=2)).eval()
+    with pytest.raises(ValueError, match=r"OpenAIGPTLMHeadModel takes no cache.*backend='int8' would be ign"):
+        generate(model, {"backend": "int8"})
 
 
 def test_our_attention_on_a_model_that_takes_none() -> None:
