@@ -18,7 +18,8 @@ __all__ = ["bind_cache", "check_request", "kept_whole", "let_assistant_keep_its_
 _UNSPLITTABLE_INPUTS = (
     "pixel_values", "pixel_values_videos", "image_embeds", "input_features", "input_values", "inputs_embeds",
 )  # fmt: skip
-_CACHE_ARGUMENTS = ("past_key_values", "cache_params", "shared_kv_states")
+_WITHOUT_CACHE = ("flaubert", "openai-gpt", "xlm")
+"""Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
 _SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
 
 
@@ -56,7 +57,7 @@ def check_request(model: Any, generation_config: Any) -> None:
             f"exchange: cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed "
             "for this model is no cache_implementation at all."
         )
-    if not _takes_a_cache(type(model)):
+    if model.config.model_type in _WITHOUT_CACHE:
         raise ValueError(
             f"{type(model).__name__} takes no cache and reads its whole text at every step: "
             f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed for this "
@@ -68,14 +69,6 @@ def check_request(model: Any, generation_config: Any) -> None:
             f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed are "
             "adapters that leave the cache alone, such as LORA and PROMPT_TUNING."
         )
-
-
-def _takes_a_cache(kind: type) -> bool:
-    """Whether models of a class are given one: known of transformers' own, assumed of others."""
-    if not kind.__module__.startswith("transformers."):
-        return True
-    parameters = inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
-    return "input_ids" not in parameters or any(name in parameters for name in _CACHE_ARGUMENTS)
 
 
 def _soft_prompt(model: Any) -> str | None:

@@ -14,6 +14,8 @@ import torch
 from transformers import (
     Cache,
     DynamicCache,
+    FlaubertConfig,
+    FlaubertWithLMHeadModel,
     GenerationConfig,
     MiniMaxConfig,
     MiniMaxForCausalLM,
@@ -21,6 +23,8 @@ from transformers import (
     OpenAIGPTLMHeadModel,
     T5Config,
     T5ForConditionalGeneration,
+    XLMConfig,
+    XLMWithLMHeadModel,
 )
 from transformers import cache_utils as host
 from transformers.generation import utils as generation_utils
@@ -195,9 +199,14 @@ def test_a_model_with_a_cache_of_its_own_is_refused() -> None:
 
 
 def test_a_model_without_a_cache_is_refused() -> None:
-    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=128, n_embd=32, n_layer=1, n_head=2)).eval()
-    with pytest.raises(ValueError, match=r"OpenAIGPTLMHeadModel takes no cache.*backend='int8' would be ign"):
-        generate(model, {"backend": "int8"})
+    sizes = {"vocab_size": 128, "emb_dim": 32, "n_layers": 1, "n_heads": 2}
+    for model in (
+        OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=128, n_embd=32, n_layer=1, n_head=2)),
+        XLMWithLMHeadModel(XLMConfig(**sizes)),
+        FlaubertWithLMHeadModel(FlaubertConfig(**sizes)),
+    ):
+        with pytest.raises(ValueError, match=r"Model takes no cache.*backend='int8' would be ignored"):
+            generate(model.eval(), {"backend": "int8"})
 
 
 def test_our_attention_on_a_model_that_takes_none() -> None:
