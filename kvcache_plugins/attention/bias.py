@@ -133,6 +133,8 @@ def _as_boolean(mask: Tensor) -> Tensor | None:
 
     Nor if it hides everything from some query, which then sees all of it alike.
     """
+    if not mask.is_floating_point():
+        return None
     visible = mask == 0
     if not bool((visible | (mask == torch.finfo(mask.dtype).min)).all()):
         return None

@@ -81,8 +81,8 @@ def _attend_on_cpu(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
     query_length, length = query.shape[2], key.tokens.length
     is_decode = _is_decode(query, key, options)
     if is_decode or _has_fast_passes(query.dtype):
-        window: int | None = getattr(key.layer, "window", None)
-        added = logit_bias(options, query_length, length, hidden=key.tokens.first, window=window)
+        hidden, window = key.tokens.first, key.layer.window
+        added = logit_bias(options, query_length, length, hidden=hidden, window=window)
         # of many queries, rows of a bias each would take more memory than the codes do
         if is_decode or added.bias is None or added.bias.shape[2] == 1:
             return _attend_in_passes(query, key.tokens, keys, values, options, added)

@@ -45,6 +45,8 @@ class PackedLayer(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
     is_croppable = True
+    window: int | None = None
+    """How far back a query sees, its own token included; to the first one if not given."""
 
     def __init__(self, config: BackendConfig, layer_idx: int, facts: LayerFacts) -> None:
         # `keys` and `values` are views here, not the attributes the mixin's own `__init__` would set.

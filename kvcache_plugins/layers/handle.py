@@ -26,6 +26,7 @@ _Self = TypeVar("_Self", bound="KVHandle")
 _Interceptor = Callable[..., Any]
 _interceptors: dict[Callable[..., Any], _Interceptor] = {}
 
+_DECODED = "decoded whole: the model multiplies keys or values itself, or asks for them otherwise"
 _METADATA_READS = {
     *(
         getattr(Tensor, name).__get__
@@ -50,9 +51,6 @@ def intercept(function: Callable[..., Any]) -> Callable[[_Interceptor], _Interce
         return replacement
 
     return decorate
-
-
-_DECODED = "decoded whole: the model multiplies keys or values itself, or asks for them otherwise"
 
 
 class KVHandle(Tensor):

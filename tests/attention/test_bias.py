@@ -122,6 +122,12 @@ def test_an_additive_mask_of_zeros_and_the_least_number_hides() -> None:
     assert found.bias is not None and torch.equal(found.bias, mask.float())
 
 
+def test_an_integer_mask_is_added() -> None:
+    mask = torch.tensor([0, -3, 0, 0, -1, 0])[None, None, None]
+    found = logit_bias(AttentionOptions(mask=mask), 1, 6)
+    assert found.bias is not None and torch.equal(found.bias, mask.float())
+
+
 @pytest.mark.parametrize("window", [None, 8])
 def test_slots_that_no_query_may_see_come_first(window: int | None) -> None:
     found = logit_bias(AttentionOptions(sliding_window=window), 1, 12, hidden=3)
