@@ -32,7 +32,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import Cache
 
 import kvcache_plugins as kvp
@@ -43,6 +43,7 @@ from kvcache_plugins.evaluation.plot_labels import LabelledPoint, place_labels
 from kvcache_plugins.evaluation.progress import progress_bar
 from kvcache_plugins.evaluation.results import build_document, write_results
 from kvcache_plugins.evaluation.timing import StepTimer
+from kvcache_plugins.models.auto_class import auto_class
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,7 +163,7 @@ def run(args: argparse.Namespace) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 118)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).to(device).eval()
+    model = auto_class(model_config).from_pretrained(args.model, dtype=args.dtype).to(device).eval()
     if args.threads is None and model.num_parameters() <= TINY_MODEL:
         # waiting for a second thread would cost more than it brings, most of all on a busy machine
         args.threads = 1

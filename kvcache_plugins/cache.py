@@ -22,6 +22,8 @@ from .attention.latent_models import let_latents_pass
 from .config import BackendConfig, drop_legacy_keys
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
+from .layers.counting import dense_size, tensors_in
+from .layers.crossing import CrossAttentionLayer, with_cross_attention
 from .layers.indexed import with_indexer
 from .layers.recurrent import with_recurrent_branch
 from .layers.storing import storing
@@ -38,7 +40,7 @@ from .models.longrope import follow_cache, switch_length
 from .registry import get_backend
 from .report import CacheReport
 
-__all__ = ["KVCache", "build_cache", "tensors_in"]
+__all__ = ["KVCache", "build_cache"]
 
 _ = _dispatch
 
@@ -83,13 +85,18 @@ class KVCache(Cache):
         layer_configs = [self.config.for_layer(index, len(self._plans)) for index in range(len(self._plans))]
         facts = self._describe(model)
         self._plans = plan_layers(
-            config, skipped, evicts=self.evicts, packs_window=self._window_rule(layer_configs, facts)
+            config,
+            skipped,
+            evicts=self.evicts,
+            packs_window=self._window_rule(layer_configs, facts),
+            cross_reason=self._cross_reason(),
         )
         if model is not None:
             self._let_latents_pass(model)
         layers: list[Any] = []
         for layer_idx, plan in enumerate(self._plans):
-            build = self._build_layer if plan.window is None else self._build_windowed
+            is_limited = plan.window is not None or plan.is_cross_attention
+            build = self._build_limited if is_limited else self._build_layer
             layer = build(plan, layer_configs[layer_idx], layer_idx, facts[layer_idx])
             if isinstance(layer, PackedLayer):
                 layer.kernel = kernel
@@ -188,18 +195,24 @@ class KVCache(Cache):
         """Return the state of the cache as a [`CacheReport`]; `print` it for a table."""
         values, dense_bytes = 0, 0
         for layer in self.layers:
-            layer_values, layer_bytes = _dense_size(layer)
+            layer_values, layer_bytes = dense_size(layer)
             values += layer_values
             dense_bytes += layer_bytes
         packed = self.packed_layers
-        unlimited = [layer for layer in packed if not isinstance(layer, WindowedLayer)]
+        of_text = [layer for layer in packed if not isinstance(layer, CrossAttentionLayer)]
+        unlimited = [layer for layer in of_text if not isinstance(layer, WindowedLayer)]
         seen = max(
-            (layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")), default=0
+            (
+                layer.get_seq_length()
+                for layer, plan in zip(self.layers, self._plans, strict=True)
+                if hasattr(layer, "get_seq_length") and not plan.is_cross_attention
+            ),
+            default=0,
         )
         return CacheReport(
             backend=self.backend,
             tokens_seen=seen,
-            tokens_held=max((layer.held_length for layer in unlimited or packed), default=0),
+            tokens_held=max((layer.held_length for layer in unlimited or of_text), default=0),
             kv_bytes=self.kv_bytes(),
             dense_bytes=dense_bytes,
             kernel=[layer.kernel if isinstance(layer, PackedLayer) else "dense" for layer in self.layers],
@@ -274,7 +287,7 @@ class KVCache(Cache):
         known: dict[tuple[Any, ...], bool] = {}
 
         def packs_window(layer_idx: int, window: int) -> bool:
-            stored = self._window_storage(layer_configs[layer_idx])
+            stored = self._limited_storage(layer_configs[layer_idx])
             if stored is None:
                 return False
             layer_class, config = stored
@@ -286,15 +299,26 @@ class KVCache(Cache):
 
         return packs_window
 
-    def _window_storage(self, config: Any) -> tuple[type[PackedLayer], Any] | None:
-        """Class and options of what stores the window of a layer with these options; `None` if nothing."""
+    def _limited_storage(self, config: Any) -> tuple[type[PackedLayer], Any] | None:
+        """Class and options of what stores a window, or images, for these options; `None` if nothing does."""
         return self.layer_class, config
 
-    def _build_windowed(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
-        stored = self._window_storage(config)
-        if plan.dense_reason is not None or stored is None or plan.window is None:
+    def _cross_reason(self) -> str | None:
+        """Why layers that attend to images are not packed; `None` if they are."""
+        stored = self._limited_storage(self.config)
+        if stored is None:
+            return "what it holds of images is not evicted"
+        if stored[1].is_calibrated:
+            return "a calibration knows keys and values of text only"
+        return None
+
+    def _build_limited(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
+        stored = self._limited_storage(config)
+        if plan.dense_reason is not None or stored is None:
             return plan.build_dense()
         layer_class, config = stored
+        if plan.window is None:
+            return with_cross_attention(layer_class)(config, layer_idx, facts)
         layer = with_window(layer_class)(config, layer_idx, facts)
         layer.window = plan.window
         return layer
@@ -354,30 +378,3 @@ def _left_padding(attention_mask: Tensor | None) -> tuple[Tensor | None, int | N
         return None, None
     # cumsum is zero exactly over the leading zeros
     return (attention_mask.long().cumsum(-1) == 0).sum(-1), attention_mask.shape[1]
-
-
-def _dense_size(layer: Any) -> tuple[int, int]:
-    """Key and value entries a layer holds, and the bytes of all it has seen in transformers' own class."""
-    values = num_bytes = 0
-    if isinstance(layer, PackedLayer) and layer.is_initialized:
-        batch_size, num_heads = layer.records.data.shape[:2]
-        per_token = batch_size * num_heads * sum(stream.head_dim for stream in layer.streams)
-        values = per_token * layer.held_length
-        num_bytes = per_token * layer.dense_length * layer.dtype.itemsize
-    for tensor in tensors_in(layer.beside() if isinstance(layer, PackedLayer) else vars(layer)):
-        if tensor.is_floating_point():
-            values += tensor.numel()
-            num_bytes += tensor.numel() * tensor.dtype.itemsize
-    return values, num_bytes
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in the attributes of a layer of transformers', in lists and dicts too."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)

@@ -122,6 +122,11 @@ class BackendConfig:
         return cls()
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether these options name an artifact that was made by reading texts."""
+        return getattr(self, "calibration", None) is not None
+
+    @property
     def sqnr_floor_db(self) -> float:
         """SQNR (dB) these options promise on Gaussian states of up to 128 channels."""
         return 0.0

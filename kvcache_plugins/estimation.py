@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from .cache import build_cache, tensors_in
+from .cache import build_cache
 from .layers.base import PackedLayer
+from .layers.counting import tensors_in
 from .models.facts import decoder_config, split_model_or_config
 from .models.layer_plan import key_value_heads, plan_layers
 
@@ -29,8 +30,8 @@ def estimate(
     The layers of the cache are run on the meta device, where tensors have a shape and no data, so the
     prediction is the allocation itself rather than a formula beside it. Left padding adds 8 bytes a row. The
     fixed-size recurrent states of linear-attention layers, which no cache option changes, are not counted;
-    nor is by how much lists of outliers grow when an evicting cache over KVQuant moves tokens, which depends
-    on the tokens.
+    nor are layers that attend to images and not to the text (Llama 3.2 Vision), nor by how much lists of
+    outliers grow when an evicting cache over KVQuant moves tokens, which depends on the tokens.
 
     Args:
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model.
@@ -60,9 +61,9 @@ def estimate(
         layers = build_cache(model_or_config, cache_config, max_cache_length=max_cache_length).layers
     index_dim: int | None = getattr(config, "index_head_dim", None)
     storages: dict[int, int] = {}
-    for layer_idx, layer in enumerate(layers):
-        if not hasattr(layer, "get_mask_sizes"):
-            continue  # linear attention, or a layer without any state
+    for layer_idx, (layer, plan) in enumerate(zip(layers, plan_layers(config), strict=True)):
+        if plan.is_cross_attention or not hasattr(layer, "get_mask_sizes"):
+            continue  # also linear attention, and layers without any state
         heads, key_dim, value_dim = key_value_heads(config, layer_idx)
         if isinstance(layer, PackedLayer):
             layer.set_prompt_length(tokens)

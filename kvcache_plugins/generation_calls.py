@@ -6,6 +6,7 @@ Nothing of transformers is imported at the top, because importing this package c
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -153,15 +154,36 @@ def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int 
 
 
 def _may_read_in_chunks(model: Any, kv_cache: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether transformers can split this prompt: not one with images, nor, before 5.18, a later turn.
+    """Whether transformers can split this prompt, and what it computes stays what it is.
 
-    Nor one with a soft prompt: PEFT takes every call but the first for a step of one token.
+    Not one with a soft prompt: PEFT takes every call but the first for a step of one token. Nor one with
+    sounds, or with images that the model has not encoded before (none has, before 5.18), or whose tokens see
+    later ones. Nor, before 5.18, a later turn.
     """
-    if _soft_prompt(model) is not None:
+    if _soft_prompt(model) is not None or _sees_ahead(model, model_kwargs):
         return False
     if any(model_kwargs.get(name) is not None for name in _UNSPLITTABLE_INPUTS):
         return False
     return kv_cache.get_seq_length() == 0 or _splits_later_turns()
+
+
+def _sees_ahead(model: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether tokens of this prompt attend to later ones, which must then be in the same call.
+
+    Those of one image do in Gemma 3 and 4, those of the whole prompt in PaliGemma. Such models mark them by
+    types of tokens, which others need for other things.
+    """
+    if not _masks_blocks(type(model).__module__):
+        return False
+    types = (model_kwargs.get(name) for name in ("token_type_ids", "mm_token_type_ids"))
+    return bool(model_kwargs.get("mm_encoder_outputs")) or any(t is not None and bool(t.any()) for t in types)
+
+
+@cache
+def _masks_blocks(module_name: str) -> bool:
+    """Whether a modelling file makes masks of blocks whose tokens all see one another."""
+    source = sys.modules.get(module_name)
+    return source is not None and "block_sequence_ids" in inspect.getsource(source)
 
 
 @cache

@@ -17,9 +17,10 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from .artifacts.files import read_json, read_tensors, write_json, write_tensors
-from .cache import KVCache, build_cache, tensors_in
+from .cache import KVCache, build_cache
 from .errors import ArtifactError, UnsupportedOperationError
 from .layers.base import PackedLayer
+from .layers.counting import tensors_in
 from .layers.recurrent import load_recurrent_state, recurrent_state
 from .models.facts import decoder_config, split_model_or_config
 from .models.layer_plan import key_value_heads

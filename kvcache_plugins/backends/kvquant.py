@@ -79,6 +79,10 @@ class KVQuantConfig(BackendConfig):
     def tiny(cls) -> KVQuantConfig:
         return cls(residual_length=0, calibration=NORMAL_FLOAT)
 
+    @property
+    def is_calibrated(self) -> bool:
+        return self.calibration != NORMAL_FLOAT
+
 
 class KVQuantLayer(PackedLayer):
     """Keys and values `(64, R)`: whole blocks, because a block has one list of outliers."""
@@ -166,5 +170,5 @@ class KVQuantCache(KVCache):
 
     @classmethod
     def check_artifacts(cls, config: Any, model_config: Any) -> None:
-        if config.calibration is not None and config.calibration != NORMAL_FLOAT:
+        if config.is_calibrated:
             load_codebooks(config.calibration).check_model(model_config)

@@ -55,7 +55,7 @@ def calibrated_layers(model: nn.Module) -> dict[int, CalibratedLayer]:
             f"The model has {len(missing)} weights on the device 'meta' (such as {missing[0]!r}): they were "
             "not loaded, or were offloaded. A calibration needs all weights in memory."
         )
-    plans = plan_layers(config)
+    plans = plan_layers(config, cross_reason="a calibration reads text only")
     facts = describe_layers(model, config, plans)
     layers = {
         index: CalibratedLayer(fact.rotary)

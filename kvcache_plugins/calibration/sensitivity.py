@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ..cache import build_cache
 from ..layers.base import PackedLayer
+from ..layers.crossing import CrossAttentionLayer
 from ..layers.handle import KVHandle
 from ..models.facts import decoder_config
 from ..models.layer_plan import key_value_heads
@@ -91,7 +92,12 @@ def candidates_of(model: Any, cache_config: Mapping[str, Any], bits: Sequence[in
     candidates = []
     # a window may be worth packing with few bits only
     packed = {n: build_cache(model, {**cache_config, "nbits": n}).packed_layers for n in bits}
-    layers = {layer.layer_idx: layer for found in packed.values() for layer in found}
+    layers = {
+        layer.layer_idx: layer
+        for found in packed.values()
+        for layer in found
+        if not isinstance(layer, CrossAttentionLayer)  # texts have no images
+    }
     for layer_idx, layer in sorted(layers.items()):
         modes: tuple[str | None, ...] = (None,)
         if "rope_mode" in type(layer.config).__dataclass_fields__ and "rope_mode" not in cache_config:

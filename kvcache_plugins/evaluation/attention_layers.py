@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..cache import KVCache
 from ..layers.base import PackedLayer
+from ..layers.crossing import CrossAttentionLayer
 from ..layers.handle import KVHandle
 from ..layers.windowed import WindowedLayer
 from .attention_states import AttentionShape, States
@@ -64,7 +65,7 @@ def find_layer(cache: Any, cache_config: dict[str, Any]) -> Any:
     if not isinstance(cache, KVCache):
         return cache.layers[0]
     for layer in cache.packed_layers:
-        if not isinstance(layer, WindowedLayer):
+        if not isinstance(layer, (CrossAttentionLayer, WindowedLayer)):
             return layer
     raise ValueError(
         f"--cache_config {cache_config!r} packs no layer of this model that attends to all tokens, so there "

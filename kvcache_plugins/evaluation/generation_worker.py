@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from ..artifacts.files import read_json, write_json
 from ..cache import KVCache
+from ..models.auto_class import auto_class
 from ..models.presets import preset_config
 from .caches import cache_bytes, generate
 from .generation_process import OUT_OF_MEMORY
@@ -94,11 +95,12 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     device = torch.device(job["device"])
     memory = DeviceMemory(device) if device.type == "cuda" else None
     if job["model"] is not None:
-        model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype)
+        loader = auto_class(AutoConfig.from_pretrained(job["model"]))
+        model = loader.from_pretrained(job["model"], dtype=dtype)
     else:
         config = model_config(None, job["preset"], job["num_layers"])
         with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = auto_class(config).from_config(config, dtype=dtype)
     model = model.eval().to(device)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     prompt = torch.randint(10, vocabulary, (job["batch_size"], job["length"])).to(device)

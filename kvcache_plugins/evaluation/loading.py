@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
+from ..models.auto_class import auto_class
 from .model_options import ModelOptions
 from .sharding import Shard
 
@@ -87,7 +88,7 @@ def load_subject(options: ModelOptions, tokenizer: Any = None) -> Subject:
         placement["attn_implementation"] = options.attn_implementation
     if tokenizer is None:
         tokenizer = load_tokenizer(options)
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model: Any = auto_class(load_config(options)).from_pretrained(
         options.model, dtype=options.torch_dtype, **_source(options), **placement
     )
     # A tensor parallel model has made the process group by now, which the state then finds.

@@ -35,6 +35,7 @@ from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer
 
 from ..eviction.layer import EvictingLayer
 from ..layers.base import PackedLayer
+from ..layers.crossing import CrossAttentionLayer
 from ..layers.windowed import WindowedLayer
 
 __all__ = ["Block", "exact_blocks", "packed_shares", "room"]
@@ -119,6 +120,8 @@ def packed_shares(cache: Any, count: int) -> list[float]:
 
 
 def _layer_shares(layer: Any, count: int) -> list[float] | None:
+    if isinstance(layer, CrossAttentionLayer):
+        return None  # texts have no images
     attended = range(layer.get_mask_sizes(count)[0] - count + 1, layer.get_mask_sizes(count)[0] + 1)
     if isinstance(layer, PackedLayer):
         if not layer.is_initialized:

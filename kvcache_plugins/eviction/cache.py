@@ -140,8 +140,8 @@ class EvictingCache(KVCache):
         layer.evicts = plan.dense_reason is None
         return layer
 
-    def _window_storage(self, config: EvictingConfig) -> tuple[type[PackedLayer], Any] | None:
-        """What a window holds is never evicted; it is stored as what is kept of other layers."""
+    def _limited_storage(self, config: EvictingConfig) -> tuple[type[PackedLayer], Any] | None:
+        """What a window holds, or images, is never evicted; it is stored as what is kept of other layers."""
         storage = config.storage_config()
         if storage is None:
             return None
@@ -184,7 +184,7 @@ class EvictingCache(KVCache):
 
     def _check_compact(self, layers: list[EvictingLayer]) -> None:
         name = type(self.config).__name__
-        num_attending = sum(plan.has_keys for plan in self._plans)
+        num_attending = sum(plan.has_keys and not plan.is_cross_attention for plan in self._plans)
         if any(layer.is_ragged for layer in layers) or len(layers) < num_attending:
             raise ValueError(
                 f"{name}.positions='compact' numbers the tokens of all layers alike, so every layer must "

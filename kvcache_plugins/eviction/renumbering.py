@@ -81,5 +81,21 @@ def _renumbered(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         tokens = args[0]
     if tokens is None:
         return None
+    _check_positions(layer, kwargs.get("position_ids"))
     positions = next_positions(layer, tokens.shape[0], tokens.shape[1], tokens.device)
     return args, {**kwargs, "position_ids": positions}
+
+
+def _check_positions(layer: EvictingLayer, positions: Any) -> None:
+    """Refuse tokens that a model numbers by time, row and column (M-RoPE), unless all three are the same.
+
+    What an image takes of each is not its number of tokens, so moving up by slots would reorder it.
+    """
+    if not isinstance(positions, Tensor) or positions.dim() != 3 or positions.shape[-1] == 1:
+        return  # what follows an image is numbered from its end, but comes after a call that shows it
+    if bool((positions != positions[:1]).any()):
+        raise ValueError(
+            f"{type(layer.config).__name__}.positions='compact' numbers tokens one by one, and this prompt "
+            "has images, which its model numbers by time, row and column; allowed for such a prompt is "
+            "'absolute'."
+        )

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from .base import PackedLayer
-from .handle import KVHandle
+from .handle import handle_of_all
 from .storing import storing
-from .stream import Stream
 from .tail import Tail
-from .view import StreamView
 
 __all__ = ["IndexedLayer", "with_indexer"]
 
@@ -60,15 +58,12 @@ class IndexedLayer(PackedLayer):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """A handle of all keys: some models ask for their number."""
-        return self._whole(self.key_stream_) if self.is_initialized else None
+        return handle_of_all(self, self.key_stream_) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """A handle of all values."""
-        return self._whole(self.value_stream_) if self.is_initialized else None
-
-    def _whole(self, stream: Stream) -> KVHandle:
-        return KVHandle(self, StreamView(stream, stream.packed_length, (stream.tail.view(),)))
+        return handle_of_all(self, self.value_stream_) if self.is_initialized else None
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)

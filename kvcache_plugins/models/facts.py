@@ -128,7 +128,9 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
     attentions = _attention_modules(model) if model is not None else {}
     facts = []
     for layer_idx, kind in enumerate(kinds):
-        rotates = _uses_rotary(attentions.get(layer_idx), config, layer_idx, kind[0])
+        rotates = not plans[layer_idx].is_cross_attention and _uses_rotary(
+            attentions.get(layer_idx), config, layer_idx, kind[0]
+        )
         if layer_idx in attentions:
             has_bias, largest = _key_bias(attentions[layer_idx])
         else:

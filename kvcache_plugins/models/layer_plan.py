@@ -24,12 +24,14 @@ class LayerPlan:
         dense_reason (`str`, *optional*): Why the layer is not packed; `None` if it is.
         window (`int`, *optional*): How far back a layer that is packed, or could be, sees, its own token
             included; `None` if to the first one.
+        is_cross_attention (`bool`): Whether the layer attends to images, and not to the text.
     """
 
     layer_type: str
     dense_kwargs: dict[str, Any]
     dense_reason: str | None = None
     window: int | None = None
+    is_cross_attention: bool = False
 
     @property
     def has_keys(self) -> bool:
@@ -64,6 +66,7 @@ def plan_layers(
     *,
     evicts: bool = False,
     packs_window: Callable[[int, int], bool] | None = None,
+    cross_reason: str | None = None,
 ) -> list[LayerPlan]:
     """Plan the layers of a decoder.
 
@@ -78,6 +81,8 @@ def plan_layers(
         evicts (`bool`): Whether tokens are to be evicted.
         packs_window (`Callable`, *optional*): Whether to pack the layer of an index and a window; none if not
             given.
+        cross_reason (`str`, *optional*): Why layers that attend to images are not to be packed; they are if
+            not given.
     """
     from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -86,11 +91,15 @@ def plan_layers(
     if isinstance(kwargs, dict):  # transformers < 5.18 shares one set of arguments between the layers
         kwargs = [kwargs] * len(layer_types)
     context = getattr(config, "max_position_embeddings", None)
+    crossing = frozenset(getattr(config, "cross_attention_layers", None) or ())
     plans = []
     for layer_idx, (kind, dense_kwargs) in enumerate(zip(layer_types, kwargs, strict=True)):
         window = dense_kwargs.get("sliding_window")
         windowed = kind in _WINDOWED_KINDS
-        if windowed and window is not None and context is not None and window >= context:
+        if layer_idx in crossing:
+            reason = cross_reason and f"cross_attention: {cross_reason}"
+            plan = LayerPlan(kind, dense_kwargs, reason, is_cross_attention=True)
+        elif windowed and window is not None and context is not None and window >= context:
             plan = LayerPlan(kind, dense_kwargs)
         elif windowed and window is not None and packs_window is not None and packs_window(layer_idx, window):
             plan = LayerPlan(kind, dense_kwargs, window=window)

@@ -13,12 +13,12 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from kvcache_plugins import KVCache
 from kvcache_plugins.models.facts import biases_by_distance
 from tests.models.families import NAMES, NotSmall, greedy, small_model
-from tests.reference.quantizers import symmetric8
+from tests.models.rounded import Rounded
 
 LENGTH, NEW = 44, 6
 # What cannot be built, or generated with, in this release; in others, families come, go and change.
@@ -40,23 +40,6 @@ BROKEN = frozenset(
 
 # Encoders that serve as decoders: before that release, they do not ask the cache how many tokens it holds.
 MASKS_OF_THEIR_OWN = frozenset({"big_bird", "megatron-bert", "rembert", "roformer"})
-
-
-class Rounded(DynamicCache):
-    """A dense cache that rounds keys and values of some layers as int8 does, one scale per token and head."""
-
-    def __init__(self, layers: set[int], **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.rounded_layers = layers
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        seen = super().update(keys, values, layer_idx, *args, **kwargs)
-        layer, count = self.layers[layer_idx], keys.shape[2]
-        if layer_idx in self.rounded_layers:  # after they were attended to exactly
-            old = layer.keys[:, :, :-count], layer.values[:, :, :-count]
-            layer.keys = torch.cat((old[0], symmetric8(keys, axis=-1).dequantized), dim=2)
-            layer.values = torch.cat((old[1], symmetric8(values, axis=-1).dequantized), dim=2)
-        return seen
 
 
 def generate(

@@ -1,0 +1,46 @@
+"""What a layer of either kind owns: its tensors, its entries, and the bytes they would take dense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .base import PackedLayer
+
+__all__ = ["dense_size", "tensors_in"]
+
+
+def dense_size(layer: Any) -> tuple[int, int]:
+    """Count what a layer holds, packed or not.
+
+    Args:
+        layer (`CacheLayerMixin`): One of ours, or of transformers'.
+
+    Returns:
+        `tuple[int, int]`: Key and value entries, and the bytes of all it has seen in transformers' own class.
+    """
+    values = num_bytes = 0
+    if isinstance(layer, PackedLayer) and layer.is_initialized:
+        batch_size, num_heads = layer.records.data.shape[:2]
+        per_token = batch_size * num_heads * sum(stream.head_dim for stream in layer.streams)
+        values = per_token * layer.held_length
+        num_bytes = per_token * layer.dense_length * layer.dtype.itemsize
+    for tensor in tensors_in(layer.beside() if isinstance(layer, PackedLayer) else vars(layer)):
+        if tensor.is_floating_point():
+            values += tensor.numel()
+            num_bytes += tensor.numel() * tensor.dtype.itemsize
+    return values, num_bytes
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in the attributes of a layer of transformers', in lists and dicts too."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)

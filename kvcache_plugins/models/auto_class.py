@@ -1,0 +1,28 @@
+"""Which of transformers' auto classes loads a model that generates text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["auto_class"]
+
+
+def auto_class(config: Any) -> Any:
+    """Return the auto class for a configuration: that of language models, or that of multimodal ones.
+
+    Many models of text and images (Qwen2.5-VL, LLaVA, InternVL) are known to `AutoModelForMultimodalLM` only,
+    although they read text alone as well.
+
+    Args:
+        config (`PreTrainedConfig`): The model's, as `AutoConfig` loads it.
+    """
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForMultimodalLM,
+    )
+
+    kind = type(config)
+    is_multimodal = kind in MODEL_FOR_MULTIMODAL_LM_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
