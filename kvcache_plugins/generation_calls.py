@@ -157,14 +157,16 @@ def _may_read_in_chunks(model: Any, kv_cache: Any, model_kwargs: dict[str, Any])
     """Whether transformers can split this prompt, and what it computes stays what it is.
 
     Not one with a soft prompt: PEFT takes every call but the first for a step of one token. Nor one with
-    sounds, or with images that the model has not encoded before (none has, before 5.18), or whose tokens see
-    later ones. Nor, before 5.18, a later turn.
+    sounds; nor one with images, unless the model encodes them beforehand and transformers gives every chunk
+    its own of them, and no token sees later ones. Nor a later turn, in releases that would read it all again.
     """
     if _soft_prompt(model) is not None or _sees_ahead(model, model_kwargs):
         return False
     if any(model_kwargs.get(name) is not None for name in _UNSPLITTABLE_INPUTS):
         return False
-    return kv_cache.get_seq_length() == 0 or _splits_later_turns()
+    if model_kwargs.get("mm_encoder_outputs") and "mm_encoder_outputs" not in _how_prompts_are_read():
+        return False
+    return kv_cache.get_seq_length() == 0 or "input_ids[:, -next_sequence_length:]" in _how_prompts_are_read()
 
 
 def _sees_ahead(model: Any, model_kwargs: dict[str, Any]) -> bool:
@@ -187,8 +189,8 @@ def _masks_blocks(module_name: str) -> bool:
 
 
 @cache
-def _splits_later_turns() -> bool:
-    """Whether `_prefill` leaves out of its chunks what the cache has seen; older releases read it again."""
+def _how_prompts_are_read() -> str:
+    """The source that splits a prompt into chunks, which tells what it can split in this release."""
     from transformers.generation.utils import GenerationMixin
 
-    return "input_ids[:, -next_sequence_length:]" in inspect.getsource(GenerationMixin._prefill)
+    return inspect.getsource(GenerationMixin._prefill)

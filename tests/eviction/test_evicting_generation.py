@@ -28,7 +28,7 @@ from tests.eviction.feeding import (
 )
 
 FAMILIES = ("gpt_neox", "llama", "mistral", "phi3", "qwen3")
-SPLITS_LATER_TURNS = Version(transformers.__version__) >= Version("5.18")
+SPLITS_LATER_TURNS = Version(transformers.__version__) >= Version("5.21")
 CLOSE = {"atol": 1e-5, "rtol": 0.0}
 
 

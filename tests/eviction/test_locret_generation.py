@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "k8v4": {"storage": {"backend": "int4", "key_bits": 8, "value_bits": 4, "residual_length": 4}},
     "ragged": {"layer_overrides": {"0": {"budget": 40}}},
 }
-SPLITS_LATER_TURNS = Version(transformers.__version__) >= Version("5.18")
+SPLITS_LATER_TURNS = Version(transformers.__version__) >= Version("5.21")
 CLOSE = {"atol": 1e-5, "rtol": 0.0}
 
 
