@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import tempfile
 import threading
 import warnings
@@ -31,7 +30,7 @@ import torch
 from ..errors import KernelUnavailableError
 from . import builds, cuda_check, cuda_trial
 from .builds import KernelStatus
-from .cuda_toolkit import find_toolkit, used_by_torch
+from .cuda_toolkit import find_ninja, find_toolkit, used_by_torch
 from .ops import SCHEMAS
 
 __all__ = ["CUDA_FLAGS", "build", "check", "sources", "status", "try_load", "why_not"]
@@ -277,15 +276,9 @@ def _why_not_buildable() -> str | None:
         return forbidden
     if _nvcc_release() is None:
         return "no nvcc was found (CUDA_HOME, or nvcc on the PATH)."
-    if shutil.which("ninja") is None and not _has_ninja_module():
-        return "ninja, with which torch builds extensions, was not found."
+    if find_ninja() is None:
+        return "ninja, with which torch builds extensions, was not found (on the PATH, or beside Python)."
     return None
-
-
-def _has_ninja_module() -> bool:
-    from torch.utils import cpp_extension
-
-    return bool(cpp_extension.is_ninja_available())
 
 
 def _nvcc_release() -> str | None:

@@ -1,7 +1,8 @@
-"""The CUDA toolkit on this machine: which nvcc, and where what belongs to it lies.
+"""What torch builds the CUDA kernels with: which nvcc and where what belongs to it lies, and which ninja.
 
 torch takes for a toolkit the directory above the one in which it finds nvcc. That fails where the nvcc on the
-`PATH` is a script that calls another. nvcc itself knows better, so it is asked.
+`PATH` is a script that calls another. nvcc itself knows better, so it is asked. torch looks for ninja on the
+`PATH` alone, where that of a virtual environment is missing if its Python is called by its path.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Toolkit", "find_toolkit", "used_by_torch"]
+__all__ = ["Toolkit", "find_ninja", "find_toolkit", "used_by_torch"]
 
 _TOP = re.compile(r"^#\$ TOP=(.+)$", re.MULTILINE)
 
@@ -53,18 +55,31 @@ def find_toolkit() -> Toolkit | None:
     return Toolkit(nvcc, lines[0].strip(), _home(nvcc)) if lines else None
 
 
+def find_ninja() -> str | None:
+    """The ninja on the `PATH`, or else the one beside this Python, where pip puts it."""
+    beside = str(Path(sys.executable).parent) if sys.executable else None
+    return shutil.which("ninja") or (None if beside is None else shutil.which("ninja", path=beside))
+
+
 @contextmanager
 def used_by_torch(toolkit: Toolkit | None) -> Iterator[None]:
-    """Let torch build extensions with a toolkit for as long as this lasts, and with its own choice after."""
+    """Let torch build extensions with a toolkit and [`find_ninja`]'s ninja, and with its own choice after."""
     from torch.utils import cpp_extension
 
-    before = cpp_extension.CUDA_HOME
+    before, path, ninja = cpp_extension.CUDA_HOME, os.environ.get("PATH"), find_ninja()
     if toolkit is not None and toolkit.home is not None:
         cpp_extension.CUDA_HOME = str(toolkit.home)
+    if ninja is not None and shutil.which("ninja") is None:
+        # last, so that nothing else of that directory takes the place of what is used otherwise
+        os.environ["PATH"] = os.pathsep.join([path or os.defpath, str(Path(ninja).parent)])
     try:
         yield
     finally:
         cpp_extension.CUDA_HOME = before
+        if path is None:
+            os.environ.pop("PATH", None)
+        else:
+            os.environ["PATH"] = path
 
 
 def _home(nvcc: str) -> Path | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvcache_plugins.kernels import cuda_toolkit
-from kvcache_plugins.kernels.cuda_toolkit import Toolkit, find_toolkit, used_by_torch
+from kvcache_plugins.kernels import cuda_loader, cuda_toolkit
+from kvcache_plugins.kernels.cuda_toolkit import Toolkit, find_ninja, find_toolkit, used_by_torch
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +86,7 @@ def test_an_nvcc_that_does_not_answer(body: str, tmp_path: Path, monkeypatch: py
 
 
 def test_no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_toolkit.shutil, "which", lambda name: None)
+    monkeypatch.setattr(cuda_toolkit.shutil, "which", lambda name, path=None: None)
     assert find_toolkit() is None
 
 
@@ -101,3 +103,60 @@ def test_torch_uses_it_for_a_while(tmp_path: Path) -> None:
     for unknown in (None, Toolkit("nvcc", "13.0", None)):
         with used_by_torch(unknown):
             assert before == cpp_extension.CUDA_HOME
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A virtual environment that is not activated: its Python runs, its directory is not on the `PATH`."""
+    toolkit(tmp_path / "cuda")
+    script(tmp_path / "bin" / "sh", "exit 0")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("KVCACHE_NO_BUILD", raising=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
+    return tmp_path / "venv"
+
+
+def test_ninja_beside_python(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import cpp_extension
+
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert find_ninja() is None
+    reason = cuda_loader._why_not_buildable()
+    assert reason is not None and "ninja" in reason and "beside Python" in reason
+    ninja = script(environment / "bin" / "ninja", "echo 1.13")
+    script(environment / "bin" / "sh", "exit 1")
+    assert find_ninja() == str(ninja)
+    assert cuda_loader._why_not_buildable() is None
+    before = os.environ["PATH"]
+    assert not cpp_extension.is_ninja_available()
+    with used_by_torch(None):
+        assert cpp_extension.is_ninja_available()
+        assert os.environ["PATH"].split(os.pathsep) == [before, str(ninja.parent)]
+    assert os.environ["PATH"] == before
+    with pytest.raises(KeyError), used_by_torch(None):
+        raise KeyError
+    assert os.environ["PATH"] == before
+
+
+def test_ninja_on_the_path_comes_first(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(environment / "bin" / "ninja", "echo 1.13")
+    other = script(environment.parent / "bin" / "ninja", "echo 1.12")
+    assert find_ninja() == str(other)
+    before = os.environ["PATH"]
+    with used_by_torch(None):
+        assert os.environ["PATH"] == before
+
+
+@pytest.mark.parametrize("executable", ["", None])
+def test_no_python_to_look_beside(
+    executable: str | None, environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where Python is embedded; the current directory is not looked at."""
+    monkeypatch.chdir(script(environment / "bin" / "ninja", "echo 1.13").parent)
+    monkeypatch.setattr(sys, "executable", executable)
+    assert find_ninja() is None
+    monkeypatch.delenv("PATH")
+    with used_by_torch(None):
+        assert "PATH" not in os.environ
+    assert "PATH" not in os.environ
