@@ -10,8 +10,9 @@ that goes astray takes its process with it.
 Environment: `KVCACHE_CUDA_KERNELS=0` leaves everything on a GPU to torch, `KVCACHE_CUDA_KERNELS=1` does
 without the process of its own. `KVCACHE_KERNEL_CACHE` and `KVCACHE_NO_BUILD` as for the CPU library
 (`builds`), `CUDA_HOME` the toolkit to build with instead of the one found (`cuda_toolkit`),
-`TORCH_CUDA_ARCH_LIST` the architectures to build for instead of those present (with it, a machine without a
-GPU builds too, for others that have the same setting), `MAX_JOBS` the compilers run at once.
+`TORCH_CUDA_ARCH_LIST` the architectures to build for instead of those present, of which those too old for the
+kernels are left out (`cuda_architectures`; with it, a machine without a GPU builds too, for others that have
+the same setting), `MAX_JOBS` the compilers run at once.
 """
 
 from __future__ import annotations
@@ -21,15 +22,14 @@ import platform
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from ..errors import KernelUnavailableError
-from . import builds, cuda_check, cuda_trial
+from . import builds, cuda_architectures, cuda_check, cuda_trial
 from .builds import KernelStatus
+from .cuda_architectures import OLDEST, asked_for
 from .cuda_toolkit import find_ninja, find_toolkit, used_by_torch
 from .ops import SCHEMAS
 
@@ -41,9 +41,6 @@ _SOURCES = Path(__file__).with_name("csrc") / "cuda"
 _NAME = "kvcache_plugins_cuda"
 
 _SWITCH = "KVCACHE_CUDA_KERNELS"
-_ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
-_OLDEST = (8, 0)
-"""Compute capability that the kernels need at least."""
 
 _lock = threading.RLock()
 _path: Path | None = None
@@ -145,7 +142,7 @@ def check(device: torch.device) -> None:
 def _fault(path: Path, device: torch.device) -> str | None:
     try:
         capability = torch.cuda.get_device_capability(device)
-        if capability < _OLDEST:
+        if capability < OLDEST:
             return _too_old([capability])
         fault = None if os.environ.get(_SWITCH) == "1" else cuda_trial.find_fault(path, device)
         return cuda_check.find_deviation(device) if fault is None else fault
@@ -165,7 +162,10 @@ def status() -> KernelStatus:
         return KernelStatus("unavailable", None, directory, release, reason=reason)
     if _path is not None:
         return KernelStatus("loaded", _path, directory, release)
-    target = _target()
+    try:
+        target = _target()
+    except KernelUnavailableError as error:
+        return KernelStatus("unavailable", None, directory, release, reason=str(error))
     if builds.is_intact(target):
         return KernelStatus("cached", target, directory, release)
     reason = _why_not_buildable()
@@ -203,7 +203,8 @@ def _compile(target: Path) -> None:
 
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-cuda-") as directory:
         try:
-            with used_by_torch(find_toolkit()), _for_served_gpus():
+            architectures = cuda_architectures.to_build()
+            with used_by_torch(find_toolkit()), cuda_architectures.told_to_torch(architectures):
                 cpp_extension.load(
                     name=_NAME,
                     sources=[str(path) for path in sources()],
@@ -220,20 +221,6 @@ def _compile(target: Path) -> None:
         sealed = Path(directory) / "sealed.so"
         sealed.write_bytes(builds.sealed(built.read_bytes()))
         sealed.replace(target)
-
-
-@contextmanager
-def _for_served_gpus() -> Iterator[None]:
-    """Keep torch, which builds for all GPUs that are there, from those the kernels do not compile for."""
-    served = [capability for capability in _capabilities() if capability >= _OLDEST]
-    if _ARCHITECTURES in os.environ or served == _capabilities():
-        yield
-        return
-    os.environ[_ARCHITECTURES] = ";".join(f"{major}.{minor}" for major, minor in served)
-    try:
-        yield
-    finally:
-        del os.environ[_ARCHITECTURES]
 
 
 def _reason(error: Exception) -> str:
@@ -257,14 +244,14 @@ def _why_no_device() -> str | None:
     if torch.version.cuda is None:
         return "this build of torch has no CUDA."
     if not torch.cuda.is_available():  # as where the image of a machine with GPUs is made
-        return None if os.environ.get(_ARCHITECTURES) else "torch sees no GPU."
+        return None if asked_for() else "torch sees no GPU."
     present = _capabilities()
-    return _too_old(present) if max(present) < _OLDEST else None
+    return _too_old(present) if max(present) < OLDEST else None
 
 
 def _too_old(capabilities: list[tuple[int, int]]) -> str:
     found = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
-    return f"the kernels need compute capability {_OLDEST[0]}.{_OLDEST[1]}, and here is {found}."
+    return f"the kernels need compute capability {OLDEST[0]}.{OLDEST[1]}, and here is {found}."
 
 
 def _capabilities() -> list[tuple[int, int]]:
@@ -297,6 +284,4 @@ def _target() -> Path:
 
 def _architectures() -> str:
     """Hash of what decides the machine code."""
-    given = os.environ.get(_ARCHITECTURES)
-    served = [capability for capability in _capabilities() if capability >= _OLDEST]
-    return builds.short_hash(f"{given or served}{_nvcc_release()}")
+    return builds.short_hash(f"{cuda_architectures.to_build()}{_nvcc_release()}")

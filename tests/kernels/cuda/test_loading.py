@@ -32,7 +32,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(cuda_loader, "_capabilities", lambda: [(9, 0)])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cuda_loader, "_architectures", lambda: "0" * 16)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     monkeypatch.setattr(cuda_loader, "_why_no_device", lambda: None)
     monkeypatch.setattr(cuda_loader, "_why_not_buildable", lambda: None)
     return tmp_path

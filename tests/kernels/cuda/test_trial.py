@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import types
@@ -236,18 +235,6 @@ def test_an_old_gpu_beside_a_new_one(built: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.warns(RuntimeWarning, match=r"need compute capability 8\.0, and here is 6\.1"):
         assert not cuda_loader.try_load(DEVICE)
     assert cuda_loader.try_load(torch.device("cuda", 0))
-
-
-def test_torch_builds_for_the_gpus_that_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    present = [(6, 1), (8, 9), (9, 0)]
-    monkeypatch.setattr(cuda_loader, "_capabilities", lambda: present)
-    with cuda_loader._for_served_gpus():
-        assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.9;9.0"
-    assert "TORCH_CUDA_ARCH_LIST" not in os.environ
-    del present[0]
-    with cuda_loader._for_served_gpus():
-        assert "TORCH_CUDA_ARCH_LIST" not in os.environ
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
