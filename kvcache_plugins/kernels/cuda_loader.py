@@ -41,6 +41,7 @@ _SOURCES = Path(__file__).with_name("csrc") / "cuda"
 _NAME = "kvcache_plugins_cuda"
 
 _SWITCH = "KVCACHE_CUDA_KERNELS"
+_NO_GPU = "torch sees no GPU."
 
 _lock = threading.RLock()
 _path: Path | None = None
@@ -58,34 +59,48 @@ def sources() -> list[Path]:
 def try_load(device: torch.device) -> bool:
     """Make the kernels available for tensors of a device, building and checking them if need be.
 
-    Never raises, whatever building and checking raise. With `KVCACHE_CUDA_KERNELS=0`, which is looked at
-    until they have been checked, there are none. A failure is told in one warning and remembered; later
-    calls return false at once.
+    Never raises, whatever building, checking and the driver raise. With `KVCACHE_CUDA_KERNELS=0`, which is
+    looked at until they have been checked, there are none. A failure is told in one warning and remembered;
+    later calls return false at once.
     """
-    index = _index(device)
-    if index in _checked:
-        return True
-    if _failure is not None or index in _faults or _why_switched_off() is not None:
-        return False
-    if torch.cuda.is_current_stream_capturing():
-        return False  # neither a build nor a check may be recorded; the next call outside a capture does both
-    with _lock:
-        if _failure is None and index not in _faults and index not in _checked:
-            try:
+    try:
+        index = _index(device)
+        if index in _checked:
+            return True
+        if _failure is not None or index in _faults or _why_switched_off() is not None:
+            return False
+        if not torch.cuda.is_available():  # where only other machines would have something of a build
+            raise RuntimeError(_why_no_device() or _NO_GPU)
+        if torch.cuda.is_current_stream_capturing():
+            return False  # neither build nor check may be recorded; the next call outside a capture does both
+        with _lock:
+            if _failure is None and index not in _faults and index not in _checked:
                 check(torch.device("cuda", index))
-            except KernelUnavailableError as error:
-                warnings.warn(
-                    f"Attention over packed keys and values on the GPU runs in plain torch, which is slower "
-                    f"({_SWITCH}=0 chooses that): {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return index in _checked
+            return index in _checked
+    except Exception as error:
+        _tell(error)
+        return False
+
+
+def _tell(error: Exception) -> None:
+    """Warn of what disables the kernels, unless they are not wanted anyway or it has been told."""
+    global _failure
+    if not isinstance(error, KernelUnavailableError):  # before anything was asked of the kernels
+        if _failure is not None or _why_switched_off() is not None:
+            return
+        _failure = _reason(error)
+    warnings.warn(
+        f"Attention over packed keys and values on the GPU runs in plain torch, which is slower "
+        f"({_SWITCH}=0 chooses that): {_reason(error)}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def why_not(device: torch.device) -> str:
     """Say why [`try_load`] has just returned false for a device."""
-    reason = _failure or _faults.get(_index(device)) or _why_switched_off()
+    # the last asks the driver, which answers where none of the others is the reason
+    reason = _failure or _why_switched_off() or _faults.get(_index(device))
     return reason or "they are yet to be checked, which a CUDA graph cannot record: run a step before it."
 
 
@@ -244,7 +259,7 @@ def _why_no_device() -> str | None:
     if torch.version.cuda is None:
         return "this build of torch has no CUDA."
     if not torch.cuda.is_available():  # as where the image of a machine with GPUs is made
-        return None if asked_for() else "torch sees no GPU."
+        return None if asked_for() else _NO_GPU
     present = _capabilities()
     return _too_old(present) if max(present) < OLDEST else None
 

@@ -31,6 +31,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(cuda_loader, "_faults", {})
     monkeypatch.setattr(cuda_loader, "_capabilities", lambda: [(9, 0)])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     monkeypatch.setattr(cuda_loader, "_why_no_device", lambda: None)
@@ -154,6 +155,63 @@ def test_a_driver_that_fails_is_no_end(fresh: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cuda_loader, "_why_no_device", fail)
     with pytest.warns(RuntimeWarning, match="AssertionError: Invalid device id"):
         assert not cuda_loader.try_load(DEVICE)
+
+
+@pytest.fixture
+def loads_without_a_driver(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What was built; whatever asks the driver fails, as torch says it."""
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    built: list[bool] = []
+    monkeypatch.setattr(cuda_loader, "_find_or_build", built.append)
+    for name in ("current_device", "get_device_capability", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, fail)
+    return built
+
+
+@pytest.mark.parametrize("device", [DEVICE, torch.device("cuda")], ids=str)
+@pytest.mark.parametrize("is_available", [False, True], ids=["no device", "broken"])
+def test_no_driver_is_no_end(
+    is_available: bool,
+    device: torch.device,
+    loads_without_a_driver: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor a reason to build, not even where builds for others are asked for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    reason = "torch sees no GPU" if not is_available and device.index == 0 else "Found no NVIDIA driver"
+    with pytest.warns(RuntimeWarning, match=rf"plain torch.*: {reason}"):
+        assert not cuda_loader.try_load(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not cuda_loader.try_load(device)
+    assert reason in cuda_loader.why_not(device)
+    status = cuda_loader.status()
+    assert status.state == "unavailable" and reason in (status.reason or "")
+    assert loads_without_a_driver == []
+
+
+def test_kernels_that_are_not_wanted_need_no_driver(
+    loads_without_a_driver: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCACHE_CUDA_KERNELS", "0")
+    for device in (DEVICE, torch.device("cuda")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not cuda_loader.try_load(device)
+        assert cuda_loader.why_not(device) == "KVCACHE_CUDA_KERNELS=0 leaves them out."
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of torch itself."""
+    monkeypatch.setattr(cuda_loader, "_failure", None)
+    expected = "has no CUDA" if torch.version.cuda is None else "sees no GPU"
+    with pytest.warns(RuntimeWarning, match=expected):
+        assert not cuda_loader.try_load(DEVICE)
+    assert expected in cuda_loader.why_not(DEVICE)
 
 
 def test_the_check_of_working_kernels(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:

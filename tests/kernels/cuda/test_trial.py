@@ -186,6 +186,7 @@ def built(library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(cuda_loader, "_checked", set())
     monkeypatch.setattr(cuda_loader, "_faults", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda_check, "find_deviation", lambda device: None)
     return library
