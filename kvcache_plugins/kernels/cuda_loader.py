@@ -167,8 +167,14 @@ def _fault(path: Path, device: torch.device) -> str | None:
 
 def status() -> KernelStatus:
     """Return the state of the kernels. Never builds, loads or raises."""
-    directory = builds.cache_directory()
-    release = _nvcc_release()
+    directory, release = builds.cache_directory(), _nvcc_release()
+    try:
+        return _status(directory, release)
+    except Exception as error:  # of a driver that does not say which GPUs there are, or of torch
+        return KernelStatus("unavailable", None, directory, release, reason=_reason(error))
+
+
+def _status(directory: Path, release: str | None) -> KernelStatus:
     reason = "\n".join(filter(None, [_failure, *_faults.values()])) or None
     if _checked:
         return KernelStatus("loaded", _path, directory, release, reason=reason)
@@ -177,10 +183,7 @@ def status() -> KernelStatus:
         return KernelStatus("unavailable", None, directory, release, reason=reason)
     if _path is not None:
         return KernelStatus("loaded", _path, directory, release)
-    try:
-        target = _target()
-    except KernelUnavailableError as error:
-        return KernelStatus("unavailable", None, directory, release, reason=str(error))
+    target = _target()
     if builds.is_intact(target):
         return KernelStatus("cached", target, directory, release)
     reason = _why_not_buildable()

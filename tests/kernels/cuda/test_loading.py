@@ -193,6 +193,15 @@ def test_no_driver_is_no_end(
     assert loads_without_a_driver == []
 
 
+def test_status_without_an_answer_of_the_driver(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("device >= 0 && device < num_gpus INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr(cuda_loader, "_why_no_device", fail)
+    status = cuda_loader.status()
+    assert status.state == "unavailable" and "INTERNAL ASSERT FAILED" in (status.reason or "")
+
+
 def test_kernels_that_are_not_wanted_need_no_driver(
     loads_without_a_driver: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
