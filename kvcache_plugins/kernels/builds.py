@@ -1,10 +1,10 @@
 """Builds of native code: the directory they are kept in, how a damaged one is told, and when one is removed.
 
 A build is a library named after everything it depends on: its kind, a hash of its sources and what else
-decides them, and a hash of what compiles it or for what. Its last bytes are a digest of the others, so a
-damaged file is recognised before the dynamic linker maps it. Several processes may need it at once: one
-builds under a file lock, the others wait for it. Loading a build renews its modification time, and whoever
-installs a new one removes those that nobody has loaded for 90 days.
+decides them, and what compiles it (a hash) or which release of nvcc and for which GPUs. Its last bytes are a
+digest of the others, so a damaged file is recognised before the dynamic linker maps it. Several processes may
+need it at once: one builds under a file lock, the others wait for it. Loading a build renews its modification
+time, and whoever installs a new one removes those that nobody has loaded for 90 days.
 
 Environment: `KVCACHE_KERNEL_CACHE` is the directory (default: `kvcache_plugins` in `XDG_CACHE_HOME` or
 `~/.cache`), `KVCACHE_NO_BUILD=1` forbids building (a build that is there still loads).
@@ -41,7 +41,7 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
 _HASH = "[0-9a-f]" * 16  # as a glob; see `short_hash`
-_KINDS = ("cpu", "cuda")
+_NAMES = (f"cpu-{_HASH}-{_HASH}.so", f"cuda-{_HASH}-*.so")
 _UNUSED_SECONDS = 90 * 24 * 3600.0
 
 
@@ -86,7 +86,7 @@ def cached_builds() -> dict[Path, os.stat_result]:
     """
     builds = {}
     directory = cache_directory()
-    for path in sorted(found for kind in _KINDS for found in directory.glob(f"{kind}-{_HASH}-{_HASH}.so")):
+    for path in sorted(found for name in _NAMES for found in directory.glob(name)):
         with suppress(OSError):  # another process has just removed it
             builds[path] = path.stat()
     return builds

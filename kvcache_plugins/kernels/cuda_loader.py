@@ -1,10 +1,13 @@
 """The CUDA kernels: built when a tensor on a GPU is first served, kept beside the CPU builds, and checked.
 
 A build is named after its sources, the operators' signatures, the releases of torch, CUDA and nvcc, and the
-architectures of the GPUs. It is made by `torch.utils.cpp_extension.load` under a file lock. No kernel here is
-trusted unseen. On every device, before the first use, they run on random tokens of every format and are
-compared with torch on that device (`cuda_check`); after a deviation torch serves there. Before a
-build does so for the first time on a model of GPU, a process of its own does (`cuda_trial`), since a kernel
+architectures it is for. `torch.utils.cpp_extension.load` makes it under a file lock. Where none can be made,
+as without nvcc, any of the same sources and the same torch serves that the GPUs can run, so that a cache
+directory may be filled elsewhere.
+
+No kernel here is trusted unseen. On every device, before the first use, they run on random tokens of every
+format and are compared with torch on that device (`cuda_check`); after a deviation torch serves there. Before
+a build does so for the first time on a model of GPU, a process of its own does (`cuda_trial`), since a kernel
 that goes astray takes its process with it.
 
 Environment: `KVCACHE_CUDA_KERNELS=0` leaves everything on a GPU to torch, `KVCACHE_CUDA_KERNELS=1` does
@@ -12,11 +15,12 @@ without the process of its own. `KVCACHE_KERNEL_CACHE` and `KVCACHE_NO_BUILD` as
 (`builds`), `CUDA_HOME` the toolkit to build with instead of the one found (`cuda_toolkit`),
 `TORCH_CUDA_ARCH_LIST` the architectures to build for instead of those present, of which those too old for the
 kernels are left out (`cuda_architectures`; with it, a machine without a GPU builds too, for others that have
-the same setting), `MAX_JOBS` the compilers run at once.
+the same setting or no nvcc), `MAX_JOBS` the compilers run at once.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import tempfile
@@ -43,6 +47,7 @@ _NAME = "kvcache_plugins_cuda"
 _SWITCH = "KVCACHE_CUDA_KERNELS"
 _NO_GPU = "torch sees no GPU."
 
+_logger = logging.getLogger(__name__)
 _lock = threading.RLock()
 _path: Path | None = None
 _failure: str | None = None
@@ -183,12 +188,12 @@ def _status(directory: Path, release: str | None) -> KernelStatus:
         return KernelStatus("unavailable", None, directory, release, reason=reason)
     if _path is not None:
         return KernelStatus("loaded", _path, directory, release)
-    target = _target()
-    if builds.is_intact(target):
-        return KernelStatus("cached", target, directory, release)
-    reason = _why_not_buildable()
+    cached = _cached()
+    if cached is not None:
+        return KernelStatus("cached", cached, directory, release)
+    reason = _why_none()
     return KernelStatus(
-        "missing" if reason is None else "unavailable", target, directory, release, reason=reason
+        "missing" if reason is None else "unavailable", _target(), directory, release, reason=reason
     )
 
 
@@ -196,18 +201,49 @@ def _find_or_build(force: bool) -> Path:
     reason = _why_switched_off() or _why_no_device()
     if reason is not None:
         raise KernelUnavailableError(reason)
-    target = _target()
-    if not force and builds.is_intact(target):
+    cached, refused = None if force else _cached(), ""
+    if cached is not None:
         try:
-            return _load(target)
-        except OSError:  # intact, but not for this process
-            force = True
-    reason = _why_not_buildable()
+            if cached != _target():
+                _logger.info("%s serves, since nothing can be built: %s", cached, _why_not_buildable())
+            return _load(cached)
+        except OSError as error:  # intact, but not for this process
+            force, refused = True, f"{cached} does not load ({error}), and "
+    reason = _why_not_buildable() if force else _why_none()
     if reason is not None:
-        raise KernelUnavailableError(reason)
+        raise KernelUnavailableError(f"{refused}{reason}")
+    target = _target()
+    assert target is not None
     if builds.install(target, "CUDA", lambda: _compile(target), force=force):
         return target  # which torch has loaded
     return _load(target)
+
+
+def _cached() -> Path | None:
+    """An intact build: the one made here or, where none can be made, another that the GPUs here can run.
+
+    Raises:
+        KernelUnavailableError: If neither GPUs nor the user say for what.
+    """
+    target = _target()
+    if target is not None and builds.is_intact(target):
+        return target
+    return None if _why_not_buildable() is None else next(filter(builds.is_intact, _substitutes()), None)
+
+
+def _substitutes() -> list[Path]:
+    """Builds of these sources that the GPUs here can run, at first those nothing is translated of."""
+    wanted, prefix = cuda_architectures.to_serve(_capabilities()), f"cuda-{_source_key()}-"
+
+    def serves(path: Path, from_ptx: bool) -> bool:
+        _, *architectures = path.stem.removeprefix(prefix).split("-")  # the first is the release of nvcc
+        return all(
+            cuda_architectures.runs_on(architectures, capability, from_ptx=from_ptx) for capability in wanted
+        )
+
+    found = sorted(builds.cache_directory().glob(f"{prefix}*.so"), reverse=True)
+    chosen = [path for path in found if serves(path, True)]
+    return sorted(chosen, key=lambda path: not serves(path, False))
 
 
 def _load(path: Path) -> Path:
@@ -276,6 +312,17 @@ def _capabilities() -> list[tuple[int, int]]:
     return sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
 
 
+def _why_none() -> str | None:
+    """Why there is no build and can be none; `None` if one can be made."""
+    if (reason := _why_not_buildable()) is None:
+        return None
+    wanted = ", ".join(f"{major}.{minor}" for major, minor in cuda_architectures.to_serve(_capabilities()))
+    return (
+        f"{reason} Nor is there an intact build of these sources, for torch {torch.__version__} and compute "
+        f"capability {wanted}, in {builds.cache_directory()}."
+    )
+
+
 def _why_not_buildable() -> str | None:
     if (forbidden := builds.why_forbidden()) is not None:
         return forbidden
@@ -283,6 +330,10 @@ def _why_not_buildable() -> str | None:
         return "no nvcc was found (CUDA_HOME, or nvcc on the PATH)."
     if find_ninja() is None:
         return "ninja, with which torch builds extensions, was not found (on the PATH, or beside Python)."
+    try:
+        cuda_architectures.to_build()
+    except KernelUnavailableError as error:
+        return str(error)
     return None
 
 
@@ -291,15 +342,22 @@ def _nvcc_release() -> str | None:
     return None if toolkit is None else toolkit.description
 
 
-def _target() -> Path:
+def _target() -> Path | None:
+    """The build made here; `None` where `_why_not_buildable` says why there is none."""
+    toolkit = find_toolkit()
+    if toolkit is None:
+        return None
+    try:
+        architectures = cuda_architectures.to_build()
+    except KernelUnavailableError:
+        return None
+    name = "-".join(["cuda", _source_key(), toolkit.version, *architectures])
+    return builds.cache_directory() / f"{name}.so"
+
+
+def _source_key() -> str:
     parts = [torch.__version__, str(torch.version.cuda), platform.system(), platform.machine(), repr(SCHEMAS)]
     parts += CUDA_FLAGS
     for path in sorted(_SOURCES.iterdir()):
         parts += [path.name, path.read_text(encoding="utf-8")]
-    key = builds.short_hash("\0".join(parts))
-    return builds.cache_directory() / f"cuda-{key}-{_architectures()}.so"
-
-
-def _architectures() -> str:
-    """Hash of what decides the machine code."""
-    return builds.short_hash(f"{cuda_architectures.to_build()}{_nvcc_release()}")
+    return builds.short_hash("\0".join(parts))

@@ -20,6 +20,7 @@ from pathlib import Path
 
 __all__ = ["Toolkit", "find_ninja", "find_toolkit", "used_by_torch"]
 
+_VERSION = re.compile(r"\d+(?:\.\d+)+")
 _TOP = re.compile(r"^#\$ TOP=(.+)$", re.MULTILINE)
 
 
@@ -42,6 +43,11 @@ class Toolkit:
         """Program and release."""
         return f"{self.nvcc} ({self.release})"
 
+    @property
+    def version(self) -> str:
+        """What of the release decides the machine code, as exactly as nvcc says it: `"13.0.48"`."""
+        return str(_VERSION.findall(self.release)[-1])
+
 
 @cache
 def find_toolkit() -> Toolkit | None:
@@ -52,6 +58,7 @@ def find_toolkit() -> Toolkit | None:
     if nvcc is None:
         return None
     lines = [line for line in _answer(nvcc, "--version").splitlines() if "release" in line]
+    lines = [line for line in lines if _VERSION.search(line)]
     return Toolkit(nvcc, lines[0].strip(), _home(nvcc)) if lines else None
 
 

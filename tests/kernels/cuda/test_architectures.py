@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.kernels import cuda_loader
-from kvcache_plugins.kernels.cuda_architectures import VARIABLE, to_build, told_to_torch
+from kvcache_plugins.kernels.cuda_architectures import VARIABLE, runs_on, to_build, told_to_torch
 
 
 def present(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
@@ -66,6 +64,25 @@ def test_a_list_that_torch_does_not_know(given: str, monkeypatch: pytest.MonkeyP
     assert f"{VARIABLE}={given!r}" in str(failure.value)
 
 
+@pytest.mark.parametrize(
+    ("architectures", "machine_code", "ptx"),
+    [
+        (["8.0"], {"8.0", "8.6"}, set()),
+        (["8.6", "9.0"], {"8.6", "9.0"}, set()),
+        (["8.0+PTX"], {"8.0", "8.6"}, {"9.0", "10.0", "10.3", "12.0"}),
+        (["8.6", "10.0+PTX"], {"8.6", "10.0", "10.3"}, {"12.0"}),
+        (["9.0a+PTX", "10.0a"], {"9.0", "10.0"}, set()),
+        (["ad965522575556a2"], set(), set()),
+        ([], set(), set()),
+    ],
+)
+def test_what_a_build_runs_on(architectures: list[str], machine_code: set[str], ptx: set[str]) -> None:
+    for gpu in ("8.0", "8.6", "9.0", "10.0", "10.3", "12.0"):
+        major, minor = map(int, gpu.split("."))
+        assert runs_on(architectures, (major, minor), from_ptx=False) == (gpu in machine_code), gpu
+        assert runs_on(architectures, (major, minor), from_ptx=True) == (gpu in machine_code | ptx), gpu
+
+
 @pytest.mark.parametrize("given", [None, "", "native"])
 def test_without_a_list_those_present_count(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if given is None:
@@ -95,30 +112,6 @@ def test_torch_is_told_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(KeyError), told_to_torch(["8.0"]):
             raise KeyError
         assert os.environ.get(VARIABLE) == before
-
-
-@pytest.fixture
-def builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A machine that builds without a GPU; returns what torch was told to build for."""
-    from torch.utils import cpp_extension
-
-    told: list[str] = []
-
-    def build(*, name: str, build_directory: str, **options: Any) -> None:
-        told.append(os.environ[VARIABLE])
-        (Path(build_directory) / f"{name}.so").write_bytes(b"machine code")
-
-    monkeypatch.setenv("KVCACHE_KERNEL_CACHE", str(tmp_path))
-    for name in ("KVCACHE_CUDA_KERNELS", "KVCACHE_NO_BUILD"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"_path": None, "_failure": None, "_checked": set(), "_faults": {}}.items():
-        monkeypatch.setattr(cuda_loader, name, value)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cuda_loader, "_nvcc_release", lambda: "nvcc (release 13.0)")
-    monkeypatch.setattr(cuda_loader, "find_ninja", lambda: "ninja")
-    monkeypatch.setattr(cpp_extension, "load", build)
-    return told
 
 
 def test_a_build_is_told_and_named_after_what_is_left(

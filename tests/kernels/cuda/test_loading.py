@@ -15,6 +15,7 @@ from kvcache_plugins.attention.description import describe
 from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.kernels import builds, cuda_check, cuda_inputs, cuda_loader
 from kvcache_plugins.kernels.cuda_inputs import on_device
+from kvcache_plugins.kernels.cuda_toolkit import Toolkit
 from kvcache_plugins.kernels.layout import Side
 from tests.kernels.decode_cases import CASES, build_layer, step
 
@@ -34,6 +35,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.setattr(cuda_loader, "find_toolkit", lambda: Toolkit("nvcc", "release 13.0", None))
     monkeypatch.setattr(cuda_loader, "_why_no_device", lambda: None)
     monkeypatch.setattr(cuda_loader, "_why_not_buildable", lambda: None)
     return tmp_path

@@ -46,6 +46,9 @@ def test_a_toolkit_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = find_toolkit()
     assert found == Toolkit(str(nvcc), "Cuda compilation tools, release 13.0", tmp_path / "cuda")
     assert found.description == f"{nvcc} (Cuda compilation tools, release 13.0)"
+    assert found.version == "13.0"
+    full = "Cuda compilation tools, release 13.0, V13.0.48"
+    assert Toolkit("nvcc", full, None).version == "13.0.48"
 
 
 def test_the_toolkit_behind_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +82,7 @@ def test_a_toolkit_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found is not None and found.home == tmp_path / "other"
 
 
-@pytest.mark.parametrize("body", ["exit 1", "echo nothing that is known"])
+@pytest.mark.parametrize("body", ["exit 1", "echo nothing that is known", "echo release unknown"])
 def test_an_nvcc_that_does_not_answer(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(script(tmp_path / "nvcc", body).parent), prepend=":")
     assert find_toolkit() is None
