@@ -337,6 +337,7 @@ def test_caches_can_be_copied(model: Any, backend: str) -> None:
 
 
 def test_empty_caches_of_transformers_can_be_copied(model: Any) -> None:
+    pytest.importorskip("optimum.quanto")
     from transformers import QuantizedCache
 
     copied = copy.deepcopy(QuantizedCache("quanto", model.config))
