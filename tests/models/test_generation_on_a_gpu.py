@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import dispatch_model
 from transformers import PreTrainedModel
 
 from kvcache_plugins.cache import KVCache, build_cache
@@ -103,6 +102,7 @@ def test_latents_are_decoded_by_the_kernels(name: str) -> None:
 @pytest.mark.parametrize("name", ["int8", "kivi-2bit-block", "knorm-int8"])
 def test_layers_on_several_devices(name: str, models: tuple[PreTrainedModel, PreTrainedModel]) -> None:
     """On the first and the last GPU, which may be one."""
+    accelerate = pytest.importorskip("accelerate")
     model = copy.deepcopy(models[0])
     layers = model.config.num_hidden_layers
     first, last = "cuda:0", f"cuda:{torch.cuda.device_count() - 1}"
@@ -113,7 +113,7 @@ def test_layers_on_several_devices(name: str, models: tuple[PreTrainedModel, Pre
         "model.norm": last,
         "lm_head": last,
     }
-    model = dispatch_model(model, device_map)
+    model = accelerate.dispatch_model(model, device_map)
     tokens, cache = _generated(model, CACHES[name])
     devices = {str(layer.records.data.device) for layer in cache.packed_layers}
     assert devices == {first, last}
