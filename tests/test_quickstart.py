@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache, QuantizedCache, cache_utils
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, QuantizedCache, cache_utils
 from transformers.utils import logging as transformers_logging
 
 import kvcache_plugins as kvp
@@ -171,7 +171,7 @@ def test_errors_stop_before_any_work(
     def forbidden(*args: object, **options: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(quickstart.AutoModelForCausalLM, "from_pretrained", forbidden)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", forbidden)
     if "fp8" in " ".join(arguments) and not hasattr(cache_utils, "Fp8QuantizedLayer"):
         pytest.skip("this transformers has no fp8 backend")
     assert quickstart.main([*arguments, "--output", str(tmp_path)]) == 2

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from kvcache_plugins.cli import main
@@ -273,7 +274,7 @@ def test_peak_memory_is_the_operating_systems(tmp_path: Path) -> None:
     assert answer["peak_memory_bytes"] >= answer["load_peak_bytes"] >= answer["memory_before_bytes"]
     with torch.device("meta"):
         config = generation_worker.model_config(str(BUNDLED_MODEL))
-        model = generation_worker.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert answer["model_bytes"] == pytest.approx(2 * model.num_parameters(), rel=1e-3)
 
 
@@ -530,7 +531,7 @@ def test_random_model_is_the_one_promised() -> None:
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (8, 8, 2)
     assert config.head_dim == 64
     with torch.device("meta"):
-        model = generation_worker.AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
     assert model.num_parameters() == pytest.approx(50e6, rel=0.05)
 
 
