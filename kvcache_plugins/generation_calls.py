@@ -70,6 +70,12 @@ def check_request(model: Any, generation_config: Any) -> None:
             f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed are "
             "adapters that leave the cache alone, such as LORA and PROMPT_TUNING."
         )
+    if getattr(generation_config, "use_cache", None) is False:
+        raise ValueError(
+            "use_cache is False, by what generate() was given or by the configuration of "
+            f"{type(model).__name__}: cache_implementation='quantized' with backend={backend!r} would be "
+            "ignored. Allowed is use_cache=True."
+        )
 
 
 def _soft_prompt(model: Any) -> str | None:

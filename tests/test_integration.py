@@ -209,6 +209,12 @@ def test_a_model_without_a_cache_is_refused() -> None:
             generate(model.eval(), {"backend": "int8"})
 
 
+def test_generation_that_is_to_use_no_cache_is_refused(model: Any) -> None:
+    """Evolla's configuration says so, and any user can."""
+    with pytest.raises(ValueError, match=r"use_cache is False.*Allowed is use_cache=True"):
+        generate(model, {"backend": "int8"}, use_cache=False)
+
+
 def test_our_attention_on_a_model_that_takes_none() -> None:
     model = tiny_model("bloom", attn_implementation="kvcache_plugins")
     with pytest.raises(ValueError, match=r"'kvcache_plugins' was set on BloomForCausalLM, .* 'eager'"):
