@@ -13,6 +13,7 @@ from ..models.facts import (
     biases_by_distance,
     decoder_config,
     exchanges_attention,
+    masks_all_seen,
     split_model_or_config,
 )
 from ..models.layer_plan import LayerPlan, caches_latents
@@ -34,8 +35,8 @@ class EvictingCache(KVCache):
     counting every token seen, so positions, later turns and padding come out as with any other cache.
 
     Layers left out by `skip_layers` hold everything. All layers share the model's one attention mask, so as
-    soon as two of them hold different numbers of tokens, they make their own, for which the model must ask
-    transformers for its attention function.
+    soon as two of them hold different numbers of tokens, or the model makes it without asking how many are
+    held, they make their own, for which the model must ask transformers for its attention function.
     """
 
     config_class: ClassVar[type[EvictingConfig]] = EvictingConfig
@@ -66,7 +67,7 @@ class EvictingCache(KVCache):
         layers = self.evicting_layers
         kinds = {(layer.config.budget if layer.evicts else None) for layer in layers}
         for layer in layers:
-            layer.is_ragged = len(kinds) > 1
+            layer.is_ragged = len(kinds) > 1 or masks_all_seen(self.model_config)
             if self.config.storage is None:
                 layer.kernel = "dense"  # read by the model's own attention, unless that cannot mask it
         if self.config.positions == "compact":
@@ -185,15 +186,15 @@ class EvictingCache(KVCache):
     def _check_compact(self, layers: list[EvictingLayer]) -> None:
         name = type(self.config).__name__
         num_attending = sum(plan.has_keys and not plan.is_cross_attention for plan in self._plans)
+        if layers and all(layer.facts.rotary is None for layer in layers):
+            raise ValueError(
+                f"{name}.positions='compact' needs rotary position embeddings of a known layout, which this "
+                "model does not have; allowed is 'absolute'."
+            )
         if any(layer.is_ragged for layer in layers) or len(layers) < num_attending:
             raise ValueError(
                 f"{name}.positions='compact' numbers the tokens of all layers alike, so every layer must "
                 "evict with the same budget; allowed for this model and these options is 'absolute'."
-            )
-        if all(layer.facts.rotary is None for layer in layers):
-            raise ValueError(
-                f"{name}.positions='compact' needs rotary position embeddings of a known layout, which this "
-                "model does not have; allowed is 'absolute'."
             )
 
 

@@ -89,11 +89,14 @@ def _renumbered(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _check_positions(layer: EvictingLayer, positions: Any) -> None:
     """Refuse tokens that a model numbers by time, row and column (M-RoPE), unless all three are the same.
 
-    What an image takes of each is not its number of tokens, so moving up by slots would reorder it.
+    What an image takes of each is not its number of tokens, so moving up by slots would reorder it. Numbers
+    of pads, which differ in some models, mean nothing.
     """
     if not isinstance(positions, Tensor) or positions.dim() != 3 or positions.shape[-1] == 1:
         return  # what follows an image is numbered from its end, but comes after a call that shows it
-    if bool((positions != positions[:1]).any()):
+    slots = torch.arange(layer.held_length, layer.held_length + positions.shape[-1], device=positions.device)
+    is_real = slots >= layer.padding.starts(positions[0])[:, None]
+    if bool(((positions != positions[:1]) & is_real).any()):
         raise ValueError(
             f"{type(layer.config).__name__}.positions='compact' numbers tokens one by one, and this prompt "
             "has images, which its model numbers by time, row and column; allowed for such a prompt is "

@@ -19,15 +19,30 @@ __all__ = [
     "decoder_config",
     "describe_layers",
     "exchanges_attention",
+    "masks_all_seen",
     "split_model_or_config",
 ]
 
 _BIASED_FAMILIES = frozenset(
-    {"gpt_oss", "phi", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "starcoder2"}
+    {
+        "glm4v_text",
+        "gpt_oss",
+        "persimmon",
+        "phi",
+        "qwen2",
+        "qwen2_5_omni_text",
+        "qwen2_5_vl_text",
+        "qwen2_moe",
+        "qwen2_vl_text",
+        "starcoder2",
+    }
 )
 """Families whose key projection has a bias by construction, or by a default the flags below do not show."""
 _BIAS_FLAGS = ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias")
+_OWN_CROSS_CACHES = frozenset({"blip_text_model"})
+"""Families that put keys of images beside those of text only if the cache they are given is transformers'."""
 _DISTANCE_BIASED_FAMILIES = frozenset({"bloom", "cpmant", "inkling2_text", "inkling_text", "mpt"})
+_MASKING_FAMILIES = frozenset({"kosmos_2_text_model"})
 _KEY_PROJECTIONS = ("k_proj", "key", "k")
 _FUSED_PROJECTIONS = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
 
@@ -69,7 +84,8 @@ def decoder_config(config: Any) -> Any:
     """Return the configuration of the text decoder.
 
     Raises:
-        ValueError: For encoder-decoder models, whose two caches no backend here covers.
+        ValueError: For encoder-decoder models, whose two caches no backend here covers, and for others with
+            two caches.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
@@ -77,7 +93,13 @@ def decoder_config(config: Any) -> Any:
             f"(model_type={getattr(config, 'model_type', None)!r}) is an encoder-decoder model. "
             "Allowed are decoder-only configurations (is_encoder_decoder=False)."
         )
-    return config.get_text_config(decoder=True)
+    decoder = config.get_text_config(decoder=True)
+    if decoder.model_type in _OWN_CROSS_CACHES:
+        raise ValueError(
+            f"Models of type {decoder.model_type!r} would store keys and values of images among those of "
+            "text in a cache of this package. Allowed for this model is no cache_implementation at all."
+        )
+    return decoder
 
 
 def biases_by_distance(config: Any) -> bool:
@@ -87,6 +109,11 @@ def biases_by_distance(config: Any) -> bool:
     the newest. Positions inside the keys (rotary ones) or in the embeddings do not count.
     """
     return config.model_type in _DISTANCE_BIASED_FAMILIES or bool(getattr(config, "alibi", False))
+
+
+def masks_all_seen(config: Any) -> bool:
+    """Whether a model makes its masks for every token seen, and does not ask the cache how many it holds."""
+    return config.model_type in _MASKING_FAMILIES
 
 
 def check_attention_function(model: nn.Module) -> None:

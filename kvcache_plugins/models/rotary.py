@@ -119,15 +119,21 @@ def _inverse_frequencies(holder: nn.Module, layer_type: str | None) -> Tensor | 
 def rotary_module(model: nn.Module) -> nn.Module | None:
     """Return the first rotary embedding of a model that is not for images."""
     for module in model.modules():
-        if "RotaryEmbedding" in type(module).__name__ and "Vision" not in type(module).__name__:
+        if _rotates_text(type(module).__name__):
             return module
     return None
+
+
+def _rotates_text(class_name: str) -> bool:
+    """Whether a rotary embedding is for text; of a family with "Vision" in its name, the one named so is."""
+    is_text = "Vision" not in class_name or "Text" in class_name
+    return "RotaryEmbedding" in class_name and is_text
 
 
 def _build_rotary_module(config: Any) -> nn.Module | None:
     source = modeling_module(config)
     for name in dir(source) if source is not None else ():
-        if name.endswith("RotaryEmbedding") and "Vision" not in name:
+        if name.endswith("RotaryEmbedding") and _rotates_text(name):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
