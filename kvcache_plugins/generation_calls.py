@@ -16,9 +16,16 @@ from .registry import TRANSFORMERS_BACKENDS, get_backend
 
 __all__ = ["bind_cache", "check_request", "kept_whole", "let_assistant_keep_its_cache"]
 
-_UNSPLITTABLE_INPUTS = (
-    "pixel_values", "pixel_values_videos", "image_embeds", "input_features", "input_values", "inputs_embeds",
-)  # fmt: skip
+_SPLIT_WITH_THE_TEXT = frozenset(
+    {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+)
+"""Inputs of which transformers gives each chunk of a prompt its part."""
+_SPLIT_FEATURES = frozenset(
+    {"last_hidden_state", "pooler_output", "deepstack_features", "hidden_states", "attentions"}
+)
+"""What an encoded image has if each chunk can be given its part; models that encode more read more of it."""
+_READ_BEFORE = frozenset({"cache_position", "second_per_grid_ts", "video_second_per_grid"})
+"""Inputs that number tokens, which has been done for the whole prompt."""
 _WITHOUT_CACHE = ("flaubert", "openai-gpt", "xlm")
 """Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
 _SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
@@ -126,7 +133,7 @@ def bind_cache(
         max_cache_length (`int`, *optional*): Tokens the cache will hold in the end.
 
     Raises:
-        ValueError: If the prompt is to be read in larger chunks than the model can take.
+        ValueError: If the prompt is to be read in larger chunks than the model can take, or cannot be split.
     """
     kv_cache = model_kwargs.get("past_key_values")
     if kv_cache is None or not _is_ours(kv_cache):
@@ -147,6 +154,21 @@ def bind_cache(
     if given is None and _may_read_in_chunks(model, kv_cache, model_kwargs):
         # this object is the call's own copy
         generation_config.prefill_chunk_size = kv_cache.prefill_chunk_size
+    elif given is None:
+        _check_whole(model, kv_cache, prompt_length, model_kwargs)
+
+
+def _check_whole(model: Any, kv_cache: Any, prompt_length: int | None, model_kwargs: dict[str, Any]) -> None:
+    """Refuse a prompt that cannot be split, and is longer than what the model reads in one call."""
+    most = kv_cache.longest_call if kv_cache.reads_long_text else None
+    if most is None or model_kwargs.get("inputs_embeds") is not None or kv_cache.get_seq_length() > most:
+        return  # the model counts the tokens it is given
+    reasons = ", ".join(_given(model_kwargs)) or "a soft prompt"
+    raise ValueError(
+        f"{type(model).__name__} discards its cache when it reads more than {most} tokens in one call, and "
+        f"this prompt of {prompt_length} cannot be split, because of {reasons}. "
+        f"Allowed are prompts of at most {most} tokens, and text alone."
+    )
 
 
 def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
@@ -162,17 +184,37 @@ def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int 
 def _may_read_in_chunks(model: Any, kv_cache: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether transformers can split this prompt, and what it computes stays what it is.
 
-    Not one with a soft prompt: PEFT takes every call but the first for a step of one token. Nor one with
-    sounds; nor one with images, unless the model encodes them beforehand and transformers gives every chunk
-    its own of them, and no token sees later ones. Nor a later turn, in releases that would read it all again.
+    Not one with a soft prompt: PEFT takes every call but the first for a step of one token. Nor one whose
+    tokens see later ones. Nor one with sounds, images that the model does not encode beforehand, or anything
+    else that is given with it and would reach every chunk whole, as encoded images do in older releases. Nor
+    a later turn, in releases that would read it all again.
     """
     if _soft_prompt(model) is not None or _sees_ahead(model, model_kwargs):
         return False
-    if any(model_kwargs.get(name) is not None for name in _UNSPLITTABLE_INPUTS):
+    if _given(model_kwargs):
+        return False
+    encoded = model_kwargs.get("mm_encoder_outputs") or {}
+    if not all(_splits_features(model.config, *item) for item in encoded.items() if item[1] is not None):
         return False
     if model_kwargs.get("mm_encoder_outputs") and "mm_encoder_outputs" not in _how_prompts_are_read():
         return False
     return kv_cache.get_seq_length() == 0 or "input_ids[:, -next_sequence_length:]" in _how_prompts_are_read()
+
+
+def _given(model_kwargs: dict[str, Any]) -> list[str]:
+    """Names of what comes with a prompt, as a tensor or several, and would reach every chunk whole."""
+    others = model_kwargs.keys() - _SPLIT_WITH_THE_TEXT - _READ_BEFORE
+    values = {name: model_kwargs[name] for name in others}
+    return sorted(n for n, v in values.items() if isinstance(v, (list, tuple)) or hasattr(v, "shape"))
+
+
+def _splits_features(config: Any, modality: str, encoded: Any) -> bool:
+    """Whether each chunk of a prompt gets what it needs of images, or videos, that were encoded before."""
+    if not isinstance(encoded, Mapping):
+        return False
+    names = {name for name, value in encoded.items() if value is not None}
+    finds_tokens = isinstance(getattr(config, f"{modality}_token_id", None), int)
+    return finds_tokens and "pooler_output" in names and names <= _SPLIT_FEATURES
 
 
 def _sees_ahead(model: Any, model_kwargs: dict[str, Any]) -> bool:

@@ -21,9 +21,9 @@ from kvcache_plugins.calibration.sensitivity import candidates_of
 from kvcache_plugins.evaluation.perplexity_blocks import packed_shares
 from kvcache_plugins.layers.crossing import CrossAttentionLayer
 from kvcache_plugins.layers.windowed import WindowedLayer
-from kvcache_plugins.models.auto_class import auto_class
-from tests.models.multimodal import LENGTH, NAMES, Subject, gemma3, subject
+from tests.models.multimodal import NAMES, blip, gemma3, phi4_multimodal, subject
 from tests.models.rounded import Rounded
+from tests.models.showing import LENGTH, Subject
 
 NEW = 8
 IMAGE_TOKENS = 17  # of Mllama
@@ -39,8 +39,24 @@ MODES: dict[str, dict[str, Any]] = {
 NOT_WITH_DENSE = {("mllama", "prompt_lookup")}
 # Earlier releases would give every chunk all images.
 SPLITS_IMAGES = Version(transformers.__version__) >= Version("5.23")
-# Tokens that see later ones, sounds, and images that are not encoded beforehand.
-READ_WHOLE = frozenset({"blip-2", "gemma3", "mllama", "paligemma", "qwen2_audio"})
+# Tokens that see later ones, sounds, images that are not encoded beforehand or with what cannot be split.
+READ_WHOLE = frozenset(
+    {
+        "blip-2",
+        "fuyu",
+        "gemma3",
+        "gemma4",
+        "granite4_vision",
+        "kosmos-2",
+        "mllama",
+        "ovis2",
+        "paligemma",
+        "phi4_multimodal",
+        "qwen2_5_omni_thinker",
+        "qwen2_audio",
+        "video_llama_3",
+    }
+)
 
 
 def generate(
@@ -188,6 +204,14 @@ class TestChunks:
         assert counts == ([24, 24, 12] if is_split else [LENGTH])
         torch.testing.assert_close(logits[:, 0], generate(given)[1][:, 0], atol=1e-4, rtol=1e-4)
 
+    def test_a_long_prompt_that_the_model_would_read_without_its_cache_is_refused(self) -> None:
+        given = phi4_multimodal(switch=32)
+        with pytest.raises(ValueError, match=r"more than 32 tokens.* of 60 cannot.*audio_input_features"):
+            generate(given, NEVER_PACKED)
+        _, logits, cache = generate(given, NEVER_PACKED, given.text_alone())
+        assert isinstance(cache, KVCache)
+        torch.testing.assert_close(logits, generate(given, None, given.text_alone())[1], atol=1e-4, rtol=1e-4)
+
     def test_text_alone_is_split(self, monkeypatch: pytest.MonkeyPatch) -> None:
         given = subject("gemma3")
         prompt = given.text_alone()
@@ -211,7 +235,9 @@ class TestCompactPositions:
         _, logits, _ = generate(given, self.COMPACT, given.text_alone())
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
-    @pytest.mark.parametrize("name", ["llava", "mistral3", "mllama"])
+    @pytest.mark.parametrize(
+        "name", ["granite4_vision", "llava", "mistral3", "mllama", "qwen2_5_omni_thinker"]
+    )
     def test_images_numbered_as_text_are_not(self, name: str) -> None:
         _, logits, _ = generate(subject(name), self.COMPACT)
         torch.testing.assert_close(logits, generate(subject(name))[1], atol=1e-4, rtol=1e-4)
@@ -348,14 +374,26 @@ class TestCrossAttention:
         assert {candidate.layer_idx for candidate in candidates} == {0, 2}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_configurations_name_the_class_that_loads_them(name: str) -> None:
-    model = subject(name).model
-    with torch.device("meta"):
-        made = auto_class(model.config).from_config(model.config)
-    assert hasattr(made, "generate")
+def test_an_evicting_cache_masks_for_models_that_do_not_ask_what_it_holds() -> None:
+    """Kosmos-2 makes masks for every token seen. A dense cache, with what is gone hidden, reads the same."""
+    given = subject("kosmos-2")
+    streaming = {"backend": "streaming_llm", "budget": 40, "sink_length": 4}
+    tokens, logits, cache = generate(given, streaming)  # of a row without pads alone, transformers drops it
+    assert cache.num_held() == 40 + NEW - 1
+
+    row = {key: value[:1] for key, value in given.prompt.items()}
+    with torch.no_grad():
+        past = given.model(**row, use_cache=True).past_key_values
+        mask = torch.ones(1, LENGTH + 1, dtype=torch.long)
+        mask[:, 4:-37] = 0  # the first of 4 and the last of 36, and the new one
+        step = given.model.text_model(tokens[:1, :1], attention_mask=mask, past_key_values=past)
+    torch.testing.assert_close(logits[:1, 1], step.logits[:, -1], atol=1e-4, rtol=1e-4)
 
 
-def test_language_models_are_loaded_as_such() -> None:
-    config = transformers.AutoConfig.for_model("llama")
-    assert auto_class(config) is transformers.AutoModelForCausalLM
+def test_a_cache_of_two_parts_is_refused() -> None:
+    """BLIP puts images beside the text in transformers' own cache, and among the text in any other."""
+    given = blip()
+    with pytest.raises(ValueError, match="of images among those of text"):
+        generate(given, INT8)
+    with pytest.raises(ValueError, match="of images among those of text"):
+        kvp.build_cache(given.model, INT8)
