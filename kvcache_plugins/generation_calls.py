@@ -26,6 +26,9 @@ _SPLIT_FEATURES = frozenset(
 """What an encoded image has if each chunk can be given its part; models that encode more read more of it."""
 _READ_BEFORE = frozenset({"cache_position", "second_per_grid_ts", "video_second_per_grid"})
 """Inputs that number tokens, which has been done for the whole prompt."""
+_READ_WHOLE = frozenset({"jamba", "kosmos_2_5_text_model"})
+"""Families that compute something else in chunks, with transformers' caches too: recurrent layers of Jamba
+start anew in each, and Kosmos-2.5 numbers tokens of padded rows by other rules in the first than later."""
 _WITHOUT_CACHE = ("flaubert", "openai-gpt", "xlm")
 """Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
 _SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
@@ -185,11 +188,13 @@ def _may_read_in_chunks(model: Any, kv_cache: Any, model_kwargs: dict[str, Any])
     """Whether transformers can split this prompt, and what it computes stays what it is.
 
     Not one with a soft prompt: PEFT takes every call but the first for a step of one token. Nor one whose
-    tokens see later ones. Nor one with sounds, images that the model does not encode beforehand, or anything
-    else that is given with it and would reach every chunk whole, as encoded images do in older releases. Nor
-    a later turn, in releases that would read it all again.
+    tokens see later ones, or of a model that reads chunks otherwise. Nor one with sounds, images that the
+    model does not encode beforehand, or anything else that is given with it and would reach every chunk
+    whole, as encoded images do in older releases. Nor a later turn, in releases that would read it all again.
     """
     if _soft_prompt(model) is not None or _sees_ahead(model, model_kwargs):
+        return False
+    if model.config.get_text_config(decoder=True).model_type in _READ_WHOLE:
         return False
     if _given(model_kwargs):
         return False

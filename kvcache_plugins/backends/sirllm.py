@@ -148,7 +148,12 @@ def _watch(model: nn.Module) -> None:
                 "The backend 'sirllm' scores tokens by their probability and needs `input_ids`, got "
                 "`inputs_embeds`."
             )
-        states = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        states = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
+        if states is None:
+            raise UnsupportedOperationError(
+                "The backend 'sirllm' scores tokens by the states before the head, which "
+                f"{type(module).__name__} does not hand out."
+            )
         with storing():
             cache.take_states(whole, states, token_ids)
 

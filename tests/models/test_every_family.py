@@ -91,6 +91,8 @@ def test_family(name: str) -> None:
         return
     if name in MASKS_OF_THEIR_OWN and not transformers.__version__.startswith(LISTED_FOR):
         return
+    _, first, _ = greedy(model, (LENGTH, 31), 1, {**evicting, "budget": LENGTH - 1})
+    torch.testing.assert_close(first, logits[:, :1], atol=1e-4, rtol=1e-4)  # reading in chunks is no other
     _, logits, cache = generate(model, evicting)
     assert torch.isfinite(logits).all()
     assert {layer.held_length for layer in cache.packed_layers} <= {24 + NEW - 1}

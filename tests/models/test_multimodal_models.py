@@ -18,6 +18,7 @@ from kvcache_plugins import KVCache
 from kvcache_plugins.artifacts.scales import Scales, save_scales
 from kvcache_plugins.calibration.recording import calibrated_layers
 from kvcache_plugins.calibration.sensitivity import candidates_of
+from kvcache_plugins.errors import UnsupportedOperationError
 from kvcache_plugins.evaluation.perplexity_blocks import packed_shares
 from kvcache_plugins.layers.crossing import CrossAttentionLayer
 from kvcache_plugins.layers.windowed import WindowedLayer
@@ -388,6 +389,11 @@ def test_an_evicting_cache_masks_for_models_that_do_not_ask_what_it_holds() -> N
         mask[:, 4:-37] = 0  # the first of 4 and the last of 36, and the new one
         step = given.model.text_model(tokens[:1, :1], attention_mask=mask, past_key_values=past)
     torch.testing.assert_close(logits[:1, 1], step.logits[:, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_decoder_that_hands_out_no_states_is_named() -> None:
+    with pytest.raises(UnsupportedOperationError, match="Kosmos2TextForCausalLM does not hand out"):
+        generate(subject("kosmos-2"), {"backend": "sirllm", "budget": 40})
 
 
 def test_a_cache_of_two_parts_is_refused() -> None:
