@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ _MARK = "_kvcache_plugins_surprisal"
 _LAST_STATE = "last_state"
 _SLICE = 512
 """Tokens whose logits are computed at once."""
+_PLACEHOLDERS = tuple(
+    f"{modality}_token_{word}" for modality in ("image", "video", "audio") for word in ("id", "index")
+)
+"""Names in configurations of tokens that stand for what is no text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,7 @@ class SirLLMCache(EvictingCache):
     Cost: 8 bytes per token and head beside the storage; the language-model head on every token of a prompt,
         and twice on generated ones. All layers evict after the forward, so the peak is a budget and a chunk
         in every layer.
-    Limits: needs `input_ids`, and a model with a language-model head.
+    Limits: needs `input_ids` of text, and a model with a language-model head.
     """
 
     config_class = SirLLMConfig
@@ -136,13 +141,20 @@ def _watch(model: nn.Module) -> None:
     if _MARK in decoder.__dict__:
         return
     owner = weakref.ref(model)
+    given: list[Tensor | None] = [None]
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A model of text and images embeds the tokens itself, so that its decoder is not given them."""
+        if isinstance(kwargs.get("past_key_values"), SirLLMCache):
+            given[0] = kwargs.get("input_ids", args[0] if args else None)
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, SirLLMCache):
             return
-        token_ids = kwargs.get("input_ids", args[0] if args else None)
-        whole = owner()
+        whole, token_ids = owner(), kwargs.get("input_ids", args[0] if args else None)
+        if token_ids is None:
+            token_ids, given[0] = given[0], None
         if token_ids is None or whole is None:
             raise UnsupportedOperationError(
                 "The backend 'sirllm' scores tokens by their probability and needs `input_ids`, got "
@@ -154,10 +166,28 @@ def _watch(model: nn.Module) -> None:
                 "The backend 'sirllm' scores tokens by the states before the head, which "
                 f"{type(module).__name__} does not hand out."
             )
+        _check_text(whole.config, token_ids)
         with storing():
             cache.take_states(whole, states, token_ids)
 
-    decoder.__dict__[_MARK] = decoder.register_forward_hook(after, with_kwargs=True)
+    decoder.__dict__[_MARK] = (
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        decoder.register_forward_hook(after, with_kwargs=True),
+    )
+
+
+def _check_text(config: Any, token_ids: Tensor) -> None:
+    """Refuse a prompt with images or sounds, whose tokens no model predicts."""
+    if token_ids.shape[1] == 1:  # generated, and not worth waiting for a device at every step
+        return
+    parts = (config, *(getattr(config, name, None) for name in ("vision_config", "audio_config")))
+    for name, part in product(_PLACEHOLDERS, parts):
+        placeholder = getattr(part, name, None)
+        if isinstance(placeholder, int) and bool((token_ids == placeholder).any()):
+            raise UnsupportedOperationError(
+                "The backend 'sirllm' scores tokens by their probability, and those that stand for images or "
+                f"sounds have none: this prompt has tokens {placeholder} ({name}). Allowed is text."
+            )
 
 
 def surprisal(model: Any, states: Tensor, token_ids: Tensor, before: Tensor | None = None) -> Tensor:

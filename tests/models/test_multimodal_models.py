@@ -244,6 +244,26 @@ class TestCompactPositions:
         torch.testing.assert_close(logits, generate(subject(name))[1], atol=1e-4, rtol=1e-4)
 
 
+class TestSurprise:
+    """SirLLM scores tokens, which the decoder of such a model is not given."""
+
+    @pytest.mark.parametrize("name", ["gemma3", "llava", "mllama", "qwen2_vl"])
+    def test_text_is_scored(self, name: str) -> None:
+        given = subject(name)
+        tokens = given.text_alone()["input_ids"][:1]
+        cache = kvp.build_cache(given.model, {"backend": "sirllm", "budget": 100, "chunk_size": None})
+        with torch.no_grad():
+            logits = given.model(input_ids=tokens, past_key_values=cache).logits
+        expected = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none")
+        scores = cache.packed_layers[-1].ledger.scores  # type: ignore[attr-defined]
+        torch.testing.assert_close(scores[0, 0, 1:], expected, atol=1e-4, rtol=1e-4)
+
+    @pytest.mark.parametrize("name", ["llava", "phi4_multimodal", "qwen2_audio", "video_llama_3"])
+    def test_images_and_sounds_are_refused(self, name: str) -> None:
+        with pytest.raises(UnsupportedOperationError, match=r"'sirllm'.*have none.*Allowed is text"):
+            generate(subject(name), {"backend": "sirllm", "budget": 40})
+
+
 class TestCrossAttention:
     """Layers of Mllama that hold an image, among those of its text."""
 
