@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoConfig, AutoTokenizer, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..artifacts.files import write_json
 from ..artifacts.folders import push, replacing
 from ..evaluation.options import DTYPES
 from ..evaluation.results import RESULTS_FILE, build_document
+from ..models.auto_class import auto_class
 from ..models.facts import decoder_config
 from ..retaining.configuration import DEFAULT_BUDGET, RetainingHeadsConfig
 from ..retaining.heads import RetainingHeads
@@ -73,7 +74,7 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
 
     set_seed(args.seed)
     heads = RetainingHeads(heads_config)
-    base_model = _load_base(options, source)
+    base_model = _load_base(config, options, source)
     data: dict[str, Any] = {
         "train_dataset": train,
         "eval_dataset": held_out,
@@ -117,13 +118,13 @@ def _checkpoint(args: LocretTrainingArguments, output: Path) -> str | None:
     return str(given)
 
 
-def _load_base(options: LocretOptions, source: dict[str, Any]) -> Any:
+def _load_base(config: Any, options: LocretOptions, source: dict[str, Any]) -> Any:
     placement: dict[str, Any] = {}
     for name in ("device_map", "attn_implementation"):
         if getattr(options, name) is not None:
             placement[name] = getattr(options, name)
     dtype = DTYPES.get(options.dtype, "auto")
-    return AutoModelForCausalLM.from_pretrained(str(options.model), dtype=dtype, **source, **placement)
+    return auto_class(config).from_pretrained(str(options.model), dtype=dtype, **source, **placement)
 
 
 def _measure(trainer: LocretTrainer, name: str) -> _Recalls:
