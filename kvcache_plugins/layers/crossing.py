@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..models.facts import LayerFacts
 from .base import PackedLayer
-from .handle import handle_of_all
+from .shown import ShownLayer
 from .view import StreamView
 
 __all__ = ["CrossAttentionLayer", "with_cross_attention"]
 
 
-class CrossAttentionLayer(PackedLayer):
+class CrossAttentionLayer(ShownLayer):
     """A packed layer whose tokens are those of images. Made by [`with_cross_attention`]."""
 
     def bind(
@@ -36,16 +36,6 @@ class CrossAttentionLayer(PackedLayer):
         for stream in self.streams:
             stream.final_length = self.final_length
         return super()._append(key_states, value_states, defer=defer)
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """A handle of all keys, `(B, H, T, D)`."""
-        return handle_of_all(self, self.key_stream_) if self.is_initialized else None
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """A handle of all values, `(B, H, T, D)`."""
-        return handle_of_all(self, self.value_stream_) if self.is_initialized else None
 
     def room(self, limit: int) -> int:
         """All of them: tokens of the text bring nothing to this layer."""

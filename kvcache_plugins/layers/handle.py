@@ -19,9 +19,8 @@ from .view import StreamView
 
 if TYPE_CHECKING:
     from .base import PackedLayer
-    from .stream import Stream
 
-__all__ = ["KVHandle", "handle_of_all", "intercept"]
+__all__ = ["KVHandle", "intercept"]
 
 _Self = TypeVar("_Self", bound="KVHandle")
 _Interceptor = Callable[..., Any]
@@ -116,11 +115,6 @@ class KVHandle(Tensor):
     ):
         # Reached only by operations that bypass `__torch_function__`, such as calls from C++.
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs or {}))
-
-
-def handle_of_all(layer: PackedLayer, stream: Stream) -> KVHandle:
-    """A handle of everything that one stream of a layer holds, for models that ask a layer for its keys."""
-    return KVHandle(layer, StreamView(stream, stream.packed_length, (stream.tail.view(),)))
 
 
 def _decoded(value: Any) -> Any:

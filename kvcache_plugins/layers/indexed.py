@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .base import PackedLayer
-from .handle import handle_of_all
+from .shown import ShownLayer
 from .storing import storing
 from .tail import Tail
 
@@ -23,7 +23,7 @@ __all__ = ["IndexedLayer", "with_indexer"]
 _UNBOUNDED = 1 << 62
 
 
-class IndexedLayer(PackedLayer):
+class IndexedLayer(ShownLayer):
     """A packed layer that keeps an indexer's keys too, as transformers' `DynamicIndexedLayer` does.
 
     Every verb acts on both. Made by [`with_indexer`].
@@ -54,16 +54,6 @@ class IndexedLayer(PackedLayer):
     def is_indexer_initialized(self) -> bool:
         """Whether there are any."""
         return self._indexer is not None
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """A handle of all keys: some models ask for their number."""
-        return handle_of_all(self, self.key_stream_) if self.is_initialized else None
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """A handle of all values."""
-        return handle_of_all(self, self.value_stream_) if self.is_initialized else None
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)

@@ -13,23 +13,11 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedModel
 
-from kvcache_plugins.testing.models import _initialise
+from kvcache_plugins.testing.models import _COMMON, _initialise
 
 LENGTH, PADS = 60, 7
 START, STOP, IMAGE = 3, 4, 5
-TEXT: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+TEXT: dict[str, Any] = {**_COMMON, "max_position_embeddings": 4096}
 TOWER: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 64,
