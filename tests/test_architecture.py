@@ -16,7 +16,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = (
     "errors", "registry", "config", "quantizers", "models", "kernels", "layers", "attention", "report",
     "artifacts", "cache", "persistence", "estimation", "eviction", "retaining", "backends", "evaluation",
-    "calibration", "training", "generation_calls", "integration", "testing", "cli", "__init__",
+    "calibration", "training", "prompt_chunks", "generation_calls", "integration", "testing", "cli",
+    "__init__",
 )  # fmt: skip
 # Deferred imports that would close a circle at import time, with the reason.
 DEFERRED = {

@@ -37,6 +37,7 @@ def test_importing_after_transformers_is_loaded_adds_nothing_heavy() -> None:
         "kvcache_plugins.errors",
         "kvcache_plugins.generation_calls",
         "kvcache_plugins.integration",
+        "kvcache_plugins.prompt_chunks",
         "kvcache_plugins.registry",
     ]
     assert len(eval(added)) < 12

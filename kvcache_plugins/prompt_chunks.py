@@ -1,0 +1,108 @@
+"""Which prompts transformers can read in chunks so that nothing else is computed than of the whole.
+
+Evicting caches are read in chunks to bound memory. That is transformers' doing, and what it can split differs
+between releases, models, and what comes with a prompt. What is not known to be split right is read whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+__all__ = ["may_read_in_chunks", "soft_prompt_kind", "unsplittable_inputs"]
+
+_SPLIT_WITH_THE_TEXT = frozenset(
+    {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+)
+"""Inputs of which transformers gives each chunk of a prompt its part."""
+_SPLIT_FEATURES = frozenset(
+    {"last_hidden_state", "pooler_output", "deepstack_features", "hidden_states", "attentions"}
+)
+"""What an encoded image has if each chunk can be given its part; models that encode more read more of it."""
+_READ_BEFORE = frozenset({"cache_position", "second_per_grid_ts", "video_second_per_grid"})
+"""Inputs that number tokens, which has been done for the whole prompt."""
+_READ_WHOLE = frozenset({"jamba", "kosmos_2_5_text_model"})
+"""Families that compute something else in chunks, with transformers' caches too: recurrent layers of Jamba
+start anew in each, and Kosmos-2.5 numbers tokens of padded rows by other rules in the first than later."""
+
+
+def may_read_in_chunks(model: Any, model_kwargs: dict[str, Any], *, is_first: bool) -> bool:
+    """Whether transformers can split this prompt, and what it computes stays what it is.
+
+    Not one with a soft prompt: PEFT takes every call but the first for a step of one token. Nor one whose
+    tokens see later ones, or of a model that reads chunks otherwise. Nor one with sounds, images that the
+    model does not encode beforehand, or anything else that is given with it and would reach every chunk
+    whole, as encoded images do in older releases. Nor a later turn, in releases that would read it all again.
+
+    Args:
+        model (`PreTrainedModel`): What generates.
+        model_kwargs (`dict`): The call's arguments.
+        is_first (`bool`): Whether nothing has been read before.
+    """
+    if soft_prompt_kind(model) is not None or _sees_ahead(model, model_kwargs):
+        return False
+    if model.config.get_text_config(decoder=True).model_type in _READ_WHOLE:
+        return False
+    if unsplittable_inputs(model_kwargs):
+        return False
+    encoded = model_kwargs.get("mm_encoder_outputs") or {}
+    if not all(_splits_features(model.config, *item) for item in encoded.items() if item[1] is not None):
+        return False
+    if model_kwargs.get("mm_encoder_outputs") and "mm_encoder_outputs" not in _how_prompts_are_read():
+        return False
+    return is_first or "input_ids[:, -next_sequence_length:]" in _how_prompts_are_read()
+
+
+def unsplittable_inputs(model_kwargs: dict[str, Any]) -> list[str]:
+    """Names of what comes with a prompt, as a tensor or several, and would reach every chunk whole."""
+    others = model_kwargs.keys() - _SPLIT_WITH_THE_TEXT - _READ_BEFORE
+    values = {name: model_kwargs[name] for name in others}
+    return sorted(n for n, v in values.items() if isinstance(v, (list, tuple)) or hasattr(v, "shape"))
+
+
+def _splits_features(config: Any, modality: str, encoded: Any) -> bool:
+    """Whether each chunk of a prompt gets what it needs of images, or videos, that were encoded before."""
+    if not isinstance(encoded, Mapping):
+        return False
+    names = {name for name, value in encoded.items() if value is not None}
+    finds_tokens = isinstance(getattr(config, f"{modality}_token_id", None), int)
+    return finds_tokens and "pooler_output" in names and names <= _SPLIT_FEATURES
+
+
+def _sees_ahead(model: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether tokens of this prompt attend to later ones, which must then be in the same call.
+
+    Those of one image do in Gemma 3 and 4, those of the whole prompt in PaliGemma. Such models mark them by
+    types of tokens, which others need for other things.
+    """
+    if not _masks_blocks(type(model).__module__):
+        return False
+    types = (model_kwargs.get(name) for name in ("token_type_ids", "mm_token_type_ids"))
+    return bool(model_kwargs.get("mm_encoder_outputs")) or any(t is not None and bool(t.any()) for t in types)
+
+
+@cache
+def _masks_blocks(module_name: str) -> bool:
+    """Whether a modelling file makes masks of blocks whose tokens all see one another."""
+    source = sys.modules.get(module_name)
+    return source is not None and "block_sequence_ids" in inspect.getsource(source)
+
+
+@cache
+def _how_prompts_are_read() -> str:
+    """The source that splits a prompt into chunks, which tells what it can split in this release."""
+    from transformers.generation.utils import GenerationMixin
+
+    return inspect.getsource(GenerationMixin._prefill)
+
+
+def soft_prompt_kind(model: Any) -> str | None:
+    """The kind of soft prompt that PEFT, which then speaks for the model, puts before every prompt."""
+    owner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    config: Any = getattr(owner, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False):
+        return None
+    return str(getattr(config.peft_type, "value", config.peft_type))
