@@ -113,6 +113,8 @@ class KVCache(Cache):
 
     reads_long_text = False
     """Whether a model with two sets of rotary frequencies is to use those of long texts."""
+    whole_prompt_reason: str | None = None
+    """Why the latest prompt was not read in chunks, although that would have bounded memory."""
     longest_call: int | None = None
     """Tokens a model reads at most in one call without throwing this cache away."""
 
@@ -224,6 +226,7 @@ class KVCache(Cache):
             kernel_reasons={
                 layer.layer_idx: layer.kernel_reason for layer in packed if layer.kernel_reason is not None
             },
+            whole_prompt_reason=self.whole_prompt_reason,
         )
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:

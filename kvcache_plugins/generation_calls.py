@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from .prompt_chunks import may_read_in_chunks, soft_prompt_kind, unsplittable_inputs
+from .prompt_chunks import soft_prompt_kind, why_read_whole
 from .registry import TRANSFORMERS_BACKENDS, get_backend
 
 __all__ = ["bind_cache", "check_request", "kept_whole", "let_assistant_keep_its_cache"]
@@ -130,23 +130,30 @@ def bind_cache(
             f"prefill_chunk_size must be at most {kv_cache.longest_call} for {type(model).__name__} and a "
             f"prompt of {prompt_length} tokens, or the model discards the cache; got {given}."
         )
-    if given is None and may_read_in_chunks(model, model_kwargs, is_first=kv_cache.get_seq_length() == 0):
-        # this object is the call's own copy
-        generation_config.prefill_chunk_size = kv_cache.prefill_chunk_size
-    elif given is None:
-        _check_whole(model, kv_cache, prompt_length, model_kwargs)
+    kv_cache.whole_prompt_reason = None
+    wanted = kv_cache.prefill_chunk_size
+    if given is not None or wanted is None:
+        return
+    reason = why_read_whole(model, model_kwargs, is_first=kv_cache.get_seq_length() == 0)
+    if reason is None:
+        generation_config.prefill_chunk_size = wanted  # this object is the call's own copy
+        return
+    _check_whole(model, kv_cache, prompt_length, model_kwargs, reason)
+    if prompt_length is None or prompt_length - kv_cache.get_seq_length() > wanted:
+        kv_cache.whole_prompt_reason = reason
 
 
-def _check_whole(model: Any, kv_cache: Any, prompt_length: int | None, model_kwargs: dict[str, Any]) -> None:
+def _check_whole(
+    model: Any, kv_cache: Any, prompt_length: int | None, model_kwargs: dict[str, Any], reason: str
+) -> None:
     """Refuse a prompt that cannot be split, and is longer than what the model reads in one call."""
     most = kv_cache.longest_call if kv_cache.reads_long_text else None
     if most is None or model_kwargs.get("inputs_embeds") is not None or kv_cache.get_seq_length() > most:
         return  # the model counts the tokens it is given
-    reasons = ", ".join(unsplittable_inputs(model_kwargs)) or "a soft prompt"
     raise ValueError(
         f"{type(model).__name__} discards its cache when it reads more than {most} tokens in one call, and "
-        f"this prompt of {prompt_length} cannot be split, because of {reasons}. "
-        f"Allowed are prompts of at most {most} tokens, and text alone."
+        f"this prompt of {prompt_length} cannot be split: {reason}. Allowed are prompts of at most {most} "
+        "tokens, and text alone."
     )
 
 

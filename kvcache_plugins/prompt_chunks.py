@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-__all__ = ["may_read_in_chunks", "soft_prompt_kind", "unsplittable_inputs"]
+__all__ = ["soft_prompt_kind", "why_read_whole"]
 
 _SPLIT_WITH_THE_TEXT = frozenset(
     {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
@@ -29,34 +29,33 @@ _READ_WHOLE = frozenset({"jamba", "kosmos_2_5_text_model"})
 start anew in each, and Kosmos-2.5 numbers tokens of padded rows by other rules in the first than later."""
 
 
-def may_read_in_chunks(model: Any, model_kwargs: dict[str, Any], *, is_first: bool) -> bool:
-    """Whether transformers can split this prompt, and what it computes stays what it is.
-
-    Not one with a soft prompt: PEFT takes every call but the first for a step of one token. Nor one whose
-    tokens see later ones, or of a model that reads chunks otherwise. Nor one with sounds, images that the
-    model does not encode beforehand, or anything else that is given with it and would reach every chunk
-    whole, as encoded images do in older releases. Nor a later turn, in releases that would read it all again.
+def why_read_whole(model: Any, model_kwargs: dict[str, Any], *, is_first: bool) -> str | None:
+    """Say why this prompt is not split; `None` if transformers can, and what it computes stays what it is.
 
     Args:
         model (`PreTrainedModel`): What generates.
         model_kwargs (`dict`): The call's arguments.
         is_first (`bool`): Whether nothing has been read before.
     """
-    if soft_prompt_kind(model) is not None or _sees_ahead(model, model_kwargs):
-        return False
+    if soft_prompt_kind(model) is not None:
+        return "PEFT takes every call after a soft prompt's first for a step of one token"
+    if _sees_ahead(model, model_kwargs):
+        return "tokens of an image, or of the whole prompt, see later ones"
     if model.config.get_text_config(decoder=True).model_type in _READ_WHOLE:
-        return False
-    if unsplittable_inputs(model_kwargs):
-        return False
+        return "this model computes something else in chunks"
+    if names := _unsplittable_inputs(model_kwargs):
+        return f"transformers would give every chunk all of {', '.join(names)}"
     encoded = model_kwargs.get("mm_encoder_outputs") or {}
     if not all(_splits_features(model.config, *item) for item in encoded.items() if item[1] is not None):
-        return False
-    if model_kwargs.get("mm_encoder_outputs") and "mm_encoder_outputs" not in _how_prompts_are_read():
-        return False
-    return is_first or "input_ids[:, -next_sequence_length:]" in _how_prompts_are_read()
+        return "this model encodes more of an image than transformers splits"
+    if encoded and "mm_encoder_outputs" not in _how_prompts_are_read():
+        return "this release of transformers would give every chunk all images"
+    if not is_first and "input_ids[:, -next_sequence_length:]" not in _how_prompts_are_read():
+        return "this release of transformers cannot split a later turn"
+    return None
 
 
-def unsplittable_inputs(model_kwargs: dict[str, Any]) -> list[str]:
+def _unsplittable_inputs(model_kwargs: dict[str, Any]) -> list[str]:
     """Names of what comes with a prompt, as a tensor or several, and would reach every chunk whole."""
     others = model_kwargs.keys() - _SPLIT_WITH_THE_TEXT - _READ_BEFORE
     values = {name: model_kwargs[name] for name in others}

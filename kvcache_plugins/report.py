@@ -24,6 +24,8 @@ class CacheReport:
         values (`int`): Numbers (key and value entries) held.
         kernel_reasons (`dict[int, str]`): Layers whose latest attention over packed tokens was not by a fast
             kernel, with the reason.
+        whole_prompt_reason (`str`, *optional*): Why the latest prompt was read in one call, although chunks
+            would have bounded memory.
     """
 
     backend: str
@@ -36,6 +38,7 @@ class CacheReport:
     fallback_reads: int = 0
     values: int = 0
     kernel_reasons: dict[int, str] = field(default_factory=dict)
+    whole_prompt_reason: str | None = None
 
     @property
     def memory_fraction(self) -> float:
@@ -61,6 +64,8 @@ class CacheReport:
         ]
         rows += _by_reason(lambda index: self.kernel[index], self.kernel_reasons)
         rows += _by_reason(lambda index: "dense", self.dense_layers)
+        if self.whole_prompt_reason is not None:
+            rows.append(("prompt read whole", self.whole_prompt_reason))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

@@ -180,8 +180,8 @@ class TestChunks:
         cache_config: dict[str, Any],
         prompt: dict[str, Tensor] | None,
         monkeypatch: pytest.MonkeyPatch,
-    ) -> tuple[list[int], Tensor]:
-        """Tokens of every call that reads the prompt, and all logits."""
+    ) -> tuple[list[int], Tensor, Any]:
+        """Tokens of every call that reads the prompt, all logits, and the cache."""
         counts = []
         decoder = type(given.model.get_decoder())
         forward = decoder.forward
@@ -193,16 +193,18 @@ class TestChunks:
 
         with monkeypatch.context() as patch:
             patch.setattr(decoder, "forward", counted)
-            _, logits, _ = generate(given, cache_config, prompt)
-        return counts[: -NEW + 1], logits
+            _, logits, cache = generate(given, cache_config, prompt)
+        return counts[: -NEW + 1], logits, cache
 
     @pytest.mark.parametrize("name", sorted(set(NAMES) - {"git"}))
     def test_prompts_with_images(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The first token comes before anything is evicted, so it is that of the whole prompt."""
         given, evicting = subject(name), {**self.EVICTING, "budget": LENGTH - 1}
         is_split = SPLITS_IMAGES and name not in READ_WHOLE
-        counts, logits = self.run(given, evicting, None, monkeypatch)
+        counts, logits, cache = self.run(given, evicting, None, monkeypatch)
         assert counts == ([24, 24, 12] if is_split else [LENGTH])
+        assert (cache.report().whole_prompt_reason is None) == is_split
+        assert ("prompt read whole" in str(cache.report())) != is_split
         torch.testing.assert_close(logits[:, 0], generate(given)[1][:, 0], atol=1e-4, rtol=1e-4)
 
     def test_a_long_prompt_that_the_model_would_read_without_its_cache_is_refused(self) -> None:
