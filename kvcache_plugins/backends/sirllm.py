@@ -153,8 +153,7 @@ def _watch(model: nn.Module) -> None:
         if not isinstance(cache, SirLLMCache):
             return
         whole, token_ids = owner(), kwargs.get("input_ids", args[0] if args else None)
-        if token_ids is None:
-            token_ids, given[0] = given[0], None
+        token_ids, given[0] = given[0] if token_ids is None else token_ids, None  # of this call, no later one
         if token_ids is None or whole is None:
             raise UnsupportedOperationError(
                 "The backend 'sirllm' scores tokens by their probability and needs `input_ids`, got "

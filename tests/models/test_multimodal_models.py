@@ -260,6 +260,18 @@ class TestSurprise:
         scores = cache.packed_layers[-1].ledger.scores  # type: ignore[attr-defined]
         torch.testing.assert_close(scores[0, 0, 1:], expected, atol=1e-4, rtol=1e-4)
 
+    @pytest.mark.parametrize("name", ["llava", "git"])
+    def test_tokens_of_a_call_are_not_those_of_the_next(self, name: str) -> None:
+        """Whether the decoder was given them (GIT) or not: it is now called by itself, with embeddings."""
+        given = subject(name)
+        tokens = given.text_alone()["input_ids"][:1]
+        cache = kvp.build_cache(given.model, {"backend": "sirllm", "budget": 100, "chunk_size": None})
+        with torch.no_grad():
+            given.model(input_ids=tokens, past_key_values=cache)
+            embedded = given.model.get_input_embeddings()(tokens)
+            with pytest.raises(UnsupportedOperationError, match=r"needs `input_ids`"):
+                given.model.get_decoder()(inputs_embeds=embedded, past_key_values=cache)
+
     @pytest.mark.parametrize("name", ["llava", "phi4_multimodal", "qwen2_audio", "video_llama_3"])
     def test_images_and_sounds_are_refused(self, name: str) -> None:
         with pytest.raises(UnsupportedOperationError, match=r"'sirllm'.*have none.*Allowed is text"):
