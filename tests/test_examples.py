@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,3 +43,16 @@ def test_add_a_backend_runs_as_a_script() -> None:
     assert done.returncode == 0, done.stderr
     assert "backend               mulaw" in done.stdout
     assert "bits per value" in done.stdout
+
+
+def test_a_document_is_read_once_and_asked_in_another_process(tmp_path: Path) -> None:
+    script, folder = EXAMPLES / "ask_a_document.py", ["--folder", str(tmp_path / "cache")]
+    hide_codes, document = runpy.run_path(str(script))["hide_codes"], tmp_path / "document.txt"
+    document.write_text(hide_codes((EXAMPLES.parent / "LICENSE").read_text()))
+    done = run_script(str(script), "read", "--document", str(document), *folder)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"tokens seen / held +\d{4} / 384\n", done.stdout)
+    done = run_script(str(script), "ask", *folder)
+    assert done.returncode == 0, done.stderr
+    for name, code in (("Alice", "48213"), ("Oliver", "90574"), ("Kate", "17362")):
+        assert f"The code of {name} is {code}" in done.stdout

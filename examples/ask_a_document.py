@@ -1,0 +1,122 @@
+"""Read a document once, keep its packed cache on disk, and ask it questions later, in another process.
+
+    python examples/ask_a_document.py read
+    python examples/ask_a_document.py ask
+
+    python examples/ask_a_document.py read --model meta-llama/Llama-3.2-1B --document report.txt \
+        --cache_config '{"backend": "int4"}' --folder outputs/report
+    python examples/ask_a_document.py ask " In one sentence, the report says" --folder outputs/report
+
+Without options it needs no network: the model is bundled, and the document is a piece of Python's language
+reference with three codes hidden in it. What is kept of that was chosen before any question was known: a
+quarter of its tokens, by retaining heads, in 4 to 8 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvcache_plugins as kvp
+from kvcache_plugins.evaluation.language_reference import read_language_reference
+
+MODELS = Path(__file__).resolve().parent / "models"
+CACHE_CONFIG = {
+    "backend": "locret",
+    "heads": os.path.relpath(MODELS / "tiny-llama-books-locret"),
+    "budget": 384,
+    "chunk_size": 256,
+    "storage": {"backend": "int4", "key_bits": 8, "value_bits": 4},
+}
+CODES = {"Alice": "48213", "Oliver": "90574", "Kate": "17362"}
+NEEDLE = " The code of {name} is {code}. Remember it. {code} is the code of {name}."
+QUESTION = " What is the code of {name}? The code of {name} is"  # the bundled model has learnt these words
+SPACING = 1300  # characters between two codes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    reading = commands.add_parser("read", help="read a document and save its cache")
+    reading.add_argument("--model", default=str(MODELS / "tiny-llama-books"), help="path or hub id")
+    reading.add_argument("--document", type=Path, help="text file; the language reference if not given")
+    reading.add_argument("--cache_config", type=json.loads, default=CACHE_CONFIG, metavar="JSON")
+    reading.set_defaults(command=read)
+    asking = commands.add_parser("ask", help="continue questions about it")
+    asking.add_argument("questions", nargs="*", help="texts to be continued; about the codes if not given")
+    asking.set_defaults(command=ask)
+    for command in (reading, asking):
+        command.add_argument("--folder", type=Path, default=Path("outputs/document"), help="of the cache")
+    options = parser.parse_args()
+    options.command(options)
+
+
+def read(options: argparse.Namespace) -> None:
+    """Read the document through a cache, in chunks if it evicts, and save that beside the token ids."""
+    given = options.document
+    text = hide_codes(read_language_reference()) if given is None else given.read_text(encoding="utf-8")
+    tokenizer, model = load(options.model)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    started = time.perf_counter()
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=1,  # which the cache does not see
+        cache_implementation="quantized",
+        cache_config=options.cache_config,
+        return_dict_in_generate=True,
+    )
+    seconds = time.perf_counter() - started
+    output.past_key_values.save_pretrained(options.folder)
+    document = {"model": options.model, "ids": ids.tolist()}
+    (options.folder / "document.json").write_text(json.dumps(document), encoding="utf-8")
+    print(output.past_key_values.report())
+    print(f"read {ids.shape[1]} tokens in {seconds:.2f} s, saved to {options.folder}")
+
+
+def ask(options: argparse.Namespace) -> None:
+    """Load the cache and continue each question on a copy of it, so that the next finds it as it was."""
+    if not (options.folder / "document.json").exists():
+        raise SystemExit(f"{options.folder} holds no document: `read` one into it first.")
+    document = json.loads((options.folder / "document.json").read_text(encoding="utf-8"))
+    tokenizer, model = load(document["model"])
+    started = time.perf_counter()
+    cache = kvp.KVCache.from_pretrained(options.folder, model)
+    print(f"loaded {cache.get_seq_length()} tokens in {time.perf_counter() - started:.2f} s")
+    for question in options.questions or [QUESTION.format(name=name) for name in CODES]:
+        turn = tokenizer(question, add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([[*document["ids"][0], *turn]])
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=copy.deepcopy(cache),
+            max_new_tokens=6 if not options.questions else 64,
+            do_sample=False,
+        )
+        print(f"{question.strip()}{tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)}")
+
+
+def hide_codes(text: str) -> str:
+    """The beginning of a text with `CODES` in it, evenly spaced."""
+    parts = []
+    for index, (name, code) in enumerate(CODES.items()):
+        parts += [text[index * SPACING : (index + 1) * SPACING], NEEDLE.format(name=name, code=code)]
+    return "".join([*parts, text[len(CODES) * SPACING : (len(CODES) + 1) * SPACING]])
+
+
+def load(model: str) -> tuple[Any, Any]:
+    return AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+
+
+if __name__ == "__main__":
+    main()
