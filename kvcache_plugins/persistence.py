@@ -1,22 +1,26 @@
 """Saving a cache packed, and loading it: `cache.safetensors` for the tensors, `cache.json` for the rest.
 
 A prefilled document can be stored once and continued many times. Codes, metadata and the exact window are
-written as they are, so a loaded cache continues bit for bit where the saved one stood.
+written as they are, so a loaded cache continues bit for bit where the saved one stood. Both files carry the
+same random name, so that a folder of which only one was replaced is not taken for a cache.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import uuid
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from .artifacts.files import read_json, read_tensors, write_json, write_tensors
+from .artifacts.folders import replacing
 from .cache import KVCache, build_cache
 from .errors import ArtifactError, UnsupportedOperationError
 from .layers.base import PackedLayer
@@ -27,18 +31,18 @@ from .models.layer_plan import key_value_heads
 
 __all__ = ["FORMAT_VERSION", "load_cache", "save_cache"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _TENSORS, _FACTS = "cache.safetensors", "cache.json"
+_PAIR = "saved_as"
 
 
 def save_cache(cache: KVCache, directory: str | os.PathLike[str]) -> None:
-    """Write `cache` into `directory`; each file appears whole or not at all.
+    """Write `cache` into `directory`; a cache that is there already stays if this one cannot be written.
 
     Raises:
         UnsupportedOperationError: If a layer of transformers' own is of a kind whose state is not known here.
+        OSError: If it cannot be written.
     """
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any]] = []
     for layer_idx, layer in enumerate(cache.layers):
@@ -53,9 +57,12 @@ def save_cache(cache: KVCache, directory: str | os.PathLike[str]) -> None:
         "options": cache.config.to_dict(),
         "model": _fingerprint(cache.model_config),
         "layers": layers,
+        "reads_long_text": cache.reads_long_text,
+        _PAIR: uuid.uuid4().hex,
     }
-    write_tensors(folder / _TENSORS, tensors)
-    write_json(folder / _FACTS, facts)
+    with replacing(directory) as folder:
+        write_tensors(folder / _TENSORS, tensors, {_PAIR: facts[_PAIR]})
+        write_json(folder / _FACTS, facts)
 
 
 def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCache:
@@ -76,13 +83,25 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
         raise ArtifactError(
             f"{folder}: format_version {FORMAT_VERSION} expected, got {facts.get('format_version')!r}."
         )
-    missing = [key for key in ("backend", "options", "model", "layers") if key not in facts]
+    expected_keys = ("backend", "options", "model", "layers", "reads_long_text", _PAIR)
+    missing = [key for key in expected_keys if key not in facts]
     if missing:
         raise ArtifactError(f"{folder / _FACTS} lacks {missing}.")
+    with safe_open(folder / _TENSORS, framework="pt") as file:
+        if (file.metadata() or {}).get(_PAIR) != facts[_PAIR]:
+            raise ArtifactError(f"{folder / _TENSORS} and {_FACTS} are of two caches; save it again.")
     expected = _fingerprint(decoder_config(config))
     if facts["model"] != expected:
         raise ArtifactError(f"{folder} was saved for the model {facts['model']}, not for {expected}.")
     cache = build_cache(model_or_config, {"backend": facts["backend"], **facts["options"]})
+    if facts["reads_long_text"]:
+        if model is None:
+            raise ArtifactError(
+                f"{folder} holds a long text of a model with two sets of rotary frequencies: it needs the "
+                "model itself, got a configuration."
+            )
+        cache.reads_long_text = True
+        cache.bind(model)  # now, because keys may have been coded relative to these frequencies
     device = torch.device(getattr(model, "device", "cpu"))
     for layer_idx, layer in enumerate(cache.layers):
         prefix = f"layers.{layer_idx}."

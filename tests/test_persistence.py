@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
@@ -235,9 +236,11 @@ def _edit(folder: Path, edit: Any) -> None:
 
 
 def _drop_tensor(folder: Path, name: str) -> None:
+    with safe_open(folder / TENSORS, framework="pt") as file:
+        facts = file.metadata()
     tensors = load_file(folder / TENSORS)
     del tensors[name]
-    save_file(tensors, folder / TENSORS)
+    save_file(tensors, folder / TENSORS, metadata=facts)
 
 
 DAMAGE: dict[str, Any] = {
@@ -246,7 +249,7 @@ DAMAGE: dict[str, Any] = {
     "facts-not-json": lambda folder: (folder / FACTS).write_text("{"),
     "facts-not-an-object": lambda folder: (folder / FACTS).write_text("[]"),
     "tensors-cut": lambda folder: os.truncate(folder / TENSORS, (folder / TENSORS).stat().st_size - 5),
-    "newer-version": lambda folder: _edit(folder, lambda facts: facts.update(format_version=2)),
+    "newer-version": lambda folder: _edit(folder, lambda facts: facts.update(format_version=3)),
     "no-model": lambda folder: _edit(folder, lambda facts: facts.pop("model")),
     "no-layers": lambda folder: _edit(folder, lambda facts: facts.update(layers=[])),
     "no-length": lambda folder: _edit(folder, lambda facts: facts["layers"][1].pop("cumulative_length")),
@@ -263,6 +266,34 @@ def test_damage(name: str, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as failure:
         KVCache.from_pretrained(tmp_path, model)
     assert str(tmp_path) in str(failure.value)
+
+
+@pytest.mark.parametrize("written", [0, 1], ids=["nothing", "the-tensors"])
+def test_a_second_save_that_fails(written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = tiny_model("llama"), tmp_path / "cache"
+    first, second = prefilled(model, INT8), prefilled(model, INT8, length=70)
+    first.save_pretrained(folder)
+    replace, left = Path.replace, [written]
+
+    def failing(path: Path, target: Path) -> Path:
+        if Path(target).parent == folder:  # where a file takes the place of the old one
+            if not left[0]:
+                raise OSError("No space left on device")
+            left[0] -= 1
+        return replace(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", failing)
+        with pytest.raises(OSError, match="No space left"):
+            second.save_pretrained(folder)
+    if written:
+        with pytest.raises(ArtifactError, match="of two caches"):
+            KVCache.from_pretrained(folder, model)
+    else:
+        assert torch.equal(continued(model, KVCache.from_pretrained(folder, model)), continued(model, first))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
+    second.save_pretrained(folder)
+    assert torch.equal(continued(model, KVCache.from_pretrained(folder, model)), continued(model, second))
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:

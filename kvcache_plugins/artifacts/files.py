@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from ..errors import ArtifactError
 
-__all__ = ["read_json", "read_tensors", "write_json", "write_tensors"]
+__all__ = ["read_json", "read_tensors", "replaced", "write_json", "write_tensors"]
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -42,15 +45,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return facts
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file under a temporary name, then rename it."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    save_file(tensors, unfinished)
-    unfinished.replace(path)
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a name beside `path`; what was written there takes its place if the block ends well.
+
+    The name is nobody else's, so that several processes may write at once: the last one to end has its way.
+    """
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.unfinished")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], facts: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file, with `facts` in its header."""
+    with replaced(path) as unfinished:
+        save_file(tensors, unfinished, metadata=None if facts is None else dict(facts))
 
 
 def write_json(path: Path, facts: dict[str, Any]) -> None:
-    """Write a json file under a temporary name, then rename it."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
-    unfinished.replace(path)
+    """Write a json file."""
+    with replaced(path) as unfinished:
+        unfinished.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
