@@ -184,9 +184,16 @@ class KVCache(Cache):
         facts = self._describe(model)
         pads, columns = _left_padding(attention_mask)
         for layer_idx, layer in enumerate(self.layers):
+            if hasattr(layer, "record_past"):
+                layer.record_past = False  # of an earlier call, whose drafts have been judged
             if isinstance(layer, PackedLayer):
                 layer.bind(facts[layer_idx], pads, max_cache_length, columns)
         return self
+
+    def reset(self) -> None:
+        """Forget all tokens, and what earlier calls have told."""
+        super().reset()  # type: ignore[no-untyped-call]  # transformers declares no types here
+        self.reads_long_text, self.whole_prompt_reason = False, None
 
     def kv_bytes(self) -> int:
         """Bytes of every live tensor the cache owns: capacity, not what is in use."""

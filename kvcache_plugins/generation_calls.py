@@ -124,6 +124,8 @@ def bind_cache(
         max_cache_length=max_cache_length,
         prompt_length=prompt_length,
     )
+    if getattr(generation_config, "is_assistant", False):
+        kv_cache.activate_past_recording()  # which transformers did before, and `bind` has undone
     given = getattr(generation_config, "prefill_chunk_size", None)
     if given is not None and kv_cache.reads_long_text and given > kv_cache.longest_call:
         raise ValueError(

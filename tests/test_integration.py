@@ -320,6 +320,27 @@ def test_a_drafting_model_keeps_its_cache(model: Any, backend: str) -> None:
     assert torch.equal(drafted, model.generate(tokens, **arguments))
 
 
+@pytest.mark.parametrize("backend", ["int8", "knorm"])
+def test_a_call_without_drafts_packs_again_after_one_with_them(model: Any, backend: str) -> None:
+    tokens = torch.randint(3, 120, (1, 60), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
+    config = {"backend": "int8"}
+    if backend == "knorm":
+        config = {"backend": "knorm", "budget": 40, "evict_at_decode": True, "storage": config}
+
+    def two_turns(**drafts: Any) -> Any:
+        cache = kvp.build_cache(model, config)
+        first = model.generate(tokens, past_key_values=cache, max_new_tokens=8, do_sample=False, **drafts)
+        turn = torch.cat([first, tokens[:, :90]], dim=1)
+        model.generate(turn, past_key_values=cache, max_new_tokens=90, do_sample=False)
+        return cache
+
+    drafted, plain = two_turns(prompt_lookup_num_tokens=3), two_turns()
+    assert drafted.get_seq_length() == plain.get_seq_length()
+    for one, other in zip(drafted.packed_layers, plain.packed_layers, strict=True):
+        assert one.key_stream_.packed_length == other.key_stream_.packed_length > 0
+        assert one.held_length == other.held_length
+
+
 def test_other_caches_are_left_alone(model: Any) -> None:
     cache = DynamicCache(config=model.config)
     model.generate(INPUTS, past_key_values=cache, max_new_tokens=3)

@@ -134,6 +134,10 @@ class EvictingCache(KVCache):
             count_from_what_is_held(_decoder(model))
         return self
 
+    def reset(self) -> None:
+        super().reset()
+        self.prompt_length = None
+
     def _build_layer(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
         if plan.dense_reason not in (None, _SKIPPED):
             return plan.build_dense()

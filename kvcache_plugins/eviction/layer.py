@@ -22,6 +22,7 @@ from ..attention.reference import AttentionOptions
 from ..config import BackendConfig
 from ..errors import UnsupportedOperationError
 from ..layers.base import PackedLayer
+from ..layers.checking import check_states
 from ..layers.handle import KVHandle
 from ..layers.storing import storing
 from ..layers.stream import Stream, StreamSpec
@@ -157,7 +158,7 @@ class EvictingLayer(PackedLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._check(key_states)
+        check_states(self, key_states, value_states)
         self.prefetch()
         if self._due is not None:  # nobody has shown the layer what its last tokens were asked for
             self._has_missed = True
@@ -263,7 +264,7 @@ class EvictingLayer(PackedLayer):
         if self.pads is not None:
             self.pads = self.pads[indices.to(self.pads.device)]
         if self.is_initialized:
-            indices = indices.to(self.device)
+            indices = indices.to(self.records.data.device)  # not the layer's while it is offloaded
             with storing():
                 self.ledger.index_batch(indices)
                 self.companions = {name: t.index_select(0, indices) for name, t in self.companions.items()}
@@ -271,7 +272,7 @@ class EvictingLayer(PackedLayer):
     def reset(self) -> None:
         super().reset()
         self.pads = None
-        self.prompt_length = None
+        self.prompt_length, self._turn_length = None, 0
 
     def _forget(self) -> None:
         super()._forget()

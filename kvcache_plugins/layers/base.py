@@ -22,6 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..config import BackendConfig
 from ..models.facts import LayerFacts
 from ..quantizers.packing import BLOCK_TOKENS
+from .checking import check_agreement, check_states
 from .handle import KVHandle
 from .padding import Padding
 from .records import RecordLayout, Records
@@ -117,11 +118,7 @@ class PackedLayer(CacheLayerMixin):
     def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         batch_size, num_heads = key_states.shape[:2]
-        if value_states.shape[:3] != key_states.shape[:3]:
-            raise ValueError(
-                f"Keys and values of a layer must agree in all but head_dim, got {tuple(key_states.shape)} "
-                f"and {tuple(value_states.shape)}."
-            )
+        check_agreement(key_states, value_states)
         if not self.padding.fits(key_states.shape[2]):
             self._lose_padding(key_states.shape[2])
         key_dim, value_dim = key_states.shape[-1], value_states.shape[-1]
@@ -155,7 +152,7 @@ class PackedLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._check(key_states)
+        check_states(self, key_states, value_states)
         self.prefetch()
         is_first = self.cumulative_length == 0
         keys, values = self._append(key_states, value_states, defer=self.record_past)
@@ -253,9 +250,10 @@ class PackedLayer(CacheLayerMixin):
         """Forget all tokens, the padding and everything learnt from them."""
         self._forget()
         self.padding.set(None)
+        self.record_past = False
 
     def activate_past_recording(self) -> None:
-        """Pack nothing until the next `crop`, so that rejected tokens never were part of a block."""
+        """Pack before a `crop` only, so that rejected tokens never were part of a block; until `bind`."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -273,6 +271,9 @@ class PackedLayer(CacheLayerMixin):
             return
         self.prefetch()
         length = max(0, self.stored_length + tokens_to_remove)
+        if length == 0:
+            self._forget()
+            return
         self.cumulative_length = max(0, self.cumulative_length + tokens_to_remove)
         with storing():
             for stream in self.streams:
@@ -382,17 +383,3 @@ class PackedLayer(CacheLayerMixin):
                 self.records.data = self.records.data.to(device)
                 for stream in self.streams:
                     stream.to(device)
-
-    def _check(self, key_states: Tensor) -> None:
-        expected = self.records.data.shape[:2]
-        if key_states.shape[:2] != expected:
-            raise ValueError(
-                f"Layer {self.layer_idx} holds (batch, heads) = {tuple(expected)}, got states of "
-                f"{tuple(key_states.shape[:2])}. batch_repeat_interleave and batch_select_indices "
-                "change the batch."
-            )
-        if self.padding.lengths is not None and len(self.padding.lengths) != expected[0]:
-            raise ValueError(
-                f"The cache was bound to an attention mask of {len(self.padding.lengths)} rows, got a batch "
-                f"of {expected[0]}."
-            )

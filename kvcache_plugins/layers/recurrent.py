@@ -62,6 +62,10 @@ class BranchedLayer(PackedLayer):
         states: Tensor = self.branch.update_recurrent_state(recurrent_states, *args, **kwargs)
         return states
 
+    def bind(self, *args: Any, **kwargs: Any) -> None:
+        super().bind(*args, **kwargs)
+        self.branch.record_past = self.record_past
+
     def reset(self) -> None:
         super().reset()
         self.branch.reset()

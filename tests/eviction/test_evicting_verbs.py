@@ -140,6 +140,29 @@ def test_reset(name: str) -> None:
     assert torch.equal(feed(model, cache, tokens, counts), feed(model, fresh, tokens, counts))
 
 
+def test_reset_forgets_what_calls_have_told() -> None:
+    model, config = model_of(num_hidden_layers=3), {"budget": 24, **CONFIGS["knorm"]}
+    cache, fresh = bound_cache(model, config, PROMPT), kvcache_plugins.build_cache(model, config)
+    assert isinstance(fresh, EvictingCache)
+    feed(model, cache, ids(PROMPT), chunks_of(PROMPT, 16))
+    cache.bind(model, prompt_length=PROMPT + 9)  # a later turn, whose tokens are protected
+    cache.activate_past_recording()
+    feed(model, cache, ids(9, seed=2), [9])
+    cache.reset()
+    tokens = ids(2 * PROMPT, seed=3)
+    feed(model, cache, tokens, chunks_of(2 * PROMPT, 16))
+    feed(model, fresh, tokens, chunks_of(2 * PROMPT, 16))
+    _same_tensors(cache, fresh)
+
+
+def test_rows_go_together_while_they_are_away() -> None:
+    cache = _started("h2o")
+    before = _snapshot(cache)
+    cache.evicting_layers[0].device = torch.device("meta")  # where it lives; it has been brought here
+    cache.reorder_cache(torch.tensor([2, 2, 0]))
+    _same(_snapshot(cache), [{key: tensor[[2, 2, 0]] for key, tensor in state.items()} for state in before])
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_crop_takes_back_what_is_still_held(name: str) -> None:
     cache, tokens = _started(name), _tokens()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from kvcache_plugins import build_cache
+from kvcache_plugins import ArtifactError, KVCache, build_cache
 
 SWITCH = 32
 
@@ -71,6 +72,41 @@ def test_keys_carry_the_frequencies_of_long_texts(model: Any) -> None:
     # the first layer's keys depend on nothing before them
     assert torch.allclose(dense.gather(2, kept), _held(layer), atol=1e-5)
     assert int(kept.min()) < SWITCH  # some of them come from the chunks before the change
+
+
+def test_after_reset_a_short_text_reads_as_with_a_new_cache(model: Any) -> None:
+    config = {"backend": "kivi", "residual_length": 4096}
+    cache = build_cache(model, config)
+    generate(model, 90, past_key_values=cache)
+    cache.reset()
+    got = generate(model, 20, max_new_tokens=4, past_key_values=cache, output_logits=True)
+    expected = generate(model, 20, max_new_tokens=4, output_logits=True)
+    assert torch.allclose(torch.stack(got.logits), torch.stack(expected.logits), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "cache_config",
+    [
+        {"backend": "kivi", "rope_mode": "block", "residual_length": 32},
+        {"backend": "kvquant", "calibration": "normal_float", "residual_length": 32},
+        {"backend": "knorm", "budget": 60, "chunk_size": 16},
+    ],
+    ids=lambda config: config["backend"],
+)
+def test_a_saved_long_text_is_continued(model: Any, cache_config: dict[str, Any], tmp_path: Path) -> None:
+    cache = build_cache(model, cache_config)
+    turn = torch.cat([generate(model, 90, past_key_values=cache).sequences, torch.full((1, 6), 9)], dim=1)
+    cache.save_pretrained(tmp_path)
+    loaded = KVCache.from_pretrained(tmp_path, model)
+
+    def logits(past: KVCache) -> Tensor:
+        kwargs = {"max_new_tokens": 4, "do_sample": False, "past_key_values": past}
+        output = model.generate(turn, return_dict_in_generate=True, output_logits=True, **kwargs)
+        return torch.stack(output.logits)
+
+    assert torch.equal(logits(loaded), logits(cache))
+    with pytest.raises(ArtifactError, match="two sets of rotary frequencies"):
+        KVCache.from_pretrained(tmp_path, model.config)
 
 
 def test_crossing_the_change_is_announced(model: Any) -> None:

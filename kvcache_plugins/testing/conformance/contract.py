@@ -35,6 +35,24 @@ class ContractConformance(Fixtures):
             assert all(t.dtype == keys.dtype and t.device == keys.device for t in got)
         assert layer.key_stream_.packed_length > 0 and layer.value_stream_.packed_length > 0
 
+    def test_states_that_do_not_fit_are_refused(
+        self, layer: PackedLayer, states: tuple[Tensor, Tensor]
+    ) -> None:
+        keys, values = states
+        feed(layer, keys, values, [130])
+        before = decoded(layer)
+        new = keys[:, :, 130:134], values[:, :, 130:134]
+        for wrong, message in (
+            ((new[0], new[1][:, :, :3]), "must agree in all but head_dim"),
+            ((new[0][:1], new[1][:1]), "holds .batch, heads."),
+            (tuple(side.repeat(1, 2, 1, 1) for side in new), "holds .batch, heads."),
+        ):
+            with pytest.raises(ValueError, match=message):
+                layer.update(*wrong)
+        assert layer.get_seq_length() == 130
+        for got, old in zip(decoded(layer), before, strict=True):
+            assert torch.equal(got, old)
+
     def test_first_call_is_exact(self, layer: PackedLayer, states: tuple[Tensor, Tensor]) -> None:
         got = layer.update(*states)
         assert torch.equal(got[0], states[0]) and torch.equal(got[1], states[1])

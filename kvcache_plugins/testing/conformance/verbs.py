@@ -47,6 +47,7 @@ class VerbConformance(Fixtures):
     def test_crop_keeps_what_is_left(self, cache: KVCache, states: tuple[Tensor, Tensor]) -> None:
         keys, values = states
         layer = cache.packed_layers[0]
+        twin = copy.deepcopy(layer)
         feed(layer, keys, values, [300])
         before = decoded(layer)
         for removed, length in ((0, 300), (3, 297), (64, 233), (90, 143)):
@@ -60,6 +61,11 @@ class VerbConformance(Fixtures):
             assert sqnr_db(exact[:, :, 143:], got[:, :, 143:]) >= cache.config.sqnr_floor_db
         layer.crop(-333)
         assert layer.get_seq_length() == 0
+        # nothing learnt from the tokens that are gone remains
+        again = keys.flip(2).contiguous(), values.flip(2).contiguous()
+        feed(layer, *again, [200])
+        for name, tensor in state_bytes(fed(twin, *again, [200])).items():
+            assert torch.equal(tensor, state_bytes(layer)[name]), name
 
     def test_rejected_drafts_leave_no_trace(
         self, model: Any, cache_config: dict[str, Any], states: tuple[Tensor, Tensor]
@@ -91,6 +97,7 @@ class VerbConformance(Fixtures):
         feed(layer, keys[:, :, 250:], values[:, :, 250:], [83])
         for got, old in zip(decoded(twin), before, strict=True):
             assert torch.equal(got, old)
+        layer.activate_past_recording()
         layer.reset()
         assert layer.get_seq_length() == 0 and layer.kv_bytes == 0
         feed(layer, keys, values, [250])
