@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .reference import AttentionOptions
+from .reference import AttentionOptions, four_dimensional
 
 __all__ = ["LogitBias", "logit_bias", "per_head"]
 
@@ -73,7 +73,7 @@ def logit_bias(
         found = _converted(options.mask, length, found, hidden, window or found.window)
     bias, is_causal, window = found
     if options.position_bias is not None:
-        position_bias = _behind(_four_dimensional(options.position_bias, length).float(), hidden)
+        position_bias = _behind(four_dimensional(options.position_bias, length).float(), hidden)
         bias = position_bias if bias is None else bias + position_bias
         bias = bias.detach()
     if query_length == 1:  # the newest token sees all the others
@@ -107,7 +107,7 @@ def _converted(
     mask: Tensor, length: int, beside: LogitBias, hidden: int, window: int | None = None
 ) -> LogitBias:
     """The bias of a mask, what attention is `beside` it, and whether it is a `window`."""
-    mask = _four_dimensional(mask, length).detach()
+    mask = four_dimensional(mask, length).detach()
     if mask.device.type != "cpu":
         return beside._replace(bias=_behind(_added(mask), hidden))
     visible = mask if mask.dtype == torch.bool else _as_boolean(mask)
@@ -157,8 +157,3 @@ def _reduced(visible: Tensor, beside: LogitBias, window: int | None) -> tuple[Te
 def _behind(bias: Tensor, hidden: int) -> Tensor:
     """The bias with columns before it for slots that no query may see."""
     return torch.nn.functional.pad(bias, (hidden, 0), value=-torch.inf) if hidden else bias
-
-
-def _four_dimensional(tensor: Tensor, length: int) -> Tensor:
-    tensor = tensor[(None,) * (4 - tensor.dim())]
-    return tensor.expand(*tensor.shape[:3], length) if tensor.shape[3] == 1 else tensor[..., :length]

@@ -30,7 +30,7 @@ from .reference import DenseView, attend
 __all__ = ["wrap_eager_function"]
 
 _CAPTURING = "transformers.utils.output_capturing"
-_HONOURED = ("is_causal", "sliding_window")
+_SAID_BY_MASK = ("is_causal", "sliding_window")
 """Arguments that do not reach ours: eager attention reads of its mask alone what is hidden."""
 _SCALES = (0.3, 3.0, 30.0)
 """Sizes of the queries compared: weights about equal, peaked, and logits that a softcap bends."""
@@ -56,7 +56,7 @@ def wrap_eager_function(eager: AttentionFunction) -> AttentionFunction:
         # what comes behind a mask by position, nobody says
         if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or len(args) > 1:
             return eager(module, query, key, value, *args, **kwargs)
-        others = {name: value for name, value in kwargs.items() if name not in _HONOURED}
+        others = {name: value for name, value in kwargs.items() if name not in _SAID_BY_MASK}
         mask = args[0] if args else others.pop("attention_mask", None)
         others["is_causal"] = False
         call = _Call(module, query, key, value, mask, others)

@@ -39,7 +39,7 @@ def _received(query: Tensor, keys: TokenView, options: AttentionOptions, counted
     kv_heads = keys.read(length - 1, length).shape[1]
     scaling = options.scaling if options.scaling is not None else head_dim**-0.5
     rows = (query.float() * scaling).reshape(batch_size, kv_heads, -1, head_dim)
-    first = first_visible_slot(options, length, query_length)
+    first = first_visible_slot(options.sliding_window, length, query_length)
     tiles = cut_tiles(query, keys, keys, first, kv_heads)
 
     def logits(start: int, stop: int) -> Tensor:

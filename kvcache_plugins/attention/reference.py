@@ -26,6 +26,7 @@ __all__ = [
     "attend",
     "cut_tiles",
     "first_visible_slot",
+    "four_dimensional",
 ]
 
 _TILE_VALUES = 1 << 21
@@ -125,7 +126,7 @@ def _attend(query: Tensor, keys: TokenView, values: TokenView, options: Attentio
     batch_size, query_heads, query_length, head_dim = query.shape
     scaling = options.scaling if options.scaling is not None else head_dim**-0.5
     length = keys.length
-    first = first_visible_slot(options, length, query_length)
+    first = first_visible_slot(options.sliding_window, length, query_length)
     newest = keys.read(length - 1, length)
     kv_heads = newest.shape[1]
     # (B, Hkv, groups * q, D): the query heads of a group are rows of one product
@@ -194,11 +195,15 @@ def _add_sinks(best: Tensor, total: Tensor, output: Tensor, sink_logits: Tensor)
     return total * decay + (sinks - shift).exp(), output * decay
 
 
-def first_visible_slot(options: AttentionOptions, length: int, query_length: int) -> int:
-    """First slot that the sliding window lets any query see."""
-    if options.sliding_window is None:
-        return 0
-    return max(0, length - query_length - options.sliding_window + 1)
+def first_visible_slot(window: int | None, length: int, query_length: int) -> int:
+    """First slot that a sliding window, if there is one, lets any of the newest queries see."""
+    return 0 if window is None else max(0, length - query_length - window + 1)
+
+
+def four_dimensional(tensor: Tensor, length: int) -> Tensor:
+    """A mask or bias as `(B or 1, Hq or 1, q or 1, length)`: dimensions it lacks are added, slots cut off."""
+    tensor = tensor[(None,) * (4 - tensor.dim())]
+    return tensor.expand(*tensor.shape[:3], length) if tensor.shape[3] == 1 else tensor[..., :length]
 
 
 def cut_tiles(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .flash import attend_flash
-from .reference import AttentionOptions
+from .reference import AttentionOptions, first_visible_slot, four_dimensional
 
 __all__ = ["TileSource", "Visibility", "attend_tiles", "can_attend_tiles"]
 
@@ -83,19 +83,14 @@ class Visibility:
         cls, options: AttentionOptions, length: int, query_length: int, device: torch.device
     ) -> Visibility:
         """What the options say."""
-        mask = options.mask
-        if mask is not None:
-            mask = mask[(None,) * (4 - mask.dim())]
-            mask = mask.expand(*mask.shape[:3], length) if mask.shape[3] == 1 else mask[..., :length]
+        mask = None if options.mask is None else four_dimensional(options.mask, length)
         is_causal = options.is_causal or options.sliding_window is not None
         return cls(length, query_length, is_causal, options.sliding_window, mask, device)
 
     @property
     def first_slot(self) -> int:
         """First slot that the window lets any query see."""
-        if self.window is None:
-            return 0
-        return max(0, self.length - self.query_length - self.window + 1)
+        return first_visible_slot(self.window, self.length, self.query_length)
 
     def part(self, slots: tuple[int, int], queries: tuple[int, int]) -> Tensor | bool:
         """What a range of queries sees of a range of slots.

@@ -5,7 +5,7 @@ Small tables are moved to the GPU once and kept there.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,10 +22,7 @@ MAX_QUERIES = 64
 """Query tokens that one call of `decode_attention` takes."""
 _MOST_FAST_CHANNELS = 256
 """Channels of keys, and of values, that tensor cores read: sums of values are kept in registers."""
-_EXTRAS = (
-    "static_scale", "factors", "cos", "sin", "sinks", "levels", "channel_scale", "channel_offset", "inv_freq",
-    "positions", "outliers", "outlier_starts",
-)  # fmt: skip
+_EXTRAS = tuple(field.name for field in fields(Side) if field.name not in ("layout", "segments"))
 
 
 def on_device(side: Side, device: torch.device) -> Side:

@@ -2,8 +2,7 @@
 
 A handle has the shape, dtype and device of the keys (or values) attention would have received, and goes
 through unmodified modelling code. An attention function that knows handles reads the packed tokens directly;
-for any other
-operation the handle decodes itself, and the layer counts the read: slow, never wrong.
+for any other operation the handle decodes itself, and the layer counts the read: slow, never wrong.
 """
 
 from __future__ import annotations

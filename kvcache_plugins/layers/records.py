@@ -4,9 +4,8 @@ The buffer has the shape `(B, H, N, record_bytes)`.
 
 A record holds key codes, key metadata, value codes and value metadata, in this order, and is padded to 64
 bytes, so that a kernel walks one forward stream per (row, head), and so that every batch operation is an
-index on dimension 0 and every
-move is one copy. Records are zero where nothing has been written: that is what lets a partial block be
-completed with a bitwise or.
+index on dimension 0 and every move is one copy. Records are zero where nothing has been written: that is what
+lets a partial block be completed with a bitwise or.
 """
 
 from __future__ import annotations

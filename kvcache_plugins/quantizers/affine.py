@@ -9,10 +9,9 @@ Symmetric, 8 bits:
     scale = max|x| / 127        code = clamp(round(x / scale), -127, 127) + 128     x' = (code - 128) * scale
 
 Rounding is half to even. The division is by the *stored* scale, which is the fp16 rounding of the ideal one
-(fp32 where
-fp16 would overflow), so encoder and decoder agree to the last bit. The minimum is stored rather than a zero
-point: a zero point explodes for groups with a small range far from zero (keys with a bias). bf16 is never
-    used for metadata.
+(fp32 where fp16 would overflow), so encoder and decoder agree to the last bit. The minimum is stored rather
+than a zero point: a zero point explodes for groups with a small range far from zero (keys with a bias). bf16
+is never used for metadata.
 
 Entries that are not finite, or masked out by `valid`, are left out of the statistics; their codes saturate.
 """

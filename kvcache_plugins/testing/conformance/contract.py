@@ -21,8 +21,6 @@ __all__ = ["ContractConformance"]
 class ContractConformance(Fixtures):
     """Lengths, masks, splits, immutability, what a handle reads."""
 
-    # ---------------------------------------------------------------------------
-
     def test_lengths_and_masks(self, layer: PackedLayer, states: tuple[Tensor, Tensor]) -> None:
         keys, values = states
         seen = 0

@@ -25,8 +25,6 @@ __all__ = ["FidelityConformance"]
 class FidelityConformance(Fixtures):
     """Errors that are small and not zero; attention over codes; pads, sinks, numbers that are not finite."""
 
-    # ----------------------------------------------------------------------------------------------------
-
     def test_error_is_small_and_not_zero(
         self, cache: KVCache, layer: PackedLayer, states: tuple[Tensor, Tensor]
     ) -> None:
@@ -85,8 +83,6 @@ class FidelityConformance(Fixtures):
                 want = reference.decode(0, stream.packed_length)
                 error = (got - exact[:, :, : stream.packed_length])[:, :, others].abs().max()
                 assert error <= 1.5 * (want - exact[:, :, : stream.packed_length]).abs().max()
-
-    # -------------------------------------------------------------------------------------------
 
     def test_pads_do_not_touch_a_row(self, model: Any, cache_config: dict[str, Any]) -> None:
         keys, values = self.random_states(2, 32, self.tokens)

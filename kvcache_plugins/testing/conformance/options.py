@@ -16,8 +16,6 @@ __all__ = ["OptionConformance"]
 class OptionConformance(Fixtures):
     """Round trip, wrong values, skipped and overridden layers."""
 
-    # -----------------------------------------------------------------------------------------------------
-
     def test_options_round_trip(self, cache: KVCache) -> None:
         config = type(cache).config_class.from_dict(cache.config.to_dict())
         assert config == cache.config

@@ -22,8 +22,6 @@ __all__ = ["VerbConformance"]
 class VerbConformance(Fixtures):
     """Batch operations, crop, drafts, reset, offload, copies, saving; bytes."""
 
-    # -------------------------------------------------------------------------------------------------------
-
     def test_batch_operations_move_packed_rows(
         self, layer: PackedLayer, states: tuple[Tensor, Tensor]
     ) -> None:
@@ -117,8 +115,6 @@ class VerbConformance(Fixtures):
             assert torch.equal(expected, model(more, past_key_values=loaded).logits)
         assert type(loaded) is type(cache) and loaded.config == cache.config
         assert loaded.kv_bytes() == cache.kv_bytes()
-
-    # -------------------------------------------------------------------------------------------------------
 
     def test_bytes_are_counted_and_predicted(
         self, model: Any, cache: KVCache, cache_config: dict[str, Any]
