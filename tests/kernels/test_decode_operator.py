@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from kvcache_plugins.attention.description import describe
 from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.kernels.defaults import DEFAULTS
+from kvcache_plugins.kernels.layout import Side, SideLayout
 from kvcache_plugins.kernels.ops import decode_attention
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.testing.comparison import relative_rms
@@ -38,6 +39,16 @@ def test_default_of_the_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         keys.layout.integers(), values.layout.integers(), options["scaling"], None, False, 0, 0.0, None, None,
     )  # fmt: skip
     assert relative_rms(plain, native) <= FP32_ERROR
+
+
+def test_a_side_is_given_to_operators_whole() -> None:
+    segments = [torch.zeros(1, 1, 4, 64)]
+    names = [field.name for field in fields(Side) if field.name not in ("layout", "segments")]
+    optional = {name: torch.tensor(number) for number, name in enumerate(names)}
+    side = Side(SideLayout(64, 4, 0, 64, 1, 1, 2, 0, 0), segments, **optional)
+    again = Side.from_op(side.layout.integers(), segments, side.extras)
+    assert again.layout == side.layout
+    assert all(getattr(again, name) is tensor for name, tensor in optional.items())
 
 
 @pytest.mark.no_poison
