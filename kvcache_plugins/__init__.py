@@ -16,6 +16,7 @@ from .integration import install, uninstall
 from .registry import list_backends, register_backend
 
 if TYPE_CHECKING:
+    from .backends.expected_attention import ExpectedAttentionCache
     from .backends.float8 import Float8Cache
     from .backends.h2o import H2OCache
     from .backends.int4 import Int4Cache
@@ -51,6 +52,7 @@ __all__ = [
     "BackendConfig",
     "CacheReport",
     "EvictingCache",
+    "ExpectedAttentionCache",
     "Float8Cache",
     "H2OCache",
     "IncompatibleTransformersError",
@@ -84,6 +86,7 @@ _LAZY = {
     "BackendConfig": "config",
     "CacheReport": "report",
     "EvictingCache": "eviction.cache",
+    "ExpectedAttentionCache": "backends.expected_attention",
     "Float8Cache": "backends.float8",
     "H2OCache": "backends.h2o",
     "IncompatibleTransformersError": "errors",

@@ -92,6 +92,11 @@ class EvictingLayer(PackedLayer):
         """Worth of every token held, fp32 `(B, H, m)`, when some must go."""
         return self.ledger.scores
 
+    def withdraw(self, count: int) -> None:
+        """Take the `count` newest tokens, which `crop` has removed, out of `companions`; all goes, if any."""
+        if count:
+            self.companions = {}
+
     def key_stream(self, head_dim: int) -> StreamSpec:
         return stored_stream(self, "key", head_dim)
 
@@ -252,8 +257,8 @@ class EvictingLayer(PackedLayer):
         super().crop(tokens_to_remove)
         if self.is_initialized:
             self.ledger.truncate(min(removed, self.ledger.scores.shape[2]))
-            if removed:
-                self.companions = {}
+            with storing():
+                self.withdraw(removed)
             self._due, self._postponed = self._postponed, None
             self.evict_due()
 

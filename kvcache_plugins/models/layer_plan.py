@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["LayerPlan", "caches_latents", "key_value_heads", "plan_layers"]
+__all__ = ["LayerPlan", "caches_latents", "key_value_heads", "plan_layers", "query_heads"]
 
 
 _WINDOWED_KINDS = ("sliding_attention", "chunked_attention")
@@ -128,12 +128,10 @@ def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
     Raises:
         ValueError: If the configuration knows no attention heads (state-space models).
     """
-    layer = config.per_layer_config[layer_idx] if getattr(config, "is_heterogeneous", False) else config
+    layer = _of_layer(config, layer_idx)
     if caches_latents(layer):  # one head of latents and one of rotated keys
         return 1, layer.kv_lora_rank, layer.qk_rope_head_dim
-    heads = getattr(layer, "num_attention_heads", None) or getattr(layer, "n_head", None)
-    if heads is None:
-        raise ValueError(f"{type(config).__name__} has no attention heads, so no keys and values to keep.")
+    heads = query_heads(config, layer_idx)
     kv_heads = getattr(layer, "num_key_value_heads", None)
     if getattr(
         layer, "new_decoder_architecture", False
@@ -143,3 +141,21 @@ def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
         kv_heads = 1
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
     return kv_heads or heads, head_dim, getattr(layer, "v_head_dim", None) or head_dim
+
+
+def query_heads(config: Any, layer_idx: int) -> int:
+    """Return the number of query heads of a layer.
+
+    Raises:
+        ValueError: If the configuration knows no attention heads (state-space models).
+    """
+    layer = _of_layer(config, layer_idx)
+    heads: int | None = getattr(layer, "num_attention_heads", None) or getattr(layer, "n_head", None)
+    if heads is None:
+        raise ValueError(f"{type(config).__name__} has no attention heads, so no keys and values to keep.")
+    return heads
+
+
+def _of_layer(config: Any, layer_idx: int) -> Any:
+    """The configuration of one layer, where layers differ."""
+    return config.per_layer_config[layer_idx] if getattr(config, "is_heterogeneous", False) else config

@@ -26,8 +26,10 @@ __all__ = [
     "real_positions",
 ]
 
-EVICTING = ("h2o", "keydiff", "knorm", "random", "sirllm", "snapkv", "streaming_llm", "tova")
-NEEDS_QUERIES = ("h2o", "snapkv", "tova")
+EVICTING = (
+    "expected_attention", "h2o", "keydiff", "knorm", "random", "sirllm", "snapkv", "streaming_llm", "tova",
+)  # fmt: skip
+NEEDS_QUERIES = ("expected_attention", "h2o", "snapkv", "tova")
 
 
 @functools.cache

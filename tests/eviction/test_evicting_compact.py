@@ -22,6 +22,10 @@ METHODS: dict[str, tuple[dict[str, Any], Policy]] = {
         Policy("streaming_llm", 24, sinks=2, stabilizers=3, local=3),
     ),
     "h2o": ({"backend": "h2o"}, Policy("h2o", 24, stabilizers=12, local=12)),
+    "expected": (
+        {"backend": "expected_attention", "future_length": 30},
+        Policy("expected_attention", 24, sinks=4, stabilizers=3, local=3, future=30),
+    ),
 }
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},

@@ -36,7 +36,28 @@ METHODS: dict[str, tuple[dict[str, Any], Policy]] = {
         Policy("snapkv", 24, sinks=1, stabilizers=3, local=3, window=4, kernel=3),
     ),
     "tova": ({"backend": "tova"}, Policy("tova", 24, stabilizers=3, local=3)),
-}
+    "expected": (
+        {"backend": "expected_attention"},
+        Policy("expected_attention", 24, sinks=4, stabilizers=3, local=3),
+    ),
+    "expected-near": (
+        {
+            "backend": "expected_attention", "future_length": 9, "epsilon": 0.02, "use_covariance": False,
+            "sink_length": 1,
+        },
+        Policy(
+            "expected_attention", 24, sinks=1, stabilizers=3, local=3, future=9, epsilon=0.02,
+            covariance=False,
+        ),
+    ),
+    "expected-weights": (
+        {
+            "backend": "expected_attention", "use_value_norm": False, "sink_length": 0,
+            "stabilizer_length": 3, "local_length": 0,
+        },
+        Policy("expected_attention", 24, stabilizers=3, local=0, value_norm=False),
+    ),
+}  # fmt: skip
 PROMPT: list[Call] = [(17, "chunk"), (1, "chunk"), (20, "chunk"), (30, "chunk"), (9, "prompt")]
 DECODE: list[Call] = [(1, "decode")] * 12
 ROUNDING = {"atol": 1e-4, "rtol": 0.0}
@@ -108,7 +129,7 @@ def test_a_prompt_of_the_budget_and_one_more(method: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "mistral", "phi3", "qwen3"])
-@pytest.mark.parametrize("method", ["keydiff", "h2o", "snapkv-narrow", "tova"])
+@pytest.mark.parametrize("method", ["expected", "keydiff", "h2o", "snapkv-narrow", "tova"])
 def test_families(method: str, family: str) -> None:
     options, policy = METHODS[method]
     _compare({**options, "budget": 24}, policy, PROMPT + DECODE, [0, 31], family=family)
@@ -116,7 +137,7 @@ def test_families(method: str, family: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "attention"),
-    [(method, attention) for method in ("keydiff", "knorm", "h2o", "snapkv", "tova")
+    [(method, attention) for method in ("expected", "keydiff", "knorm", "h2o", "snapkv", "tova")
      for attention in ("eager", "kvcache_plugins")],
 )  # fmt: skip
 def test_attention_functions(method: str, attention: str) -> None:
@@ -142,7 +163,7 @@ def test_layers_with_budgets_of_their_own(method: str, pads: list[int] | None, a
 
 def test_a_second_turn_evicts_what_the_first_generated() -> None:
     model = model_of(num_hidden_layers=3)
-    for method in ("h2o", "keydiff", "knorm", "snapkv", "tova"):
+    for method in ("expected", "h2o", "keydiff", "knorm", "snapkv", "tova"):
         options, policy = METHODS[method]
         calls: list[Call] = [(30, "chunk"), (11, "prompt"), *DECODE, (20, "chunk"), (9, "prompt"), *DECODE]
         counts = [count for count, _ in calls]
@@ -181,7 +202,7 @@ def test_a_later_question_stays(question: int, newest: int) -> None:
 
 
 @pytest.mark.parametrize("obstacle", ["hook", "unknown"])
-@pytest.mark.parametrize("method", ["h2o", "tova"])
+@pytest.mark.parametrize("method", ["expected", "h2o", "tova"])
 def test_eager_attention_that_ours_does_not_replace(method: str, obstacle: str) -> None:
     # GPT-2 does not say whether weights are asked for, and a hook may want them: both show us the queries
     family = "gpt2" if obstacle == "unknown" else "qwen3"

@@ -31,6 +31,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "h2o-float8": {"backend": "h2o", "sink_length": 2, "storage": {"backend": "float8"}},
     "streaming_llm-compact": {"backend": "streaming_llm", "positions": "compact"},
     "knorm-compact": {"backend": "knorm", "positions": "compact"},
+    "expected-compact": {"backend": "expected_attention", "positions": "compact", "sink_length": 2},
+    "expected-int8": {"backend": "expected_attention", "storage": {"backend": "int8"}, "epsilon": 0.01},
 }
 CASES = [
     pytest.param(name, attention, id=f"{name}-{attention}")

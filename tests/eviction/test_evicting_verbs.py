@@ -25,6 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "knorm-int8": {"backend": "knorm", "storage": {"backend": "int8"}},
     "streaming_llm-compact": {"backend": "streaming_llm", "positions": "compact"},
+    "expected-compact": {"backend": "expected_attention", "positions": "compact", "future_length": 40},
     "keydiff-ragged": {"backend": "keydiff", "layer_overrides": {"0": {"budget": 40}}, "skip_layers": [1]},
 }  # fmt: skip
 PROMPT, STEPS = 50, 70  # the generated tokens make room once
@@ -173,9 +174,9 @@ def test_crop_takes_back_what_is_still_held(name: str) -> None:
     assert cache.get_seq_length() == PROMPT
     for layer, state in zip(cache.evicting_layers, before, strict=True):
         assert torch.equal(layer.state()[0]["positions"], state["positions"])
-    # As documented, H2O accumulates the votes of what was rejected, SirLLM no longer knows what predicted the
-    # next token, and a packed window has moved on.
-    if not name.startswith(("h2o", "sirllm")) and "storage" not in CONFIGS[name]:
+    # As documented, H2O accumulates the votes of what was rejected, Expected Attention its queries where they
+    # are no drafts, SirLLM no longer knows what predicted the next token, and a packed window has moved on.
+    if not name.startswith(("expected", "h2o", "sirllm")) and "storage" not in CONFIGS[name]:
         _same(_snapshot(cache), before)
         # The same tokens as if the others had never been.
         assert torch.equal(_continued(cache, tokens), _undisturbed(name)[0])

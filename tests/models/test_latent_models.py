@@ -211,7 +211,7 @@ def test_the_verbs_of_an_indexed_layer(name: str) -> None:
     assert ours.indexer_keys is None and ours.keys is None and not ours.is_indexer_initialized
 
 
-@pytest.mark.parametrize("backend", ["h2o", "snapkv", "tova"])
+@pytest.mark.parametrize("backend", ["expected_attention", "h2o", "snapkv", "tova"])
 @pytest.mark.parametrize("storage", [None, {"backend": "int8"}])
 def test_evicting_by_attention(backend: str, storage: Any, model: PreTrainedModel) -> None:
     options = {"backend": backend, "budget": 64, "chunk_size": 48, "storage": storage}

@@ -38,8 +38,8 @@ class Policy:
     """What a layer keeps.
 
     Args:
-        method: `"knorm"`, `"streaming_llm"`, `"keydiff"`, `"h2o"`, `"snapkv"`, `"tova"`, or `"given"` for a
-            table of numbers.
+        method: `"knorm"`, `"streaming_llm"`, `"keydiff"`, `"h2o"`, `"snapkv"`, `"tova"`,
+            `"expected_attention"`, or `"given"` for a table of numbers.
         budget: Tokens kept; None for everything.
         sinks: First real tokens that stay.
         stabilizers: Newest tokens that stay between two chunks of a prompt.
@@ -49,6 +49,10 @@ class Policy:
         window: Queries that SnapKV asks.
         kernel: Tokens over which it averages.
         normalize: Whether H2O divides by the number of queries.
+        future: Positions whose queries expected attention asks.
+        epsilon: What it adds to the weights.
+        covariance: Whether it knows the queries' covariance.
+        value_norm: Whether it multiplies by the norms of values.
     """
 
     method: str
@@ -61,6 +65,10 @@ class Policy:
     window: int = 64
     kernel: int = 5
     normalize: bool = False
+    future: int = 512
+    epsilon: float = 0.0
+    covariance: bool = True
+    value_norm: bool = True
 
     def is_due(self, phase: str, held: int) -> bool:
         """Whether something goes, with `held` tokens."""
@@ -73,6 +81,57 @@ class Policy:
         return self.stabilizers if phase == "chunk" else self.local
 
 
+def _turns(frequencies: Tensor | None, positions: range, channels: int) -> Tensor:
+    """The rotation of every position as a matrix, `(len(positions), D, D)`, in float64.
+
+    Of the first `2 n` channels, `n` frequencies turn the pairs `(i, i + n)`; the others stay.
+    """
+    matrices = torch.eye(channels, dtype=torch.float64).repeat(len(positions), 1, 1)
+    if frequencies is None:
+        return matrices
+    half = len(frequencies)
+    for i, frequency in enumerate(frequencies.tolist()):
+        angles = torch.tensor(positions, dtype=torch.float64) * frequency
+        matrices[:, i, i] = matrices[:, i + half, i + half] = angles.cos()
+        matrices[:, i, i + half], matrices[:, i + half, i] = -angles.sin(), angles.sin()
+    return matrices
+
+
+def expected_weights(
+    queries: Tensor, keys: Tensor, turn: Tensor, scaling: float, *, covariance: bool = True
+) -> Tensor:
+    """Expected attention of the paper: weights of `n` keys, averaged over the heads of a group.
+
+    Args:
+        queries: `(G, T, D)`, before their rotation.
+        keys: `(n, D)`, rotated.
+        turn: `(D, D)`, the average rotation of the positions to come.
+        scaling: Factor of the logits.
+        covariance: Whether the queries vary around their mean.
+    """
+    total = torch.zeros(len(keys), dtype=torch.float64)
+    for head in queries.double():
+        mean = head.mean(0)
+        spread = torch.stack([torch.outer(query - mean, query - mean) for query in head]).mean(0)
+        spread = turn @ spread @ turn.T
+        logits = [
+            float((turn @ mean) @ key * scaling + covariance * (key @ spread @ key) * scaling**2 / 2)
+            for key in keys.double()
+        ]
+        total += torch.tensor(logits, dtype=torch.float64).softmax(0)
+    return total / len(queries)
+
+
+def _expected_worth(
+    policy: Policy, queries: Tensor, keys: Tensor, values: Tensor, turn: Tensor, scaling: float
+) -> list[float]:
+    """Worth of `n` keys `(n, D)` with values `(n, Dv)`; see `expected_weights` for the rest."""
+    weights = expected_weights(queries, keys, turn, scaling, covariance=policy.covariance)
+    if policy.value_norm:
+        weights = (weights + policy.epsilon) * values.double().norm(dim=-1)
+    return weights.tolist()
+
+
 @dataclass
 class _Row:
     """One row of the batch in one layer: queries `(G, T, D)` per head, keys `(H, T, D)`, in float64."""
@@ -80,9 +139,11 @@ class _Row:
     policy: Policy
     queries: list[Tensor]
     keys: Tensor
+    values: Tensor
     pads: int
     scaling: float
     given: Tensor | None
+    frequencies: Tensor | None
 
     def play(self, calls: Sequence[Call]) -> tuple[Tensor, list[list[int]]]:
         """Which key each query sees, bool `(H, T, T)`, and which real tokens each head holds in the end."""
@@ -143,7 +204,29 @@ class _Row:
             newest = range(new.stop - 1, new.stop)
             total = torch.stack([self._attention(h, newest).sum((0, 1)) for h in heads]).sum(0)
             return [{p: float(total[p]) for p in real[h]} for h in heads]
+        if method == "expected_attention":
+            return [self._expected(h, real[h], new.stop) for h in heads]
         raise ValueError(f"unknown method {method!r}")
+
+    def _expected(self, head: int, real: list[int], seen: int) -> dict[int, float]:
+        """By the queries of all tokens `seen` but pads and sinks, which get no weight either."""
+        asked = range(self.pads + self.policy.sinks, seen)
+        given = [p for p in real if p in asked]
+        worth = dict.fromkeys(real, 0.0)
+        if given:
+            channels = self.keys.shape[2]
+            back = _turns(self.frequencies, range(self.policy.sinks, seen - self.pads), channels).mT
+            plain = torch.einsum("tij,gtj->gti", back, self.queries[head][:, asked.start : seen])
+            next_position = seen - self.pads
+            ahead = _turns(
+                self.frequencies, range(next_position, next_position + self.policy.future), channels
+            )
+            found = _expected_worth(
+                self.policy, plain, self.keys[head, given], self.values[head, given], ahead.mean(0),
+                self.scaling,
+            )  # fmt: skip
+            worth |= dict(zip(given, found, strict=True))
+        return worth
 
     def _receive(self, new: range) -> None:
         for head, received in enumerate(self.received):
@@ -178,6 +261,7 @@ class _Run:
     pads: Sequence[int]
     worth: Tensor | None
     survivors: Survivors
+    frequencies: Tensor | None
 
 
 _active: list[_Run] = []
@@ -195,7 +279,10 @@ def _attention(
     for row in range(batch):
         policy = run.policies[module.layer_idx]
         given = None if run.worth is None else run.worth[row]
-        player = _Row(policy, list(by_head[row].double()), key[row].double(), run.pads[row], scaling, given)
+        player = _Row(
+            policy, list(by_head[row].double()), key[row].double(), value[row], run.pads[row], scaling, given,
+            run.frequencies,
+        )  # fmt: skip
         seen, held = player.play(run.calls)
         visible.append(seen)
         survivors.append(held)
@@ -248,7 +335,9 @@ def run_with_evictions(
     if isinstance(policies, Policy):
         policies = [policies] * model.config.num_hidden_layers
     pads = [0] * batch if pads is None else pads
-    run = _Run(policies, calls, pads, worth, [])
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    frequencies = None if rotary is None else rotary.inv_freq.double()
+    run = _Run(policies, calls, pads, worth, [], frequencies)
     positions = (torch.arange(length) - torch.tensor(pads)[:, None]).clamp_min(0)
     with _attending_by(model, run):
         logits = model(input_ids, position_ids=positions, use_cache=False).logits
@@ -299,7 +388,7 @@ def _compact_row(
 ) -> tuple[Tensor, list[list[list[int]]]]:
     decoder, config = model.model, model.config
     heads, groups = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
-    stores = [_CompactStore(heads) for _ in decoder.layers]
+    stores = [_CompactStore(heads, decoder.rotary_emb.inv_freq.double()) for _ in decoder.layers]
     logits, seen = [], 0
     for count, phase in calls:
         hidden = decoder.embed_tokens(input_ids[None, seen : seen + count])
@@ -332,7 +421,9 @@ def _rotation(cos: Tensor, sin: Tensor) -> Callable[[Tensor, slice], Tensor]:
 class _CompactStore:
     """Keys before rotation, values and positions of one layer of one row."""
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, frequencies: Tensor) -> None:
+        self.frequencies, self.scaling = frequencies, 1.0
+        self.asked: list[list[Tensor]] = [[] for _ in range(heads)]
         self.keys: list[Tensor] = [torch.zeros(0)] * heads
         self.values: list[Tensor] = [torch.zeros(0)] * heads
         self.positions: list[list[int]] = [[] for _ in range(heads)]
@@ -362,9 +453,13 @@ class _CompactStore:
         places = slice(self.length - count, self.length)
         causal = torch.arange(self.length) <= torch.arange(self.length)[places, None]
         outputs = []
-        for h in range(len(self.positions)):
+        self.scaling = scaling
+        for h, held in enumerate(self.positions):
+            own = query[h * groups : (h + 1) * groups]
+            is_asked = [p >= policy.sinks for p in held[self.length - count :]]
+            self.asked[h].append(own[:, is_asked].double())
             keys = rotate(self.keys[h], slice(0, self.length))
-            queries = rotate(query[h * groups : (h + 1) * groups], places)
+            queries = rotate(own, places)
             weights = (queries @ keys.T * scaling).masked_fill(~causal, -torch.inf).softmax(-1)
             self.received[h] = self.received[h] + weights.double().sum((0, 1))
             outputs.append(weights @ self.values[h])
@@ -375,11 +470,14 @@ class _CompactStore:
             return
         assert policy.budget is not None
         for h, held in enumerate(self.positions):
-            worth = {
-                "knorm": -self.keys[h].norm(dim=-1),
-                "streaming_llm": torch.tensor(held),
-                "h2o": self.received[h],
-            }[policy.method]
+            if policy.method == "expected_attention":
+                worth = self._expected(h, policy)
+            else:
+                worth = {
+                    "knorm": -self.keys[h].norm(dim=-1),
+                    "streaming_llm": torch.tensor(held),
+                    "h2o": self.received[h],
+                }[policy.method]
             places = range(len(held))
             stays = {i for i in places if held[i] < policy.sinks} | set(
                 places[len(held) - policy.recent(phase) :]
@@ -389,3 +487,15 @@ class _CompactStore:
             self.keys[h], self.values[h] = self.keys[h][kept], self.values[h][kept]
             self.received[h] = self.received[h][kept]
             self.positions[h] = [held[i] for i in kept]
+
+    def _expected(self, head: int, policy: Policy) -> Tensor:
+        """By the queries so far, as if they came at the places after what is held."""
+        length, channels = self.keys[head].shape
+        turns = _turns(self.frequencies, range(length + policy.future), channels)
+        first = sum(p < policy.sinks for p in self.positions[head])
+        keys = torch.einsum("tij,tj->ti", turns[:length], self.keys[head].double())[first:]
+        ahead = turns[length:].mean(0)
+        found = _expected_worth(
+            policy, torch.cat(self.asked[head], 1), keys, self.values[head][first:], ahead, self.scaling
+        )
+        return torch.tensor([0.0] * first + found)
