@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache import build_cache
 from ..layers.base import PackedLayer
@@ -155,6 +155,11 @@ class OneSidedLayer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.dense, name)
 
+    @property  # type: ignore[misc]  # read-only, as proxies have it
+    def __class__(self) -> Any:
+        """That of the dense layer, which models ask for: it may have a recurrent branch."""
+        return type(self.dense)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -164,10 +169,6 @@ class OneSidedLayer:
         read = reads[_SIDES.index(self.side)]
         read = read.dense() if isinstance(read, KVHandle) else read
         return (read, values) if self.side == "key" else (keys, read)
-
-
-# It is one in all that is asked of one, and inherits no verb that would take the place of the dense layer's.
-CacheLayerMixin.register(OneSidedLayer)
 
 
 @torch.no_grad()

@@ -163,10 +163,10 @@ def test_fewer_bits_lose_more(model: Any, samples: Tensor) -> None:
 
 def test_hybrid_models(samples: Tensor) -> None:
     """Layers of other kinds keep their states between prompt and blocks."""
-    for family in ("gemma3_text", "qwen3_next"):
+    for family, layers in {"gemma3_text": {1}, "qwen3_next": {1}, "falcon_h1": {0, 1}}.items():
         hybrid = tiny_model(family)
         candidates = candidates_of(hybrid, KIVI, (2, 8))
-        assert {candidate.layer_idx for candidate in candidates} == {1}
+        assert {candidate.layer_idx for candidate in candidates} == layers
         losses = dict(measure_candidates(hybrid, samples[:1], KIVI, candidates))
         assert losses[Candidate(1, "value", 2)] > losses[Candidate(1, "value", 8)]
 
