@@ -15,8 +15,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A unit may import units to its left (and itself). Backends are reached by name through the registry only.
 ORDER = (
     "errors", "registry", "config", "quantizers", "models", "kernels", "layers", "attention", "report",
-    "artifacts", "cache", "persistence", "estimation", "eviction", "retaining", "backends", "evaluation",
-    "calibration", "training", "prompt_chunks", "generation_calls", "integration", "testing", "cli",
+    "artifacts", "cache", "persistence", "estimation", "eviction", "retaining", "backends", "prompt_chunks",
+    "evaluation", "calibration", "training", "generation_calls", "integration", "testing", "cli",
     "__init__",
 )  # fmt: skip
 # Deferred imports that would close a circle at import time, with the reason.

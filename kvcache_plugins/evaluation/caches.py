@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache import KVCache, build_cache
 from ..models.facts import decoder_config, split_model_or_config
+from ..prompt_chunks import why_read_whole
 from ..registry import TRANSFORMERS_BACKENDS
 from .labels import DENSE
 
@@ -71,7 +72,7 @@ def new_cache(
 
 
 def prefill(model: Any, prompt: torch.Tensor, cache: Cache, final_length: int, **arguments: Any) -> Any:
-    """Read a prompt into an empty cache as `generate()` does: bound, and in chunks where the cache wants it.
+    """Read a prompt into an empty cache as `generate()` does: bound, and in chunks if cache and model can.
 
     Args:
         model (`PreTrainedModel`): The model.
@@ -87,7 +88,8 @@ def prefill(model: Any, prompt: torch.Tensor, cache: Cache, final_length: int, *
     if isinstance(cache, KVCache):
         length = prompt.shape[1]
         cache.bind(model, torch.ones_like(prompt), max_cache_length=final_length, prompt_length=length)
-        chunk_size = cache.prefill_chunk_size
+        if why_read_whole(model, {}, is_first=True) is None:
+            chunk_size = cache.prefill_chunk_size
     output = None
     for chunk in prompt.split(chunk_size or prompt.shape[1], dim=1):
         output = model(input_ids=chunk, past_key_values=cache, use_cache=True, **arguments)
@@ -95,7 +97,7 @@ def prefill(model: Any, prompt: torch.Tensor, cache: Cache, final_length: int, *
 
 
 def why_unavailable(model_config: Any, cache_config: Mapping[str, Any]) -> str | None:
-    """Build the cache once without a model: a wrong option raises, a missing package is returned."""
+    """Build the cache once without a model: a wrong option raises, what cannot be here is returned."""
     try:
         new_cache(model_config, cache_config)
     except ImportError:
@@ -103,6 +105,8 @@ def why_unavailable(model_config: Any, cache_config: Mapping[str, Any]) -> str |
     except ValueError as error:
         if "Unknown quantization backend" in str(error):  # fp8 came with a later transformers
             return f"not in transformers {transformers.__version__}"
+        if "only full attention layers" in str(error):
+            return "transformers has it for models of full attention layers alone"
         raise
     return None
 

@@ -20,6 +20,9 @@ layer, before a call, with `T` tokens seen:
 
 Of any other layer nothing is known.
 
+Models with recurrent layers are always read one token at a time. Whether a longer call goes on from their
+states differs between families and releases: Jamba and RecurrentGemma begin anew.
+
 Equal is meant up to rounding. In fp32 that stays below 1e-6 nats per token, or a few 1e-6 where a value on
 the edge between two codes falls to the other side; in half precision the model's own rounding is far more.
 """
@@ -31,7 +34,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from transformers import cache_utils
-from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer
+from transformers.cache_utils import HQQQuantizedLayer, LinearAttentionCacheLayerMixin, QuantizedLayer
 
 from ..eviction.layer import EvictingLayer
 from ..layers.base import PackedLayer
@@ -69,6 +72,8 @@ def exact_blocks(
         block_length (`int`): Most tokens of a block.
         approximate (`bool`): Cut no block; those that should have been cut are not called exact.
     """
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+        block_length = 1
     while start < stop:
         limit = min(block_length, stop - start)
         rooms = [room(layer, limit) for layer in cache.layers]
@@ -120,8 +125,8 @@ def packed_shares(cache: Any, count: int) -> list[float]:
 
 
 def _layer_shares(layer: Any, count: int) -> list[float] | None:
-    if isinstance(layer, CrossAttentionLayer):
-        return None  # texts have no images
+    if isinstance(layer, CrossAttentionLayer) or not hasattr(layer, "get_mask_sizes"):
+        return None  # texts have no images, and linear attention has no tokens to attend to
     attended = range(layer.get_mask_sizes(count)[0] - count + 1, layer.get_mask_sizes(count)[0] + 1)
     if isinstance(layer, PackedLayer):
         if not layer.is_initialized:
