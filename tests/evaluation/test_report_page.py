@@ -21,6 +21,7 @@ from kvcache_plugins.evaluation.pages import charts, documents, scales, styles
 from kvcache_plugins.evaluation.pages.documents import find_results
 from kvcache_plugins.evaluation.pages.markup import Markup, element
 from kvcache_plugins.evaluation.pages.page import render_page
+from kvcache_plugins.evaluation.perplexity_summary import summarize
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "examples" / "results"
@@ -156,9 +157,8 @@ ALL_TASKS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
             top1_agreement=lambda i: 1 - i / 9,
             tokens=4321,
             packed_read_fraction=0.875,
-            nll_by_position=lambda i: [[64, 3.5 + i], [128, 3.25 + i], [192, 3.0 + i]],
         ),
-        ["31.250", "34.250", "0.00333", "0.01000", "4,321", "0.875", "3.643", "Difference to the dense"],
+        ["31.250", "34.250", "0.00333", "0.01000", "4,321", "0.875", "3.643"],
     ),
     "passkey": (
         _rows(
@@ -245,6 +245,7 @@ def test_missing_and_senseless_values_do_not_stop_the_page(task: str, tmp_path: 
         {
             "cache_config": cache,
             **{key: junk for row in ALL_TASKS[task][0] for key in row if key != "cache_config"},
+            "nll_by_position": junk,
         }
         for cache, junk in zip(CACHES, ("text", [1, {"a": None}], math.nan, {"b": {"c": []}}), strict=True)
     ]
@@ -258,6 +259,49 @@ def test_missing_and_senseless_values_do_not_stop_the_page(task: str, tmp_path: 
     _check_self_contained(reader, page)
     assert [name for name in ("bare", "odd", "zero", "one") if f"{name}.json" not in reader.shown] == []
     assert not re.search(r'="-?(nan|inf)', page)
+
+
+def test_curves_by_position_are_drawn_as_the_evaluation_writes_them(tmp_path: Path) -> None:
+    sums = {"tokens": 64, "nll_squares": 0.0, "increase_squares": 0.0, "packed_read": 0.0, "is_exact": True}
+    records = [
+        sums
+        | {"kv_bytes": 1, "kernel": None, "seconds": 1.0, "nll": 64.0, "increase": 8.0 * index}
+        | {"nll_by_position": [10.0 + part + index for part in range(16)]}
+        | {"increase_by_position": [float(index)] * 16}
+        for index in range(len(CACHES))
+    ]
+    del records[0]["increase_by_position"], records[0]["increase"]
+    rows = [
+        summarize(cache, [record], records[:1], prefill=100, dense_bits=32)
+        for cache, record in zip(CACHES, records, strict=True)
+    ]
+    _write(tmp_path, "results.json", _document("perplexity", rows))
+    reader = _Reader(_page(tmp_path))
+    for title in ("Negative log-likelihood, by position", "Difference to the dense cache, by position"):
+        assert title in reader.text
+    # 16 ranges of 4 positions, the sums of 4 tokens each
+    for point in (
+        "dense: 102, 2.5",
+        "dense: 162, 6.25",
+        "int8: 106, 3",
+        "kivi 2-bit: 106, 0.5",
+        "dense: 102, 0",
+    ):
+        assert point in reader.text
+    one_cache = tmp_path / "one"
+    _write(one_cache, "results.json", _document("perplexity", rows[:1]))
+    assert "Difference to the dense cache, by position" not in _Reader(_page(one_cache)).text
+
+
+def test_the_recorded_perplexity_has_its_curves(tmp_path: Path) -> None:
+    shutil.copy(RECORDED / "perplexity.json", tmp_path)
+    document = json.loads((RECORDED / "perplexity.json").read_text())
+    reader = _Reader(_page(tmp_path))
+    for row in document["results"]:
+        first = row["nll_by_position"][0]
+        middle = (first["start"] + first["stop"]) / 2
+        assert f"{row['label']}: {middle:,.6g}, {first['nll']:.4g}" in reader.text
+    assert sum("by position" in text for text in reader.text) >= 2
 
 
 def test_what_did_not_fit_and_the_largest_context_are_shown(tmp_path: Path) -> None:

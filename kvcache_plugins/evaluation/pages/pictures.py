@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .cells import FORMATS, backend_of, plain
@@ -49,23 +49,18 @@ def quality_pictures(rows: Sequence[_Row], view: TaskView, book: StyleBook) -> l
 
 def position_pictures(rows: Sequence[_Row], book: StyleBook) -> list[Markup]:
     """Draw the negative log-likelihood by position, and its difference to the dense cache's."""
-    curves = [
-        Series(label_of(row), _style(row, book), points)
-        for row in rows
-        if len(points := _curve(row.get("nll_by_position"))) > 1
-    ]
-    if not curves:
-        return []
-    drawn = _families(curves, "Negative log-likelihood by position", "position", "nats per token", "linear")
-    dense = next((dict(curve.points) for curve in curves if curve.style.colour == "ink"), {})
-    apart = [
-        Series(curve.label, curve.style, points)
-        for curve in curves
-        if len(points := [(x, y - dense[x]) for x, y in curve.points if x in dense]) > 1
-    ]
-    if len(apart) > 1:
-        drawn += _families(apart, "Difference to the dense cache", "position", "nats per token", "linear")
-    return _with_legend(drawn, {curve.label: curve.style for curve in curves})
+    drawn: list[Markup] = []
+    shown: dict[str, Style] = {}
+    for key, title in (("nll", "Negative log-likelihood"), ("increase", "Difference to the dense cache")):
+        curves = [
+            Series(label_of(row), _style(row, book), points)
+            for row in rows
+            if len(points := _curve(row, key)) > 1
+        ]
+        if len(curves) > (key == "increase"):  # the dense cache alone has none
+            drawn += _families(curves, f"{title}, by position", "position", "nats per token", "linear")
+            shown |= {curve.label: curve.style for curve in curves}
+    return _with_legend(drawn, shown)
 
 
 def speed_pictures(rows: Sequence[_Row], view: TaskView, book: StyleBook) -> list[Markup]:
@@ -165,21 +160,13 @@ def _style(row: _Row, book: StyleBook) -> Style:
     return book.style(backend_of(row), label_of(row))
 
 
-def _curve(value: Any) -> list[tuple[float, float]]:
-    """Read a curve in any of the ways it may be written: numbers, pairs, or values by position."""
-    pairs: Iterable[Any] = ()
-    if isinstance(value, dict):
-        pairs = value.items()
-    elif isinstance(value, list):
-        pairs = (entry if isinstance(entry, list) else (index, entry) for index, entry in enumerate(value))
+def _curve(row: _Row, key: str) -> list[tuple[float, float]]:
+    """Return what `nll_by_position` has under a key, at the middle of each range of positions."""
+    parts = row.get("nll_by_position")
     points = []
-    for pair in pairs:
-        if len(pair) != 2:
-            continue
-        try:
-            x, y = number(float(pair[0])), number(pair[1])
-        except (TypeError, ValueError):
-            continue
-        if x is not None and y is not None:
-            points.append((x, y))
-    return sorted(points)
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, dict):
+            start, stop, value = (number(part.get(name)) for name in ("start", "stop", key))
+            if start is not None and stop is not None and value is not None:
+                points.append(((start + stop) / 2, value))
+    return points
