@@ -111,7 +111,7 @@ def choose_qparams_symmetric(
     """
     magnitude = granularity.split(states).abs()
     largest = _masked(magnitude, valid, 0.0).amax(granularity.reduced, keepdim=True)
-    return round_up_to_half(_per_row(largest, granularity) / largest_code).clamp_min(SMALLEST_SCALE)
+    return round_up_to_half(_per_row(largest) / largest_code).clamp_min(SMALLEST_SCALE)
 
 
 def quantize_symmetric(
@@ -135,10 +135,10 @@ def _range(groups: Tensor, granularity: Granularity, valid: Tensor | None) -> tu
     high = _masked(groups, valid, -torch.inf).amax(granularity.reduced, keepdim=True)
     empty = low > high
     low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
-    return _per_row(low, granularity), _per_row(high, granularity)
+    return _per_row(low), _per_row(high)
 
 
-def _per_row(reduced: Tensor, granularity: Granularity) -> Tensor:
+def _per_row(reduced: Tensor) -> Tensor:
     return reduced.squeeze(5).squeeze(3)
 
 

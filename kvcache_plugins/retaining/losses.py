@@ -47,14 +47,15 @@ def layer_loss(scores: Tensor, labels: Tensor, mask: Tensor | None, num_layers: 
 
 
 @torch.no_grad()
-def top_recall(scores: Tensor, labels: Tensor, mask: Tensor | None = None, fraction: float = 0.1) -> Tensor:
+def top_recall(scores: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return which part of the tokens with the largest labels is among those with the largest scores.
+
+    Of either a tenth of a row's tokens is taken, at least one.
 
     Args:
         scores (`torch.Tensor` of shape `(B, H, n)`): What a head predicts.
         labels (`torch.Tensor` of shape `(B, H, n)`): What it should.
         mask (`torch.Tensor` of shape `(B, n)`, *optional*): Which tokens count.
-        fraction (`float`): How many are taken of either: this part of a row's tokens, at least one.
 
     Returns:
         `torch.Tensor` of shape `(B,)`: Mean over heads, between 0 and 1; NaN for a row without tokens.
@@ -67,7 +68,7 @@ def top_recall(scores: Tensor, labels: Tensor, mask: Tensor | None = None, fract
         if length == 0:
             rows.append(scores.new_tensor(math.nan))
             continue
-        count = max(1, int(fraction * length))
+        count = max(1, length // 10)
         picked = torch.zeros_like(predicted, dtype=torch.bool)
         picked.scatter_(-1, predicted.topk(count, dim=-1).indices, True)
         rows.append(picked.gather(-1, wanted.topk(count, dim=-1).indices).float().mean())

@@ -17,13 +17,11 @@ from torch import Tensor
 __all__ = ["max_logits"]
 
 _LARGEST_BLOCK = 1 << 24
-"""Logits computed at once: 64 MiB in fp32."""
+"""Logits computed at once, or those of one answer token if these are more: 64 MiB in fp32."""
 
 
 @torch.no_grad()
-def max_logits(
-    query: Tensor, key: Tensor, scaling: float, *, softcap: float | None = None, largest: int = _LARGEST_BLOCK
-) -> Tensor:
+def max_logits(query: Tensor, key: Tensor, scaling: float, *, softcap: float | None = None) -> Tensor:
     """Return the largest logit of every key, over all queries of its group.
 
     A running maximum over blocks of queries: all logits are never there at once.
@@ -33,7 +31,6 @@ def max_logits(
         key (`torch.Tensor` of shape `(H_kv, n_p, D)`): Keys of the prompt, rotated.
         scaling (`float`): Factor of the logits, positive.
         softcap (`float`, *optional*): `c` of the models that use `c * tanh(logit / c)`.
-        largest (`int`): How many logits may be computed at once; at least those of one answer token.
 
     Returns:
         `torch.Tensor` of shape `(H_kv, n_p)`: fp32.
@@ -49,7 +46,7 @@ def max_logits(
             f"{tuple(query.shape)} and keys {tuple(key.shape)}."
         )
     grouped = query.view(kv_heads, heads // kv_heads, tokens, channels)
-    step = max(1, largest // max(1, heads * length))
+    step = max(1, _LARGEST_BLOCK // max(1, heads * length))
     with torch.autocast(query.device.type, enabled=False):
         transposed = key.float().transpose(1, 2)
         best: Tensor | None = None

@@ -13,6 +13,7 @@ from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.heads import RetainingHeads
 from kvcache_plugins.retaining.projections import ProjectionTap
 from kvcache_plugins.testing import tiny_model
+from kvcache_plugins.training import labels
 from kvcache_plugins.training.arguments import LocretTrainingArguments
 from kvcache_plugins.training.examples import Collator, Example
 from kvcache_plugins.training.labels import max_logits
@@ -80,11 +81,12 @@ def test_labels_are_the_eager_logits(
     assert not ProjectionTap.of(model).is_attached
 
 
-def test_blocks_of_queries_make_no_difference() -> None:
+def test_blocks_of_queries_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = torch.randn(8, 13, 16), torch.randn(2, 40, 16)
     whole = (query.view(2, 4, 13, 16) @ key[:, None].transpose(2, 3) / 4).amax((1, 2))
     for largest in (1, 700, 1 << 24):
-        torch.testing.assert_close(max_logits(query, key, 0.25, largest=largest), whole)
+        monkeypatch.setattr(labels, "_LARGEST_BLOCK", largest)
+        torch.testing.assert_close(max_logits(query, key, 0.25), whole)
     capped = max_logits(query, key, 0.25, softcap=2.0)
     torch.testing.assert_close(capped, 2 * torch.tanh(whole / 2))
     bf16 = max_logits(query.bfloat16(), key.bfloat16(), 0.25)

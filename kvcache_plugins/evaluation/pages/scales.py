@@ -39,23 +39,20 @@ class Scale:
         return [f"{tick:,.{digits}f}" for tick in self.ticks]
 
 
-def linear(values: Iterable[float], *, includes_zero: bool = False, wanted: int = 5) -> Scale:
+def linear(values: Iterable[float], *, wanted: int = 5) -> Scale:
     """Span values with about `wanted` round ticks and a little room around.
 
     Args:
         values (`Iterable[float]`): At least one, all finite.
-        includes_zero (`bool`): Begin at zero, for lengths of bars and shares of a whole.
         wanted (`int`): About so many ticks.
     """
     values = list(values)
     low, high = min(values), max(values)
-    if includes_zero:
-        low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         room = abs(high) / 2 or 1.0
-        low, high = (low if includes_zero and low == 0 else low - room), high + room
+        low, high = low - room, high + room
     room = 0.06 * (high - low)
-    low, high = (low if includes_zero and low == 0 else low - room), high + room
+    low, high = low - room, high + room
     step = _round_step((high - low) / wanted)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)

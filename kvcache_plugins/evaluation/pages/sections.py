@@ -12,7 +12,7 @@ from .documents import ResultFile, label_of, number
 from .markup import Markup, element, join
 from .pictures import context_pictures, position_pictures, quality_pictures, speed_pictures
 from .styles import StyleBook
-from .tasks import TaskView, view_of
+from .tasks import view_of
 
 __all__ = ["file_section"]
 
@@ -47,7 +47,7 @@ def file_section(file: ResultFile, anchor: str, book: StyleBook) -> Markup:
         parts += [result_table(rows, view.columns), *_grids(file.rows)]
         parts += position_pictures(rows, book)
     parts += [*_largest_context(file, book), *_skipped(file)]
-    parts += [_everything(file.rows, view), _details("Settings of the run", _facts(file.settings))]
+    parts += [_everything(file.rows), _details("Settings of the run", _facts(file.settings))]
     parts.append(_details("Environment", _facts(_flat_environment(file))))
     return element("section", *parts, id=anchor)
 
@@ -165,7 +165,7 @@ def _skipped(file: ResultFile) -> list[Markup]:
     return [element("h4", "Not measured"), element("ul", *entries, class_="skipped")]
 
 
-def _everything(rows: Sequence[Mapping[str, Any]], view: TaskView | None) -> Markup:
+def _everything(rows: Sequence[Mapping[str, Any]]) -> Markup:
     """Show every value as it stands in the file, for whoever needs more digits or what has no column."""
     body = []
     for row in rows:
