@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..evaluation.language_reference import read_language_reference
-from ..evaluation.loading import Subject
+from ..evaluation.loading import Subject, prefix_ids
 from ..evaluation.text_files import read_text_file
 from .options import PYDOC, CalibrationOptions
 
@@ -45,13 +45,13 @@ def read_samples(subject: Subject, options: CalibrationOptions) -> Samples:
     """Read the text and draw the samples.
 
     Samples do not overlap where the text is long enough; otherwise they are spread evenly over it. Each
-    begins with the token a tokenizer puts in front of a text, if it does.
+    begins with what the tokenizer puts in front of a text.
 
     Raises:
         ValueError: If the text has fewer tokens than one sample; the message says how many.
         OSError: If it cannot be read.
     """
-    prefix = _prefix(subject.tokenizer)
+    prefix = prefix_ids(subject.tokenizer)
     length = options.sequence_length - len(prefix)
     if options.text_files is not None:
         source = ", ".join(Path(name).name for name in options.text_files)
@@ -79,13 +79,6 @@ def _starts(num_tokens: int, length: int, num_samples: int, seed: int) -> list[i
         return [int(start) for start in np.linspace(0, num_tokens - length, num_samples).round()]
     gaps = np.sort(np.random.default_rng(seed).integers(0, spare + 1, num_samples))
     return [int(gap) + index * length for index, gap in enumerate(gaps)]
-
-
-def _prefix(tokenizer: Any) -> list[int]:
-    """Tokens that the tokenizer puts in front of a text: many models go astray without theirs."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    return list(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else []
 
 
 def _encode_enough(subject: Subject, options: CalibrationOptions, num_tokens: int) -> list[int]:

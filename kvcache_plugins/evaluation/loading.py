@@ -13,7 +13,7 @@ from ..models.auto_class import auto_class
 from .model_options import ModelOptions
 from .sharding import Shard
 
-__all__ = ["Subject", "encode", "load_config", "load_subject", "load_tokenizer"]
+__all__ = ["Subject", "encode", "load_config", "load_subject", "load_tokenizer", "prefix_ids"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,16 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of a text, without special tokens and without a limit of length."""
     ids: Sequence[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return list(ids)
+
+
+def prefix_ids(tokenizer: Any) -> list[int]:
+    """Return the tokens that a tokenizer puts in front of every text: many models go astray without theirs.
+
+    One has none, most have one (the beginning of the text), some have two (GLM).
+    """
+    plain, whole = encode(tokenizer, "a"), list(tokenizer("a", verbose=False)["input_ids"])
+    starts = [start for start in range(len(whole)) if whole[start : start + len(plain)] == plain]
+    return whole[: starts[0]] if starts else []
 
 
 def load_config(options: ModelOptions) -> Any:

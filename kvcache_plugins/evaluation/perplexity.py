@@ -25,7 +25,7 @@ from ..registry import TRANSFORMERS_BACKENDS
 from .caches import why_unavailable
 from .journal import Journal
 from .labels import DENSE, cache_label
-from .loading import Subject, encode, load_config, load_subject, load_tokenizer
+from .loading import Subject, encode, load_config, load_subject, load_tokenizer, prefix_ids
 from .perplexity_options import PerplexityOptions
 from .perplexity_scoring import Reference, Schedule, score_window
 from .perplexity_summary import summarize
@@ -80,7 +80,7 @@ def measure_perplexity(
         if reason
     ]
     tokenizer = load_tokenizer(options)
-    windows = cut_windows(texts, lambda text: encode(tokenizer, text), options, _prefix(tokenizer))
+    windows = cut_windows(texts, lambda text: encode(tokenizer, text), options, prefix_ids(tokenizer))
     _check_reference(options, config)
     _warn_of_length(options, config)
     (output / "progress").mkdir(parents=True, exist_ok=True)
@@ -105,12 +105,6 @@ def measure_perplexity(
     write_results(output, document)
     journal.remove()
     return document
-
-
-def _prefix(tokenizer: Any) -> list[int]:
-    """Return the beginning-of-text token if the tokenizer puts one in front of a text by itself."""
-    ids = list(tokenizer("a", verbose=False)["input_ids"])
-    return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
 
 
 def _check_reference(options: PerplexityOptions, config: Any) -> None:

@@ -18,18 +18,18 @@ from kvcache_plugins.evaluation.sharding import Shard
 
 
 class Characters:
-    """A tokenizer of one token a character, which puts token 1 in front of a text if told to."""
+    """A tokenizer of one token a character, and those that it puts in front of every text."""
 
-    def __init__(self, first: bool = False) -> None:
+    def __init__(self, *first: int) -> None:
         self.first = first
 
     def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, Any]:
         ids = [ord(character) for character in text]
-        return {"input_ids": [1, *ids] if self.first and add_special_tokens else ids}
+        return {"input_ids": [*self.first, *ids] if add_special_tokens else ids}
 
 
-def subject(first: bool = False) -> Subject:
-    return Subject(None, Characters(first), Shard())
+def subject(*first: int) -> Subject:
+    return Subject(None, Characters(*first), Shard())
 
 
 def options(**given: Any) -> CalibrationOptions:
@@ -76,9 +76,11 @@ def test_files_are_joined(book: Path) -> None:
 
 
 def test_samples_begin_as_texts_do(book: Path) -> None:
-    samples = read_samples(subject(first=True), options(text_files=[str(book)]))
-    assert samples.token_ids.shape == (4, 10) and (samples.token_ids[:, 0] == 1).all()
-    assert samples.token_ids[:, 1:].min() >= 200
+    for first in ((1,), (1, 2)):
+        samples = read_samples(subject(*first), options(text_files=[str(book)]))
+        assert samples.token_ids.shape == (4, 10)
+        assert samples.token_ids[:, : len(first)].tolist() == [list(first)] * 4
+        assert samples.token_ids[:, len(first) :].min() >= 200
 
 
 def test_too_short(book: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -19,7 +20,7 @@ from kvcache_plugins.cli import main
 from kvcache_plugins.evaluation import perplexity, perplexity_scoring
 from kvcache_plugins.evaluation.perplexity_options import PerplexityOptions
 from kvcache_plugins.evaluation.perplexity_summary import mean_and_error
-from kvcache_plugins.evaluation.perplexity_texts import Text, cut_windows, read_texts
+from kvcache_plugins.evaluation.perplexity_texts import Text, Window, cut_windows, read_texts
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books")
 LENGTH, PREFILL = 64, 40
@@ -134,6 +135,26 @@ def test_a_model_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def _options(**options: Any) -> PerplexityOptions:
     return PerplexityOptions.from_dict({"model": "m", "dataset": "pydoc", "context_length": 10} | options)
+
+
+def test_windows_begin_as_texts_do(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    plain = tokenizer("a").input_ids
+    template = "<a> <b> $A <c>"
+    given = [(name, 3 + index) for index, name in enumerate(("<a>", "<b>", "<c>"))]
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=given)
+    assert tokenizer("a").input_ids == [3, 4, *plain, 5]
+    windows: list[Window] = []
+    monkeypatch.setattr(perplexity, "load_tokenizer", lambda options: tokenizer)
+    monkeypatch.setattr(
+        perplexity, "cut_windows", lambda *given: windows.extend(cut_windows(*given)) or windows
+    )
+    monkeypatch.setattr(perplexity, "load_subject", lambda *_: pytest.fail("far enough"))
+    with pytest.raises(pytest.fail.Exception, match="far enough"):
+        main(on(book, tmp_path))
+    assert [window.token_ids[:2] for window in windows] == [(3, 4)] * 2
+    ids = tokenizer(book.read_text(), add_special_tokens=False, verbose=False).input_ids
+    assert windows[1].token_ids[2:] == tuple(ids[LENGTH - 2 : 2 * (LENGTH - 2)])
 
 
 def _numbers(text: str) -> list[int]:
