@@ -8,7 +8,7 @@ from typing import Any
 
 from ..calibration.options import BACKENDS, DATASET, PYDOC, WEIGHTS, CalibrationOptions
 from .model_arguments import NOT_OPTIONS, add_model_arguments
-from .options import merge_options
+from .options import add_cache_config_option, merge_options
 
 __all__ = ["add_parser", "run"]
 
@@ -24,7 +24,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "scales for int8 and float8. With --target_bits also choose the bits of every layer's keys and "
         "values. An interrupted calibration is continued by the same command.",
     )
-    add_model_arguments(parser, "none; at most one, with --target_bits")
+    add_model_arguments(parser)
+    add_cache_config_option(parser, "none; at most one, with --target_bits")
+    parser.add_argument("--output", metavar="DIR", help="of the artifact; needed")
     parser.add_argument(
         "--nbits", nargs="+", type=int, metavar="B", help="2, 3, 4 (default: 3; all with --target_bits)"
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..evaluation.longbench.options import LongBenchOptions
 from .display import show
-from .model_arguments import NOT_OPTIONS, add_model_arguments
+from .model_arguments import NOT_OPTIONS, add_evaluation_arguments
 from .options import merge_options
 
 __all__ = ["add_parser", "run"]
@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Answer the questions of LongBench v1 through every cache and score the answers with the "
         "benchmark's own metrics. An interrupted run goes on where it ended.",
     )
-    add_model_arguments(parser, "all backends that need no artifact, and transformers' own")
+    add_evaluation_arguments(parser)
     parser.add_argument("--tasks", nargs="+", metavar="NAME", help="default: all, or all in --data_dir")
     parser.add_argument("--data_dir", metavar="DIR", help="<task>.jsonl files as published")
     parser.add_argument(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..evaluation.passkey_options import FACT_NEEDLE, FACT_QUESTION, NEEDLE, QUESTION, PasskeyOptions
 from .display import show
-from .model_arguments import NOT_OPTIONS, add_model_arguments
+from .model_arguments import NOT_OPTIONS, add_evaluation_arguments
 from .options import merge_options
 
 __all__ = ["add_parser", "run"]
@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "of lengths and depths, with the same prompts for every cache. With several facts in a prompt, it is "
         "read without any question, and each fact is asked for on a copy of the cache.",
     )
-    add_model_arguments(parser, "all backends that need no artifact, and transformers' own")
+    add_evaluation_arguments(parser)
     parser.add_argument(
         "--lengths", nargs="+", type=int, metavar="N", help="tokens of a prompt (default: 512 1024 2048)"
     )

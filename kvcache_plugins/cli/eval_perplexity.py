@@ -10,7 +10,7 @@ from typing import Any
 
 from ..evaluation.perplexity_options import DATASETS, PG19, PerplexityOptions
 from .display import show
-from .model_arguments import NOT_OPTIONS, add_model_arguments
+from .model_arguments import NOT_OPTIONS, add_evaluation_arguments
 from .options import merge_options
 
 __all__ = ["add_parser", "run"]
@@ -25,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Perplexity of a text: windows of tokens, each with a fresh cache; every token after the "
         "prefill is predicted exactly once, reading the cache block by block.",
     )
-    add_model_arguments(parser, "int8, int4, kivi 4- and 2-bit, float8, and transformers' own")
+    add_evaluation_arguments(parser)
     parser.add_argument("--dataset", help=f"one of {', '.join(DATASETS)} (default: pg19)")
     parser.add_argument("--dataset_path", metavar="PATH_OR_HUB_ID", help=f"instead of {PG19}")
     parser.add_argument("--text_files", nargs="+", metavar="FILE", help="UTF-8 texts of the data set text")

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import kvcache_plugins as kvp
-from kvcache_plugins.cli import backend_table, main
+from kvcache_plugins.calibration.options import CalibrationOptions
+from kvcache_plugins.cli import backend_table, calibrate, eval_longbench, eval_passkey, eval_perplexity, main
 from kvcache_plugins.cli.backend_table import SECTIONS, backend_rows, docstring_sections, markdown_table
 from kvcache_plugins.cli.estimate import PRESETS
 from kvcache_plugins.cli.options import cache_label, parse_cache_configs
 from kvcache_plugins.errors import KernelUnavailableError
+from kvcache_plugins.evaluation.longbench.options import LongBenchOptions
+from kvcache_plugins.evaluation.model_options import COMPARISON
+from kvcache_plugins.evaluation.passkey_options import PasskeyOptions
+from kvcache_plugins.evaluation.perplexity_options import PerplexityOptions
 from kvcache_plugins.kernels import cuda_loader, cuda_trial, loader
 from kvcache_plugins.kernels.builds import KernelStatus
+from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
@@ -40,6 +49,31 @@ def test_help_imports_nothing_heavy_and_names_every_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {"list", "estimate", "kernels"} <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "besides"),
+    [
+        (eval_perplexity, PerplexityOptions, {"no_plots"}),
+        (eval_passkey, PasskeyOptions, {"no_plots"}),
+        (eval_longbench, LongBenchOptions, {"no_plots", "score_only"}),
+        (calibrate, CalibrationOptions, {"push_to_hub"}),
+    ],
+    ids=["perplexity", "passkey", "longbench", "calibrate"],
+)
+def test_a_command_shows_what_it_takes(command: Any, options: Any, besides: set[str]) -> None:
+    subparsers = argparse.ArgumentParser().add_subparsers()
+    command.add_parser(subparsers)
+    (parser,) = subparsers.choices.values()
+    shown = {action.dest for action in parser._actions} - {"help"}
+    taken = {field.name for field in dataclasses.fields(options)} | {"config", "output"} | besides
+    if options is CalibrationOptions:
+        taken.remove("tp_plan")  # which it refuses
+    else:
+        for cache_config in COMPARISON:
+            name = cache_config["backend"]
+            assert name in TRANSFORMERS_BACKENDS or name in parser.format_help()
+    assert shown == taken
 
 
 # ---- list ----
