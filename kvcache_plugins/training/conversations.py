@@ -117,7 +117,7 @@ def read_rows(dataset: str, *, num_examples: int | None, seed: int) -> list[Mapp
         OSError: If it cannot be read.
     """
     rows: Any
-    if dataset.endswith((".jsonl", ".json")):
+    if dataset.endswith(".jsonl"):
         rows = _read_lines(Path(dataset))
     else:
         try:

@@ -116,9 +116,11 @@ class LocretOptions:
             raise ValueError(
                 f"--text_files are for --dataset {SYNTHETIC}, got --dataset {dataset!r} as well."
             )
-        if dataset.endswith((".jsonl", ".json")) and not Path(dataset).is_file():
-            raise ValueError(f"--dataset names a file that is not there: {dataset!r}.")
-        if dataset != SYNTHETIC and "/" not in dataset and not Path(dataset).exists():
+        is_file = Path(dataset).is_file()
+        if dataset.endswith(".jsonl"):
+            if not is_file:
+                raise ValueError(f"--dataset names a file that is not there: {dataset!r}.")
+        elif dataset != SYNTHETIC and (is_file or ("/" not in dataset and not Path(dataset).exists())):
             raise ValueError(
                 f"--dataset must be {SYNTHETIC!r}, a .jsonl file or a hub id such as "
                 f"'Yukang/LongAlpaca-12k', got {dataset!r}."

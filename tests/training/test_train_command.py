@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from kvcache_plugins.cli import main
 from kvcache_plugins.retaining.loading import load_heads
 from kvcache_plugins.training import job
+from kvcache_plugins.training.options import LocretOptions
 from tests.launching import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,6 +157,17 @@ def test_wrong_arguments(
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_must_be_of_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("synthetic").write_text("a file of that name changes nothing")
+    assert LocretOptions(model="m").dataset == "synthetic"
+    for name in ("rows.json", "deep/rows.txt"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text('[{"prompt": "a", "answer": "b"}]')
+        with pytest.raises(ValueError, match=rf"a \.jsonl file or a hub id.*got '{name}'"):
+            LocretOptions(model="m", dataset=name)
 
 
 def test_help_lists_options_of_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:
