@@ -6,8 +6,9 @@ packages (`rouge_score`, and with it `evaluate.load("rouge")`) give other number
 
 The package walks back through its table by recursion, one call a step. In the benchmark's scorer, under
 Python's default limit of 1000 nested calls, a long enough sentence therefore raises, and an answer that
-raises scores 0. It happens to Chinese summaries, which have no full stops of that kind. Written as a loop,
-with the steps counted, the score is the same wherever in a program it is asked for.
+raises scores 0. It happens to Chinese summaries, which have no full stops of that kind. The package
+would therefore score by how deep in a program it is called, which is why it is not called here. Written as a
+loop, with the steps counted, the score is always what the benchmark's scorer gives.
 
 Source: https://github.com/pltrdy/rouge; the tests compare with it.
 """

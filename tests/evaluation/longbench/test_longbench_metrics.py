@@ -106,7 +106,7 @@ def test_rouge_of_nothing_is_zero(empty: str) -> None:
 
 
 def test_rouge_equals_the_package() -> None:
-    package = pytest.importorskip("rouge", reason="part of the extra 'eval'")
+    package = pytest.importorskip("rouge", reason="part of the extra 'dev'")
     generator, seen = random.Random(0), set()
     for _ in range(150):
         prediction, reference = (_words(generator, generator.randrange(1, 40)) for _ in range(2))
@@ -146,7 +146,7 @@ scorer(rouge_zh_score)
 
 def test_rouge_of_long_sentences_is_zero_where_the_package_gives_up(tmp_path: Path) -> None:
     # called as the benchmark's scorer does: from a function of the main module, which calls a metric
-    pytest.importorskip("rouge", reason="part of the extra 'eval'")
+    pytest.importorskip("rouge", reason="part of the extra 'dev'")
     script = tmp_path / "scorer.py"
     script.write_text(_SCORER)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
