@@ -58,8 +58,10 @@ class MuLawLayer(PackedLayer):
 class MuLawCache(kvp.KVCache):
     """Companded 8-bit codes per token and head.
 
-    Paper: none; an example. Deviates: nothing. Cost: `8 + 16 / head_dim` bits per value. Limits: pads take
-    part in nothing but their own scale.
+    Paper: none; an example of a backend.
+    Deviates: from nothing.
+    Cost: `8 + 16 / head_dim` bits per value.
+    Limits: least exact where all numbers of a vector are large.
     """
 
     config_class, layer_class = MuLawConfig, MuLawLayer

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvcache_plugins import list_backends, registry
+from kvcache_plugins.cli.backend_table import SECTIONS, backend_rows
 from kvcache_plugins.testing import BackendConformance
 from tests.launching import run_script
 
@@ -27,6 +28,12 @@ def registered() -> Iterator[None]:
     assert "mulaw" in list_backends()
     yield
     del registry._registered["mulaw"]  # the registry is for the whole process; other tests go over all of it
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_docstring_that_is_copied_has_every_section() -> None:
+    row = next(row for row in backend_rows() if row.name == "mulaw")
+    assert row.summary.endswith(".") and set(row.sections) == set(SECTIONS) and all(row.sections.values())
 
 
 @pytest.mark.usefixtures("registered")
