@@ -377,7 +377,7 @@ def build_cache(
         )
     options = drop_legacy_keys(cache_config)
     if "backend" not in options:
-        raise ValueError(f"`cache_config` needs a 'backend', got only {sorted(options)}.")
+        raise ValueError(f"`cache_config` needs a 'backend', got only {sorted(options, key=str)}.")
     cache_class = get_backend(options.pop("backend"))
     return cache_class(model_or_config, max_cache_length=max_cache_length, **options)
 

@@ -6,8 +6,9 @@ Every check happens here, when the cache is built, so that a wrong option stops 
 from __future__ import annotations
 
 import math
+import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -19,12 +20,15 @@ __all__ = [
     "check_choice",
     "check_integer",
     "check_number",
+    "check_path_or_id",
     "drop_legacy_keys",
     "uniform_sqnr_db",
 ]
 
 _LEGACY_KEYS = ("compute_dtype", "device")
 KERNELS = ("auto", "torch", "native")
+_LARGEST = 2**31 - 1  # positions have 32 bits
+_LAYER = re.compile("-?[0-9]{1,9}")
 _PER_CACHE = ("skip_layers", "layer_overrides", "kernel")
 _Self = TypeVar("_Self", bound="BackendConfig")
 
@@ -40,16 +44,22 @@ def drop_legacy_keys(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_choice(owner: object, name: str, value: object, allowed: Iterable[object]) -> None:
-    """Raise `ValueError` unless `value` is one of `allowed` (booleans never count as integers)."""
+    """Raise `ValueError` unless `value` is one of `allowed` and of its type: 4.0 is not 4, nor `True` 1."""
     options = tuple(allowed)
-    if isinstance(value, bool) or value not in options:
+    is_one = (isinstance(value, type(option)) and value == option for option in options)
+    if isinstance(value, bool) or not any(is_one):
         raise ValueError(f"{type(owner).__name__}.{name} must be one of {options}, got {value!r}.")
 
 
 def check_integer(owner: object, name: str, value: object, *, minimum: int = 0, multiple_of: int = 1) -> None:
-    """Raise `ValueError` unless `value` is an integer, at least `minimum` and a multiple of `multiple_of`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum or value % multiple_of:
+    """Raise `ValueError` unless `value` is an integer, at least `minimum` and a multiple of `multiple_of`.
+
+    No option counts beyond `2**31 - 1`, either.
+    """
+    number = value if isinstance(value, int) and not isinstance(value, bool) else minimum - 1
+    if not minimum <= number <= _LARGEST or number % multiple_of:
         rule = f"an integer >= {minimum}" + (f" and a multiple of {multiple_of}" if multiple_of > 1 else "")
+        rule += f" and at most {_LARGEST}" if number > _LARGEST else ""
         raise ValueError(f"{type(owner).__name__}.{name} must be {rule}, got {value!r}.")
 
 
@@ -58,6 +68,21 @@ def check_number(owner: object, name: str, value: object, *, minimum: float, max
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
         raise ValueError(
             f"{type(owner).__name__}.{name} must be a number in [{minimum}, {maximum}], got {value!r}."
+        )
+
+
+def check_path_or_id(owner: object, name: str, value: object, what: str) -> None:
+    """Raise `ValueError` unless `value` is a string that can name a directory or a repository of the hub.
+
+    Args:
+        owner (`object`): Whose option it is.
+        name (`str`): Of the option.
+        value (`object`): What was given; an empty string would be the current directory.
+        what (`str`): What is to be found there, for the message.
+    """
+    if not isinstance(value, str) or not value:
+        raise ValueError(
+            f"{type(owner).__name__}.{name} must be the directory or hub id of {what}, got {value!r}."
         )
 
 
@@ -100,7 +125,7 @@ class BackendConfig:
         check_integer(self, "residual_length", self.residual_length)
         check_integer(self, "sink_length", self.sink_length)
         given: object = self.skip_layers  # whatever a dictionary held
-        if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        if isinstance(given, (str, bytes)) or not isinstance(given, (Sequence, Set)):
             raise ValueError(
                 f"{type(self).__name__}.skip_layers must be a list of integers, got {self.skip_layers!r}."
             )
@@ -182,11 +207,9 @@ class BackendConfig:
         return replace(self, **merged, layer_overrides={}, skip_layers=()) if merged else self
 
     def _layer_index(self, name: str, index: object, num_layers: int) -> int:
-        number: int
-        try:  # JSON turns the keys of a dict into strings
-            number = int(index)  # type: ignore[call-overload]  # anything else is refused below
-        except (TypeError, ValueError):
-            number = num_layers
+        # JSON turns the keys of a dict into strings
+        is_index = _LAYER.fullmatch(index) if isinstance(index, str) else type(index) is int
+        number = int(index) if is_index else num_layers  # type: ignore[call-overload]  # one of the two
         if not -num_layers <= number < num_layers:
             raise ValueError(
                 f"{type(self).__name__}.{name} must name layers from {-num_layers} to {num_layers - 1}, "

@@ -42,12 +42,12 @@ SINKS = {"KVQuantConfig": 1, "KnormConfig": 4, "SirLLMConfig": 4, "StreamingLLMC
 # -- single checks
 
 
-@pytest.mark.parametrize("value", [2, 4.0])
-def test_choices_accept_equal_values(value: object) -> None:
-    check_choice(ShelfConfig(), "nbits", value, (2, 4, 8))
+def test_choices_accept_their_own() -> None:
+    check_choice(ShelfConfig(), "nbits", 4, (2, 4, 8))
+    check_choice(ShelfConfig(), "format", "e4m3", ("e4m3", "e5m2"))
 
 
-@pytest.mark.parametrize("value", [3, "4", None, True, [4]])
+@pytest.mark.parametrize("value", [3, 4.0, "4", None, True, [4]])
 def test_choices_name_what_is_allowed(value: object) -> None:
     with pytest.raises(ValueError, match=r"ShelfConfig\.nbits must be one of \(1, 2, 4, 8\), got") as failure:
         check_choice(ShelfConfig(), "nbits", value, (1, 2, 4, 8))
@@ -61,6 +61,9 @@ def test_integers() -> None:
         check_integer(ShelfConfig(), "length", -1)
     with pytest.raises(ValueError, match=r"an integer >= 32 and a multiple of 32, got 100\."):
         check_integer(ShelfConfig(), "length", 100, minimum=32, multiple_of=32)
+    check_integer(ShelfConfig(), "length", 2**31 - 1)
+    with pytest.raises(ValueError, match="an integer >= 0 and at most 2147483647, got 2147483648"):
+        check_integer(ShelfConfig(), "length", 2**31)
     for value in (True, 1.0, "1", None):
         with pytest.raises(ValueError, match="must be an integer >= 0, got"):
             check_integer(ShelfConfig(), "length", value)
@@ -141,6 +144,7 @@ def test_a_config_cannot_be_changed() -> None:
         ({"sink_length": True}, "sink_length must be an integer >= 0, got True"),
         ({"skip_layers": 3}, "skip_layers must be a list of integers, got 3"),
         ({"skip_layers": "03"}, "skip_layers must be a list of integers, got '03'"),
+        ({"skip_layers": {0: True}}, r"skip_layers must be a list of integers, got \{0: True\}"),
         ({"skip_layers": [1, "2"]}, "skip_layers must be a list of integers, got '2' in it"),
         ({"skip_layers": [False]}, "skip_layers must be a list of integers, got False in it"),
         ({"layer_overrides": [1]}, r"layer_overrides must be a dict of dicts such as .*got \[1\]"),
@@ -187,6 +191,11 @@ def test_two_overrides_of_one_layer_add_up() -> None:
         ({"5": {"nbits": 8}}, r"layer_overrides must name layers from -2 to 1, got '5'"),
         ({"first": {"nbits": 8}}, r"layer_overrides must name layers from -2 to 1, got 'first'"),
         ({"1.5": {"nbits": 8}}, r"layer_overrides must name layers from -2 to 1, got '1\.5'"),
+        ({"1.0": {"nbits": 8}}, r"layer_overrides must name layers from -2 to 1, got '1\.0'"),
+        ({" 1": {"nbits": 8}}, r"layer_overrides must name layers from -2 to 1, got ' 1'"),
+        ({1.0: {"nbits": 8}}, r"layer_overrides must name layers from -2 to 1, got 1\.0"),
+        ({True: {"nbits": 8}}, r"layer_overrides must name layers from -2 to 1, got True"),
+        ({None: {"nbits": 8}}, r"layer_overrides must name layers from -2 to 1, got None"),
         ({"0": 8}, r"layer_overrides\['0'\] must be a dict of options, got 8"),
         (
             {"0": {"nbit": 8}},
@@ -206,6 +215,12 @@ def test_wrong_overrides(overrides: dict[str, Any], said: str) -> None:
     for index in range(2):
         with pytest.raises(ValueError, match=rf"ShelfConfig\.{said}" if said.startswith("layer_") else said):
             config.for_layer(index, 2)
+
+
+def test_a_layer_of_very_many_digits() -> None:
+    # more than Python turns into a number
+    with pytest.raises(ValueError, match="layer_overrides must name layers from -2 to 1, got '99"):
+        ShelfConfig(layer_overrides={"9" * 5000: {"nbits": 8}}).for_layer(0, 2)
 
 
 def test_a_wrong_value_in_an_override() -> None:

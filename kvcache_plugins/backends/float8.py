@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..artifacts.scales import load_scales
 from ..cache import KVCache
-from ..config import BackendConfig, check_choice
+from ..config import BackendConfig, check_choice, check_path_or_id
 from ..layers.base import PackedLayer
 from ..layers.codec import Float8Codec
 from ..layers.stream import StreamSpec
@@ -40,6 +40,8 @@ class Float8Config(BackendConfig):
         super().__post_init__()
         check_choice(self, "format", self.format, tuple(FLOAT8_DTYPES))
         check_choice(self, "scale", self.scale, ("token_head", "head", "tensor"))
+        if self.calibration is not None:
+            check_path_or_id(self, "calibration", self.calibration, "a scales artifact, or None")
         if (self.scale == "token_head") != (self.calibration is None):
             raise ValueError(
                 "Float8Config.calibration is needed for scale='head' and scale='tensor', and only for these; "

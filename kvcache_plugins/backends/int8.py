@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..artifacts.scales import load_scales
 from ..cache import KVCache
-from ..config import BackendConfig, check_choice, check_integer
+from ..config import BackendConfig, check_choice, check_integer, check_path_or_id
 from ..layers.base import PackedLayer
 from ..layers.codec import SymmetricCodec
 from ..layers.stream import StreamSpec
@@ -47,11 +47,7 @@ class Int8Config(BackendConfig):
         check_integer(self, "q_group_size", self.q_group_size, minimum=1)
         if self.calibration is None:
             return
-        if not isinstance(self.calibration, str) or not self.calibration:
-            raise ValueError(
-                "Int8Config.calibration must be the directory or hub id of a scales artifact, or None, got "
-                f"{self.calibration!r}."
-            )
+        check_path_or_id(self, "calibration", self.calibration, "a scales artifact, or None")
         if self.granularity not in _STATIC_GRANULARITIES:
             raise ValueError(
                 f"Int8Config.calibration has static scales for granularity in {_STATIC_GRANULARITIES}; got "

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ..artifacts.codebooks import LayerCodebooks, load_codebooks
 from ..cache import KVCache
-from ..config import BackendConfig, check_choice, check_integer, check_number
+from ..config import BackendConfig, check_choice, check_number, check_path_or_id
 from ..layers.base import PackedLayer
 from ..layers.codec import Codec
 from ..layers.nonuniform import (
@@ -62,14 +62,9 @@ class KVQuantConfig(BackendConfig):
         for name in ("key_bits", "value_bits"):
             if getattr(self, name) is not None:
                 check_choice(self, name, getattr(self, name), _BITS)
-        check_integer(self, "residual_length", self.residual_length)
         check_number(self, "outlier_fraction", self.outlier_fraction, minimum=0.0, maximum=0.1)
-        if not isinstance(self.calibration, str) or not self.calibration:
-            raise ValueError(
-                "KVQuantConfig.calibration must be the directory or hub id of an artifact, as made by "
-                f"`kvcache-plugins calibrate`, or {NORMAL_FLOAT!r} to do without one, got "
-                f"{self.calibration!r}."
-            )
+        what = f"an artifact, as made by `kvcache-plugins calibrate`, or {NORMAL_FLOAT!r} to do without one"
+        check_path_or_id(self, "calibration", self.calibration, what)
 
     @property
     def sqnr_floor_db(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..config import BackendConfig
+from ..config import BackendConfig, check_path_or_id
 from ..errors import UnsupportedOperationError
 from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
@@ -36,11 +36,8 @@ class LocretConfig(EvictingConfig):
     heads: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.heads, str) or not self.heads:
-            raise ValueError(
-                "LocretConfig.heads must be the directory or hub id of retaining heads, as made by "
-                f"`kvcache-plugins train-locret`, got {self.heads!r}."
-            )
+        what = "retaining heads, as made by `kvcache-plugins train-locret`"
+        check_path_or_id(self, "heads", self.heads, what)
         super().__post_init__()
 
     @classmethod

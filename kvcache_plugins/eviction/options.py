@@ -62,7 +62,7 @@ class EvictingConfig(BackendConfig):
 
     def __post_init__(self) -> None:
         residual_length = self.residual_length
-        object.__setattr__(self, "residual_length", residual_length or 0)
+        object.__setattr__(self, "residual_length", 0 if residual_length is None else residual_length)
         super().__post_init__()
         object.__setattr__(self, "residual_length", residual_length)
         self._check_budget()

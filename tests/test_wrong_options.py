@@ -1,0 +1,108 @@
+"""A wrong option of any backend is a `ValueError` that names it, when the cache is built."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache_plugins import KVCache, build_cache, list_backends
+from kvcache_plugins.eviction.options import EvictingConfig
+from kvcache_plugins.registry import get_backend
+from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
+from kvcache_plugins.retaining.heads import RetainingHeads
+from kvcache_plugins.testing import tiny_model
+
+VALUES: tuple[Any, ...] = (
+    None, "", " ", "x", b"x", -1, 0, 1, 1.0, 4.0, 1.5, True, False, math.nan, math.inf, -math.inf, 1e308,
+    2**31, 2**70, -(2**70), [], [1], ["x"], (), {}, {"x": 1}, {0: 1}, {"0": None}, {None: {}}, {1.7: {}},
+    {True: {}}, set(), object(), torch.tensor(1), torch.tensor(4.0), torch.tensor([1, 2]),
+)  # fmt: skip
+NEEDED: dict[str, dict[str, Any]] = {"kvquant": {"calibration": "normal_float"}}
+FULL = ("int8", "knorm")  # of one backend that packs and one that evicts, also the options they inherit
+
+
+@functools.cache
+def model() -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("heads")
+    RetainingHeads(RetainingHeadsConfig.from_model(model())).save_pretrained(folder)
+    return str(folder)
+
+
+def _cases() -> list[tuple[str, str]]:
+    cases = []
+    for name in list_backends():
+        config_class = get_backend(name).config_class
+        options = config_class.option_names() if name in FULL else inspect.get_annotations(config_class)
+        cases += [(name, option) for option in ("backend", *options) if option != "block_tokens"]
+    return cases
+
+
+def _needed(backend: str, heads: str) -> dict[str, Any]:
+    needed = {"backend": backend, **NEEDED.get(backend, {})}
+    if issubclass(get_backend(backend).config_class, EvictingConfig):
+        needed["budget"] = 64
+    return needed | ({"heads": heads} if backend == "locret" else {})
+
+
+def _built(config: dict[str, Any]) -> KVCache | ValueError:
+    try:
+        return build_cache(model(), config)
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize(("backend", "option"), _cases())
+def test_a_value_of_any_type_serves_or_is_refused_by_name(backend: str, option: str, heads: str) -> None:
+    prompt = torch.randint(3, 120, (1, 100), generator=torch.Generator().manual_seed(5))
+    for value in VALUES:
+        found = _built({**_needed(backend, heads), option: value})
+        if isinstance(found, ValueError):
+            assert option in str(found), f"{value!r}: {found}"
+            continue
+        held = json.loads(json.dumps(found.config.to_dict()))[option]
+        assert held == (list(value) if isinstance(value, (tuple, set)) else value), repr(value)
+        assert isinstance(held, bool) == isinstance(value, bool), repr(value)
+        model().generate(prompt, past_key_values=found, max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "said"),
+    [
+        ("int4", {"nbits": 4.0}, r"Int4Config\.nbits must be one of \(2, 4, 8\), got 4\.0"),
+        ("kivi", {"key_bits": 4.0}, r"KIVIConfig\.key_bits must be one of \(2, 3, 4, 8\), got 4\.0"),
+        ("random", {"seed": 2**60}, rf"seed must be an integer >= 0 and at most 2147483647, got {2**60}"),
+        ("float8", {"scale": "head", "calibration": 5}, r"Float8Config\.calibration must be .*, got 5"),
+        ("float8", {"scale": "head", "calibration": ""}, r"Float8Config\.calibration must be .*, got ''"),
+        ("int8", {"calibration": ""}, r"Int8Config\.calibration must be the directory .*, got ''"),
+        ("kvquant", {"calibration": ""}, r"KVQuantConfig\.calibration must be .*'normal_float'.*, got ''"),
+        ("locret", {"heads": ""}, r"LocretConfig\.heads must be the directory or hub id .*, got ''"),
+        ("int4", {"layer_overrides": {1.7: {"nbits": 8}}}, r"layer_overrides must name layers .* got 1\.7"),
+        ("kivi", {"layer_overrides": {True: {"nbits": 8}}}, r"layer_overrides must name layers .* got True"),
+        ("knorm", {"residual_length": ""}, r"residual_length must be an integer >= 0, got ''"),
+        ("knorm", {"residual_length": False}, r"residual_length must be an integer >= 0, got False"),
+        ("int8", {"skip_layers": {0: 1}}, r"skip_layers must be a list of integers, got \{0: 1\}"),
+        ("int8", {"skip_layers": torch.tensor(1)}, r"skip_layers must be a list of integers, got tensor"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_options_say_what_is_allowed(
+    backend: str, options: dict[str, Any], said: str, heads: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        build_cache(model(), {**_needed(backend, heads), **options})
+
+
+def test_a_missing_backend_is_told_whatever_the_keys_are() -> None:
+    with pytest.raises(ValueError, match="needs a 'backend', got only"):
+        build_cache(model(), {"nbits": 4, None: 1})  # type: ignore[dict-item]
