@@ -91,6 +91,11 @@ def test_a_value_of_any_type_serves_or_is_refused_by_name(backend: str, option: 
         ("kivi", {"layer_overrides": {True: {"nbits": 8}}}, r"layer_overrides must name layers .* got True"),
         ("knorm", {"residual_length": ""}, r"residual_length must be an integer >= 0, got ''"),
         ("knorm", {"residual_length": False}, r"residual_length must be an integer >= 0, got False"),
+        (
+            "knorm",
+            {"pool": {"kind": "conv", "weights": "nowhere.safetensors"}},
+            r"KnormConfig\.pool: nowhere\.safetensors cannot be read",
+        ),
         ("int8", {"skip_layers": {0: 1}}, r"skip_layers must be a list of integers, got \{0: 1\}"),
         ("int8", {"skip_layers": torch.tensor(1)}, r"skip_layers must be a list of integers, got tensor"),
     ],

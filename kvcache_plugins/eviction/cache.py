@@ -16,10 +16,11 @@ from ..models.facts import (
     masks_all_seen,
     split_model_or_config,
 )
-from ..models.layer_plan import LayerPlan, caches_latents
+from ..models.layer_plan import LayerPlan, caches_latents, key_value_heads
 from ..registry import get_backend
 from .layer import EvictingLayer
 from .options import EvictingConfig
+from .pooling.stage import weights_of
 from .renumbering import count_from_what_is_held
 
 __all__ = ["EvictingCache"]
@@ -53,12 +54,7 @@ class EvictingCache(KVCache):
                 "held. Allowed for this model are backends that keep every token, such as 'int8' and 'kivi'."
             )
         super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
-        if self.config.pool is not None and caches_latents(self.model_config):
-            raise ValueError(
-                f"{type(self.config).__name__}.pool={self.config.pool!r} adds up values, and models of type "
-                f"{config.model_type!r} cache latents and rotated keys instead; allowed for this model is "
-                "None."
-            )
+        self._check_pooling(None)
         self.prompt_length: int | None = None
         storage = self.config.storage_config()
         if storage is not None:
@@ -121,7 +117,8 @@ class EvictingCache(KVCache):
         Without `prompt_length`, every call of several tokens counts as the end of a prompt.
 
         Raises:
-            ValueError: If the model's attention function does not show the cache what it needs to see.
+            ValueError: If the model's attention function does not show the cache what it needs to see, or a
+                `budget` that is a fraction of the prompt leaves no room for what is protected and pooled.
         """
         self._check_attention(model)
         self.attach(model)
@@ -129,6 +126,7 @@ class EvictingCache(KVCache):
         self.prompt_length = prompt_length
         for layer in self.evicting_layers:
             layer.set_prompt_length(prompt_length)
+        self._check_pooling(prompt_length)
         self._check_mask(attention_mask)
         if self.config.positions == "compact":
             count_from_what_is_held(_decoder(model))
@@ -181,6 +179,23 @@ class EvictingCache(KVCache):
                 "takes padding on the left only; allowed are rows of zeros followed by ones. `generate()` "
                 "makes such a mask by itself where `input_ids` hold the padding token: pass attention_mask."
             )
+
+    def _check_pooling(self, prompt_length: int | None) -> None:
+        """Refuse what cannot be pooled, and weights that do not fit, before a token is read."""
+        for layer in self.evicting_layers:
+            config, pooling = layer.config, layer.config.pooling()
+            if pooling is None or not layer.evicts:
+                continue
+            if caches_latents(self.model_config):
+                raise ValueError(
+                    f"{type(config).__name__}.pool={config.pool!r} adds up values, and models of type "
+                    f"{self.model_config.model_type!r} cache latents and rotated keys instead; allowed for "
+                    "this model is None."
+                )
+            is_known = prompt_length is not None or isinstance(config.budget, int)
+            budget = config.budget_of(prompt_length or 0) if is_known else None
+            _, key_dim, value_dim = key_value_heads(self.model_config, layer.layer_idx)
+            weights_of(layer, pooling, key_dim, value_dim, budget)
 
     def _smallest_budget(self, prompt_length: int) -> int:
         """Tokens of a prompt that the layers keep, the least of all."""

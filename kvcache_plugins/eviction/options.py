@@ -177,6 +177,7 @@ class EvictingConfig(BackendConfig):
         name = max(parts, key=lambda key: parts[key])
         newest = max(parts[name], self.exact_length + partial)
         if budget > newest + self.sink_length + partial:
+            self._check_pooled(budget, newest)
             return
         if newest == self.exact_length + partial:
             name = "the residual_length of the storage" + f" and {partial} of a block" * bool(partial)
@@ -185,6 +186,12 @@ class EvictingConfig(BackendConfig):
             f"{type(self).__name__}.budget must exceed what is protected: {self.sink_length} sinks and "
             f"{newest} newest tokens ({name}){missing}; got a budget of {budget} tokens."
         )
+
+    def _check_pooled(self, budget: int, newest: int) -> None:
+        pooling = self.pooling()
+        if pooling is not None:
+            later = self.protected_at("prompt", budget, turn_length=budget)  # the most in any later turn
+            pooling.check_budget(type(self).__name__, budget, self.sink_length + max(newest, later))
 
     def _check_budget(self) -> None:
         budget = self.budget

@@ -89,9 +89,9 @@ def _given(pads: list[int] | None) -> tuple[Tensor, Tensor]:
 def test_the_first_layer_equals_a_loop_over_chunks(
     kind: str, sinks: int, weights_file: str, pooled: Callable[[Pooling], None]
 ) -> None:
+    all_keys, all_values = _given(None)
     pooled(Pooling(weights_file, POOLED / BUDGET) if kind == "conv" else Pooling())
     layer = _read(sink_length=sinks).evicting_layers[0]
-    all_keys, all_values = _given(None)
     weights = load_pooling_weights(weights_file)[0]
     keys, values = all_keys[:, :, :0], all_values[:, :, :0]
     scores, where = torch.empty(*keys.shape[:3]), torch.empty(*keys.shape[:3], dtype=torch.int32)
@@ -193,6 +193,9 @@ def test_saved_and_loaded(weights_file: str) -> None:
     first = load_pooling_weights(weights_file)
     assert first is load_pooling_weights(weights_file) and first[1].pooled_length == POOLED
     assert torch.equal(first[1].weight, tensors["layers.1.conv.weight"])
+    first[1].check(5, 2 * _head_dim() - 5, POOLED)
+    with pytest.raises(ValueError, match="keys of 5 and values of 5 channels"):
+        first[1].check(5, 5, None)
 
 
 def test_imported_under_other_names(weights_file: str) -> None:
@@ -235,37 +238,63 @@ def test_wrong_weights(weights_file: str, name: str, tensor: Tensor | None, mess
         load_pooling_weights(changed)
 
 
-def test_missing_weights(tmp_path: Path, pooled: Callable[[Pooling], None]) -> None:
-    pooled(Pooling(str(tmp_path / "none.safetensors"), 0.25))
-    with pytest.raises(ArtifactError, match=r"none\.safetensors"):
-        _read()
+CONV = {"kind": "conv", "fraction": POOLED / BUDGET}
 
 
+@pytest.mark.usefixtures("_no_forward")
 @pytest.mark.parametrize(
-    ("fraction", "options", "message"),
+    ("pool", "options", "message"),
     [
-        (0.5, {}, r"conv.weight must have the shape \(12, 32, 'kernel'\)"),
-        (0.01, {}, "0 units are pooled"),
-        (0.75, {"local_length": 6, "stabilizer_length": 6}, "18 units are pooled .* and 10 are protected"),
+        ({"weights": "nowhere.safetensors"}, {}, r"KnormConfig\.pool: nowhere\.safetensors cannot be read"),
+        ({"weights": "nowhere.safetensors"}, {"budget": 0.5}, r"pool: nowhere\.safetensors cannot be read"),
+        ({"fraction": 0.5}, {}, r"KnormConfig\.pool: .*conv.weight must have the shape \(12, 32, 'kernel'\)"),
+        ({"fraction": 0.01}, {}, r"KnormConfig\.pool: .* 0 units are pooled"),
+        (
+            {"fraction": 0.75},
+            {"local_length": 2, "stabilizer_length": 2},
+            "18 units are pooled .* and up to 6 are protected",
+        ),
+        ({"fraction": 0.6}, {}, "14 units are pooled .* and up to 10 are protected"),  # in a later turn
     ],
 )
-def test_weights_that_do_not_fit(
-    fraction: float,
-    options: dict[str, Any],
-    message: str,
-    weights_file: str,
-    pooled: Callable[[Pooling], None],
+def test_what_cannot_be_pooled_is_told_when_the_cache_is_built(
+    pool: dict[str, Any], options: dict[str, Any], message: str, weights_file: str
 ) -> None:
-    pooled(Pooling(weights_file, fraction))
-    with pytest.raises(ValueError, match=message.replace("32", str(2 * _head_dim()))):
-        _read(**options)
+    config = {"backend": "knorm", "budget": BUDGET, "chunk_size": CHUNK, **options}
+    config["pool"] = {**CONV, "weights": weights_file, **pool}
+    with pytest.raises(ValueError, match=message.replace("32", str(2 * _head_dim()))) as failure:
+        build_cache(model_of(), config)
+    assert isinstance(failure.value, ArtifactError) == ("weights" in pool)
+    with pytest.raises(ValueError, match="pool"):
+        model_of().generate(  # type: ignore[operator]
+            ids(PROMPT), max_new_tokens=2, cache_implementation="quantized", cache_config=config
+        )
 
 
-def test_weights_of_too_few_layers(weights_file: str, pooled: Callable[[Pooling], None]) -> None:
-    save_pooling_weights(weights_file, load_pooling_weights(weights_file)[:1])
-    pooled(Pooling(weights_file, POOLED / BUDGET))
-    with pytest.raises(ValueError, match="has weights of 1 layers, none of 1"):
-        _read()
+@pytest.mark.usefixtures("_no_forward")
+def test_weights_for_other_layers_or_widths(weights_file: str) -> None:
+    config = {"backend": "knorm", "budget": BUDGET, "pool": {**CONV, "weights": weights_file}}
+    build_cache(model_of(), config)
+    with pytest.raises(ValueError, match=r"KnormConfig\.pool: .*weights of 2 layers, none of layer 2"):
+        build_cache(model_of(num_hidden_layers=3), config)
+    build_cache(model_of(num_hidden_layers=3), config | {"skip_layers": [2]})
+    with pytest.raises(ValueError, match=r"keys of 8 and values of 8 channels and 6 pooled tokens"):
+        build_cache(model_of(head_dim=8), config)
+    # of a fraction of the prompt, how many units are pooled is known once the prompt's length is
+    cache = build_cache(model_of(), config | {"budget": 0.5})
+    with pytest.raises(ValueError, match=rf"shape \(10, .*got \({POOLED}, "):
+        cache.bind(model_of(), prompt_length=80)
+    cache.bind(model_of(), prompt_length=2 * BUDGET)
+    with pytest.raises(ValueError, match="0 units are pooled"):
+        build_cache(
+            model_of(), config | {"layer_overrides": {"1": {"pool": config["pool"] | {"fraction": 0.01}}}}
+        )
+
+
+def test_a_prompt_of_unknown_length_finds_out_when_it_is_pooled(weights_file: str) -> None:
+    config = {"backend": "knorm", "budget": 0.5, "pool": {**CONV, "weights": weights_file}}
+    with pytest.raises(ValueError, match=r"KnormConfig\.pool: .*conv.weight must have the shape \(8, "):
+        feed(model_of(), build_cache(model_of(), config), ids(PROMPT), [PROMPT])
 
 
 # ---- the option ----

@@ -260,9 +260,10 @@ def test_uninstalling_puts_the_models_back(model: PreTrainedModel) -> None:
         kvp.install()
 
 
-def test_pooling_values_of_latents_is_refused(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("options", [{"pool": "merge"}, {"layer_overrides": {"-1": {"pool": "merge"}}}])
+def test_pooling_values_of_latents_is_refused(model: PreTrainedModel, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="pool='merge' adds up values, and models of type 'deepseek_v3'"):
-        kvp.build_cache(model, {"backend": "knorm", "budget": 64, "pool": "merge"})
+        kvp.build_cache(model, {"backend": "knorm", "budget": 64, **options})
 
 
 def test_a_cache_made_for_a_configuration_learns_of_the_model(model: PreTrainedModel) -> None:

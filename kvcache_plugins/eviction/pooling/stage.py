@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...errors import ArtifactError
 from ..keeping import keep_slots
 from ..selection import choose_slots
 from .convolution import POOLED_POSITION, pool_evicted, pooled_last
 from .merging import merge_evicted
-from .weights import load_pooling_weights
+from .weights import LayerWeights, load_pooling_weights
 
 if TYPE_CHECKING:
     from ..layer import EvictingLayer
 
-__all__ = ["Pooling", "keep_and_pool", "read_pooling"]
+__all__ = ["Pooling", "keep_and_pool", "read_pooling", "weights_of"]
 
 _FRACTION = 0.125
 
@@ -38,6 +39,16 @@ class Pooling:
     def pooled_length(self, budget: int) -> int:
         """Units of the budget that stand for many tokens."""
         return 0 if self.weights is None else round(self.fraction * budget)
+
+    def check_budget(self, owner: str, budget: int, protected: int) -> None:
+        """Raise `ValueError` unless some of a budget is pooled, and some neither that nor `protected`."""
+        pooled = self.pooled_length(budget)
+        if self.weights is not None and (pooled < 1 or budget - pooled <= protected):
+            raise ValueError(
+                f"{owner}.pool: of a budget of {budget}, {pooled} units are pooled (fraction "
+                f"{self.fraction}) and up to {protected} are protected; at least one must be pooled, and one "
+                "neither."
+            )
 
 
 def read_pooling(pool: Any, owner: str, *, storage: Any, positions: str) -> Pooling | None:
@@ -81,6 +92,38 @@ def _check_convolution(pool: Any, owner: str) -> None:
         raise ValueError(f"{owner}.pool must have a fraction between 0 and 1, got {fraction!r}.")
 
 
+def weights_of(
+    layer: EvictingLayer, pooling: Pooling, key_dim: int, value_dim: int, budget: int | None
+) -> LayerWeights | None:
+    """Return what `layer` pools with; `None` if it merges.
+
+    Args:
+        layer (`EvictingLayer`): Whose weights.
+        pooling (`Pooling`): Names the file.
+        key_dim (`int`): Channels of its keys.
+        value_dim (`int`): Channels of its values.
+        budget (`int`, *optional*): Units it will hold, if that is known yet.
+
+    Raises:
+        ArtifactError: If the file is missing or damaged.
+        ValueError: If it holds nothing for this layer, or weights of another shape.
+    """
+    if pooling.weights is None:
+        return None
+    owner = f"{type(layer.config).__name__}.pool"
+    try:
+        layers = load_pooling_weights(pooling.weights)
+        if layer.layer_idx >= len(layers):
+            raise ValueError(f"there are weights of {len(layers)} layers, none of layer {layer.layer_idx}.")
+        weights = layers[layer.layer_idx]
+        weights.check(key_dim, value_dim, None if budget is None else pooling.pooled_length(budget))
+    except ArtifactError as error:
+        raise ArtifactError(f"{owner}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{owner}: {pooling.weights}: {error}") from error
+    return weights
+
+
 def keep_and_pool(layer: EvictingLayer, pooling: Pooling, count: int, recent: int) -> None:
     """Make `layer`, which packs nothing, hold `count` units, and let the others live on in them.
 
@@ -91,29 +134,20 @@ def keep_and_pool(layer: EvictingLayer, pooling: Pooling, count: int, recent: in
         recent (`int`): Newest slots that stay as they are.
 
     Raises:
-        ValueError: If the weights do not fit the layer, or the pooled units leave too little of the budget.
+        ValueError: If the weights do not fit the layer; the cache has looked, unless it was not told how long
+            the prompt is that `budget` is a fraction of.
     """
     pads, sink_length = layer.padding.lengths, layer.config.sink_length
     keys, values = (stream.tail.view() for stream in layer.streams)
     ranks = layer.ranks()
-    if keys.is_meta or pooling.weights is None:
+    weights = None if keys.is_meta else weights_of(layer, pooling, keys.shape[3], values.shape[3], count)
+    if weights is None:
         index = choose_slots(ranks, count, pads=pads, sink_length=sink_length, recent=recent)
         merged = None if keys.is_meta else merge_evicted(keys, values, index, pads)
         keep_slots(layer, index)
         if merged is not None:
             layer.value_stream_.tail.view().copy_(merged)
         return
-    pooled_length = pooling.pooled_length(count)
-    if pooled_length < 1 or count - pooled_length <= sink_length + recent:
-        raise ValueError(
-            f"pool: of a budget of {count}, {pooled_length} units are pooled (fraction {pooling.fraction}) "
-            f"and {sink_length + recent} are protected; at least one must be pooled, and one neither."
-        )
-    layers = load_pooling_weights(pooling.weights)
-    if layer.layer_idx >= len(layers):
-        raise ValueError(f"{pooling.weights} has weights of {len(layers)} layers, none of {layer.layer_idx}.")
-    weights = layers[layer.layer_idx]
-    weights.check(keys.shape[3], values.shape[3], pooled_length)
     ranks = pooled_last(ranks, layer.ledger.positions)
     found = pool_evicted(
         keys, values, ranks, count, weights, pads=pads, sink_length=sink_length, recent=recent

@@ -63,14 +63,14 @@ class LayerWeights:
         """Units that come out."""
         return self.weight.shape[0]
 
-    def check(self, key_dim: int, value_dim: int, pooled_length: int) -> None:
-        """Raise `ValueError` unless this pools keys and values of these widths to so many units."""
-        expected, found = (pooled_length, key_dim + value_dim), tuple(self.weight.shape[:2])
-        if found != expected:
+    def check(self, key_dim: int, value_dim: int, pooled_length: int | None) -> None:
+        """Raise `ValueError` unless this pools keys and values of these widths to so many units, if known."""
+        units = self.pooled_length if pooled_length is None else pooled_length
+        if tuple(self.weight.shape[:2]) != (units, key_dim + value_dim):
             raise ValueError(
-                f"conv.weight must have the shape {(*expected, 'kernel')} for keys of {key_dim} and values "
-                f"of {value_dim} channels and {pooled_length} pooled tokens (fraction times budget), got "
-                f"{tuple(self.weight.shape)}."
+                f"conv.weight must have the shape {(units, key_dim + value_dim, 'kernel')} for keys of "
+                f"{key_dim} and values of {value_dim} channels and {units} pooled tokens (fraction times "
+                f"budget), got {tuple(self.weight.shape)}."
             )
 
 
