@@ -108,6 +108,24 @@ def test_wrong_options_say_what_is_allowed(
         build_cache(model(), {**_needed(backend, heads), **options})
 
 
+@pytest.mark.parametrize("evicts", [False, True])
+def test_more_outliers_than_a_block_lists(evicts: bool) -> None:
+    wide = tiny_model("llama").config
+    wide.num_attention_heads, wide.num_key_value_heads, wide.head_dim = 40, 40, 128
+
+    def build(fraction: float) -> KVCache:
+        packed = {"backend": "kvquant", "calibration": "normal_float", "outlier_fraction": fraction}
+        evicting = {"backend": "knorm", "budget": 1024, "positions": "compact", "storage": packed}
+        return build_cache(wide, evicting if evicts else packed)
+
+    with pytest.raises(
+        ValueError, match=r"outlier_fraction must be at most 0\.099609 in layer 0.*got 0\.1\."
+    ):
+        build(0.1)
+    states = torch.randn(1, 40, 64, 128)
+    build(0.099609).layers[0].update(states, states)
+
+
 def test_a_missing_backend_is_told_whatever_the_keys_are() -> None:
     with pytest.raises(ValueError, match="needs a 'backend', got only"):
         build_cache(model(), {"nbits": 4, None: 1})  # type: ignore[dict-item]

@@ -19,6 +19,7 @@ from ..layers.nonuniform import (
 from ..layers.stream import StreamSpec
 from ..models.facts import split_model_or_config
 from ..quantizers.nonuniform import normal_float_codebook
+from ..quantizers.outliers import MAX_CAPACITY
 from ..quantizers.packing import BLOCK_TOKENS
 from ..registry import register_backend
 
@@ -119,7 +120,15 @@ class KVQuantLayer(PackedLayer):
         return StreamSpec(codec, BLOCK_TOKENS, self.config.residual_length)
 
     def _side(self, head_dim: int) -> int:
-        return outliers_per_side(self.config.outlier_fraction, self.num_heads * head_dim)
+        fraction, values = self.config.outlier_fraction, self.num_heads * head_dim
+        side, most = outliers_per_side(fraction, values), MAX_CAPACITY // (2 * BLOCK_TOKENS)
+        if side > most:
+            raise ValueError(
+                f"KVQuantConfig.outlier_fraction must be at most {2 * most / values:.6f} in layer "
+                f"{self.layer_idx}, whose tokens have {self.num_heads} heads of {head_dim} channels: the "
+                f"list of a block holds {2 * most} outliers of each of them; got {fraction}."
+            )
+        return side
 
     def _codebooks(self) -> LayerCodebooks | None:
         config = self.config
