@@ -17,7 +17,7 @@ from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
 from ..layers.storing import storing
-from ..models.facts import decoder_config
+from ..models.facts import decoder_config, decoder_of
 from ..registry import register_backend
 
 __all__ = ["SirLLMCache", "SirLLMConfig", "SirLLMLayer"]
@@ -137,7 +137,7 @@ def _watch(model: nn.Module) -> None:
         raise ValueError(
             f"The backend 'sirllm' needs a model with a language-model head, got {type(model).__name__}."
         )
-    decoder = getattr(model, "get_decoder", lambda: None)() or model
+    decoder = decoder_of(model)
     if _MARK in decoder.__dict__:
         return
     owner = weakref.ref(model)

@@ -12,6 +12,7 @@ from ..models.facts import (
     LayerFacts,
     biases_by_distance,
     decoder_config,
+    decoder_of,
     exchanges_attention,
     masks_all_seen,
     split_model_or_config,
@@ -129,7 +130,7 @@ class EvictingCache(KVCache):
         self._check_pooling(prompt_length)
         self._check_mask(attention_mask)
         if self.config.positions == "compact":
-            count_from_what_is_held(_decoder(model))
+            count_from_what_is_held(decoder_of(model))
         return self
 
     def reset(self) -> None:
@@ -215,9 +216,3 @@ class EvictingCache(KVCache):
                 f"{name}.positions='compact' numbers the tokens of all layers alike, so every layer must "
                 "evict with the same budget; allowed for this model and these options is 'absolute'."
             )
-
-
-def _decoder(model: nn.Module) -> nn.Module:
-    """The module whose `forward` numbers the tokens."""
-    found = getattr(model, "get_decoder", lambda: None)()
-    return found if isinstance(found, nn.Module) else model

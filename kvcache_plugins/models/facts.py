@@ -17,6 +17,7 @@ __all__ = [
     "biases_by_distance",
     "check_attention_function",
     "decoder_config",
+    "decoder_of",
     "describe_layers",
     "exchanges_attention",
     "masks_all_seen",
@@ -102,6 +103,15 @@ def decoder_config(config: Any) -> Any:
     return decoder
 
 
+def decoder_of(model: nn.Module) -> nn.Module:
+    """Return the text decoder, which numbers the tokens; what knows of none is its own.
+
+    The towers of a multimodal model have attention layers of their own.
+    """
+    found = getattr(model, "get_decoder", lambda: None)()
+    return found if isinstance(found, nn.Module) else model
+
+
 def biases_by_distance(config: Any) -> bool:
     """Whether attention adds to its logits what the model works out from the distances of tokens.
 
@@ -134,7 +144,7 @@ def check_attention_function(model: nn.Module) -> None:
 
 def exchanges_attention(model: nn.Module) -> bool:
     """Whether a model asks transformers for its attention function, and has not written it into itself."""
-    return hasattr(sys.modules.get(type(_decoder(model)).__module__), "ALL_ATTENTION_FUNCTIONS")
+    return hasattr(sys.modules.get(type(decoder_of(model)).__module__), "ALL_ATTENTION_FUNCTIONS")
 
 
 def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]) -> list[LayerFacts]:
@@ -146,7 +156,7 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
         plans (`list[LayerPlan]`): Of every layer. Those without keys (recurrent ones) have no rotation.
     """
     if model is not None:
-        model = _decoder(model)
+        model = decoder_of(model)
     kinds = [
         (plan.layer_type, key_value_heads(config, layer_idx)[1] if plan.has_keys else 0)
         for layer_idx, plan in enumerate(plans)
@@ -164,12 +174,6 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
             has_bias, largest = _config_has_key_bias(config), None
         facts.append(LayerFacts(rotaries.get(kind) if rotates else None, has_bias, largest))
     return facts
-
-
-def _decoder(model: nn.Module) -> nn.Module:
-    """The text decoder: the towers of a multimodal model have attention layers of their own."""
-    decoder: nn.Module = getattr(model, "get_decoder", lambda: None)() or model
-    return decoder
 
 
 def _attention_modules(model: nn.Module) -> dict[int, nn.Module]:

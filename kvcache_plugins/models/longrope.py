@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .facts import decoder_of
 from .rotary import rotary_module
 
 __all__ = ["follow_cache", "switch_length"]
@@ -37,7 +38,7 @@ def follow_cache(model: nn.Module, cache: Any) -> None:
         model (`torch.nn.Module`): A model for which `switch_length` is a number.
         cache (`Cache`): Decides until the next call.
     """
-    decoder = getattr(model, "get_decoder", lambda: None)() or model
+    decoder = decoder_of(model)
     if _MARK not in decoder.__dict__ and getattr(cache, "reads_long_text", False):
         decoder.__dict__[_MARK] = _Frequencies(decoder)
     if _MARK in decoder.__dict__:
@@ -72,6 +73,5 @@ class _Frequencies:
 
 
 def _long_rotary(model: nn.Module) -> Any:
-    decoder = getattr(model, "get_decoder", lambda: None)() or model
-    rotary: Any = rotary_module(decoder)
+    rotary: Any = rotary_module(decoder_of(model))
     return rotary if getattr(rotary, "rope_type", None) == "longrope" else None

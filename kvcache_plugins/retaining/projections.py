@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
-from ..models.facts import decoder_config, split_model_or_config
+from ..models.facts import decoder_config, decoder_of, split_model_or_config
 from ..models.layer_plan import key_value_heads
 from .layouts import Layout, find_layout
 
@@ -64,8 +64,7 @@ class ProjectionTap:
         self.layers: dict[int, nn.Module] = {}
         self._layouts: dict[int, Layout] = {}
         config = decoder_config(split_model_or_config(model)[1])
-        decoder = getattr(model, "get_decoder", lambda: None)() or model
-        for module in decoder.modules():
+        for module in decoder_of(model).modules():
             layer_idx = getattr(module, "layer_idx", None)
             if not isinstance(layer_idx, int) or not 0 <= layer_idx < config.num_hidden_layers:
                 continue

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..models.facts import decoder_of
 from ..retaining.projections import ProjectionTap
 
 __all__ = ["LayerView", "observe_layers"]
@@ -75,7 +76,7 @@ def observe_layers(model: Any, inputs: dict[str, Tensor], observer: Observer) ->
         observer(layer_idx, view)
 
     device = next(model.parameters()).device
-    decoder = getattr(model, "get_decoder", lambda: None)() or model.base_model
+    decoder = decoder_of(model)
     with _watching(tap, show), torch.autocast(device.type, enabled=False):
         decoder(**inputs, use_cache=False)
     missing = sorted(tap.layers.keys() - seen)

@@ -1,0 +1,30 @@
+"""Where the text decoder of a model is."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from kvcache_plugins.models.facts import decoder_of
+from kvcache_plugins.testing.models import tiny_model
+from tests.models.multimodal import subject
+
+
+def test_the_decoder_has_no_head_and_is_its_own() -> None:
+    model = tiny_model("llama")
+    assert decoder_of(model) is model.model is decoder_of(model.model)
+
+
+def test_the_towers_of_a_multimodal_model_are_no_decoder() -> None:
+    model = subject("llava").model
+    assert decoder_of(model) is model.model.language_model
+
+
+def test_what_knows_of_no_decoder_is_its_own() -> None:
+    class Asked(nn.Linear):
+        """A model that is asked, and has none."""
+
+        def get_decoder(self) -> None:
+            return None
+
+    for module in (nn.Linear(2, 2), Asked(2, 2)):
+        assert decoder_of(module) is module
