@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib.abc import MetaPathFinder
@@ -40,7 +41,7 @@ _undo: list[_Undo] = []
 
 
 def install() -> None:
-    """Install the dispatch. Importing the package does this; calling it again changes nothing.
+    """Install the dispatch, all of it or nothing. Importing the package does this; again changes nothing.
 
     Raises:
         IncompatibleTransformersError: If the installed transformers lacks a seam.
@@ -48,11 +49,15 @@ def install() -> None:
     if _watcher in sys.meta_path or _undo:
         return
     pending = {}
-    for name, seam in _SEAMS.items():
-        if name in sys.modules:
-            seam(sys.modules[name])
-        else:
-            pending[name] = seam
+    try:
+        for name, seam in _SEAMS.items():
+            if name in sys.modules:
+                seam(sys.modules[name])
+            else:
+                pending[name] = seam
+    except BaseException:
+        uninstall()
+        raise
     _watcher.pending = pending
     if pending:
         sys.meta_path.insert(0, _watcher)
@@ -180,26 +185,30 @@ class _ImportWatcher(MetaPathFinder):
 
     def __init__(self) -> None:
         self.pending: dict[str, Callable[[ModuleType], None]] = {}
+        self._searching = threading.local()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self.pending:
+        if name not in self.pending or getattr(self._searching, "name", None) == name:
             return None
-        seam = self.pending.pop(name)
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                loader = spec.loader
-                execute = loader.exec_module
+        self._searching.name = name  # a finder may ask all the others, as this one does
+        try:
+            found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((spec for spec in found if spec is not None and spec.loader is not None), None)
+        finally:
+            self._searching.name = None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
-                def exec_module(module: ModuleType, execute: Any = execute) -> None:
-                    execute(module)
-                    seam(module)
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                if name in self.pending:  # not if the dispatch was uninstalled meanwhile
+                    self.pending[name](module)
+                    del self.pending[name]  # only now: a module that fails is executed anew when asked again
 
-                loader.exec_module = exec_module  # type: ignore[method-assign]  # this loader serves this module only
-                return spec
-        return None
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # serves this module only
+        return spec
 
 
 _watcher = _ImportWatcher()

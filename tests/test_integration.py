@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
 import json
 import re
+import sys
 import warnings
+from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +33,10 @@ from transformers import (
 )
 from transformers import cache_utils as host
 from transformers.generation import utils as generation_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import kvcache_plugins as kvp
+from kvcache_plugins import integration
 from kvcache_plugins.kernels import loader
 from kvcache_plugins.testing import tiny_model
 
@@ -265,8 +272,6 @@ def test_generate_binds_padding_and_final_length(model: Any) -> None:
 
 def test_uninstall_restores_transformers_and_install_comes_back(model: Any) -> None:
     prepare = generation_utils.GenerationMixin._prepare_cache_for_generation
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     wrapped = ALL_ATTENTION_FUNCTIONS["sdpa"]
     kvp.uninstall()
     try:
@@ -299,6 +304,85 @@ def test_a_changed_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         kvp.uninstall()
         kvp.install()
+
+
+def test_a_dispatch_that_cannot_be_installed_is_not_installed_in_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepare = generation_utils.GenerationMixin._prepare_cache_for_generation
+    kvp.uninstall()
+    try:
+        with monkeypatch.context() as patch:
+            patch.delattr(AttentionInterface, "get_interface")  # what is asked for last
+            for _ in range(2):
+                with pytest.raises(kvp.IncompatibleTransformersError, match="get_interface"):
+                    kvp.install()
+                assert generation_utils.GenerationMixin._prepare_cache_for_generation is prepare.__wrapped__  # type: ignore[attr-defined]
+                assert "__wrapped__" not in vars(host.QuantizedCache.__init__)
+                assert not integration._undo
+        kvp.install()
+        assert "kvcache_plugins" in ALL_ATTENTION_FUNCTIONS
+    finally:
+        kvp.uninstall()
+        kvp.install()
+
+
+class TestSeamsOfModulesThatAreNotLoadedYet:
+    """The watcher, with a module of its own."""
+
+    NAME = "kvcache_plugins_test_flaky"
+
+    @pytest.fixture(autouse=True)
+    def watcher(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+        (tmp_path / f"{self.NAME}.py").write_text(
+            "import os\nif os.environ.get('FLAKY'): raise ImportError('not yet')\nseams = []\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        watcher = integration._ImportWatcher()
+        watcher.pending = {self.NAME: lambda module: module.seams.append("seam")}  # type: ignore[attr-defined]
+        monkeypatch.setattr(sys, "meta_path", [watcher, *sys.meta_path])
+        yield watcher
+        sys.modules.pop(self.NAME, None)
+
+    def test_they_are_installed_once(self, watcher: Any) -> None:
+        assert importlib.util.find_spec(self.NAME) is not None  # asking where it is, is not importing it
+        module = importlib.import_module(self.NAME)
+        assert module.seams == ["seam"] and not watcher.pending
+
+    def test_a_module_that_fails_at_first_gets_its_seam(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FLAKY", "1")
+        with pytest.raises(ImportError, match="not yet"):
+            importlib.import_module(self.NAME)
+        monkeypatch.delenv("FLAKY")
+        assert importlib.import_module(self.NAME).seams == ["seam"]
+
+    def test_a_seam_that_fails_fails_again(self, watcher: Any) -> None:
+        def refuse(module: Any) -> None:
+            raise kvp.IncompatibleTransformersError("no such seam")
+
+        watcher.pending[self.NAME] = refuse
+        for _ in range(2):
+            with pytest.raises(kvp.IncompatibleTransformersError, match="no such seam"):
+                importlib.import_module(self.NAME)
+
+    def test_what_was_uninstalled_meanwhile_is_left_alone(self, watcher: Any) -> None:
+        spec = importlib.util.find_spec(self.NAME)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        watcher.pending = {}
+        spec.loader.exec_module(module)
+        assert module.seams == []
+
+    def test_a_finder_that_asks_all_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Asking(MetaPathFinder):
+            def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+                found = (
+                    finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self
+                )
+                return next((spec for spec in found if spec is not None), None)
+
+        monkeypatch.setattr(sys, "meta_path", [sys.meta_path[0], Asking(), *sys.meta_path[1:]])
+        assert importlib.import_module(self.NAME).seams == ["seam"]
 
 
 @pytest.mark.allow_deprecation(
