@@ -36,7 +36,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "LocretConfig": {"budget": 4096, "heads": "heads"},
 }
 """Options without a default."""
-SINKS = {"KVQuantConfig": 1, "KnormConfig": 4, "SirLLMConfig": 4, "StreamingLLMConfig": 4}
+SINKS = {
+    "ExpectedAttentionConfig": 4, "KVQuantConfig": 1, "KnormConfig": 4, "LagKVConfig": 4, "SirLLMConfig": 4,
+    "StreamingLLMConfig": 4,
+}  # fmt: skip
 
 
 # -- single checks
