@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .backends.kivi import KIVICache
     from .backends.knorm import KnormCache
     from .backends.kvquant import KVQuantCache
+    from .backends.lagkv import LagKVCache
     from .backends.locret import LocretCache
     from .backends.random import RandomCache
     from .backends.sirllm import SirLLMCache
@@ -64,6 +65,7 @@ __all__ = [
     "KernelUnavailableError",
     "KeyDiffCache",
     "KnormCache",
+    "LagKVCache",
     "LocretCache",
     "RandomCache",
     "RetainingHeads",
@@ -98,6 +100,7 @@ _LAZY = {
     "KernelUnavailableError": "errors",
     "KeyDiffCache": "backends.keydiff",
     "KnormCache": "backends.knorm",
+    "LagKVCache": "backends.lagkv",
     "LocretCache": "backends.locret",
     "RandomCache": "backends.random",
     "RetainingHeads": "retaining.heads",

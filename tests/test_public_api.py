@@ -10,9 +10,9 @@ def test_exports() -> None:
         "ArtifactError", "BackendConfig", "CacheReport", "EvictingCache", "ExpectedAttentionCache",
         "Float8Cache", "H2OCache", "IncompatibleTransformersError", "Int4Cache", "Int8Cache",
         "KIVICache", "KVCache", "KVQuantCache", "KernelUnavailableError", "KeyDiffCache", "KnormCache",
-        "LocretCache", "RandomCache", "RetainingHeads", "RetainingHeadsConfig", "SirLLMCache", "SnapKVCache",
-        "StreamingLLMCache", "TOVACache", "UnsupportedOperationError", "build_cache", "estimate", "install",
-        "list_backends", "register_backend", "uninstall",
+        "LagKVCache", "LocretCache", "RandomCache", "RetainingHeads", "RetainingHeadsConfig", "SirLLMCache",
+        "SnapKVCache", "StreamingLLMCache", "TOVACache", "UnsupportedOperationError", "build_cache",
+        "estimate", "install", "list_backends", "register_backend", "uninstall",
     ]  # fmt: skip
     for name in kvp.__all__:
         assert getattr(kvp, name) is not None

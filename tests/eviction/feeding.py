@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 EVICTING = (
-    "expected_attention", "h2o", "keydiff", "knorm", "random", "sirllm", "snapkv", "streaming_llm", "tova",
+    "expected_attention", "h2o", "keydiff", "knorm", "lagkv", "random", "sirllm", "snapkv", "streaming_llm",
+    "tova",
 )  # fmt: skip
 NEEDS_QUERIES = ("expected_attention", "h2o", "snapkv", "tova")
 

@@ -26,6 +26,10 @@ METHODS: dict[str, tuple[dict[str, Any], Policy]] = {
         {"backend": "expected_attention", "future_length": 30},
         Policy("expected_attention", 24, sinks=4, stabilizers=3, local=3, future=30),
     ),
+    "lagkv": (
+        {"backend": "lagkv", "lag_size": 4},
+        Policy("lagkv", 24, sinks=4, stabilizers=3, local=3, lag=4),
+    ),
 }
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},

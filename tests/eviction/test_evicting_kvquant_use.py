@@ -65,7 +65,7 @@ def _state(cache: EvictingCache) -> list[Tensor]:
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize(
-    "backend", ["expected_attention", "h2o", "keydiff", "knorm", "snapkv", "streaming_llm", "tova"]
+    "backend", ["expected_attention", "h2o", "keydiff", "knorm", "lagkv", "snapkv", "streaming_llm", "tova"]
 )
 def test_attention_reads_what_is_stored(backend: str, kernel: str) -> None:
     # The same model fed with what the layers decode to, as dense keys and values, gives the same logits.

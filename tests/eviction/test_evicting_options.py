@@ -103,6 +103,8 @@ def test_wrong_options(backend: str, name: str) -> None:
             {"use_value_norm": False, "epsilon": 0.02},
             r"epsilon changes nothing without use_value_norm; allowed is 0, got 0.02",
         ),
+        ("lagkv", {"lag_size": 1}, r"lag_size must be an integer >= 2, got 1"),
+        ("lagkv", {"lag_size": 4.0}, r"lag_size must be an integer >= 2, got 4\.0"),
         ("random", {"seed": "a"}, r"seed must be an integer >= 0, got 'a'"),
         ("streaming_llm", {"seed": 1}, r"'seed' is not an option of StreamingLLMConfig"),
     ],

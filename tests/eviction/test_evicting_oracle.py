@@ -12,8 +12,8 @@ import torch
 from tests.eviction.feeding import bound_cache, feed, ids, mask_of, model_of, real_positions
 from tests.reference.eviction import Call, Policy, run_with_evictions
 
-# Backend options beside `budget`, and the policy in the words of the reference. The protected lengths are the
-# documented defaults for a budget of 24: an eighth of it, and half of it for H2O.
+# Backend options beside `budget`, and the policy in the words of the reference. The protected lengths and
+# LagKV's partitions are the documented defaults for a budget of 24: an eighth of it; half of it for H2O.
 METHODS: dict[str, tuple[dict[str, Any], Policy]] = {
     "knorm": ({"backend": "knorm"}, Policy("knorm", 24, sinks=4, stabilizers=3, local=3)),
     "streaming_llm": (
@@ -24,6 +24,11 @@ METHODS: dict[str, tuple[dict[str, Any], Policy]] = {
     "keydiff-local": (
         {"backend": "keydiff", "stabilizer_length": 9, "local_length": 5, "sink_length": 2},
         Policy("keydiff", 24, sinks=2, stabilizers=9, local=5),
+    ),
+    "lagkv": ({"backend": "lagkv"}, Policy("lagkv", 24, sinks=4, stabilizers=3, local=3, lag=3)),
+    "lagkv-wide": (  # two partitions exceed the budget
+        {"backend": "lagkv", "lag_size": 13, "sink_length": 0, "local_length": 1},
+        Policy("lagkv", 24, stabilizers=3, local=1, lag=13),
     ),
     "h2o": ({"backend": "h2o"}, Policy("h2o", 24, stabilizers=12, local=12)),
     "h2o-normalized": (
@@ -129,7 +134,7 @@ def test_a_prompt_of_the_budget_and_one_more(method: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "mistral", "phi3", "qwen3"])
-@pytest.mark.parametrize("method", ["expected", "keydiff", "h2o", "snapkv-narrow", "tova"])
+@pytest.mark.parametrize("method", ["expected", "keydiff", "lagkv", "h2o", "snapkv-narrow", "tova"])
 def test_families(method: str, family: str) -> None:
     options, policy = METHODS[method]
     _compare({**options, "budget": 24}, policy, PROMPT + DECODE, [0, 31], family=family)
@@ -137,7 +142,7 @@ def test_families(method: str, family: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "attention"),
-    [(method, attention) for method in ("expected", "keydiff", "knorm", "h2o", "snapkv", "tova")
+    [(method, attention) for method in ("expected", "keydiff", "knorm", "lagkv", "h2o", "snapkv", "tova")
      for attention in ("eager", "kvcache_plugins")],
 )  # fmt: skip
 def test_attention_functions(method: str, attention: str) -> None:
@@ -157,13 +162,15 @@ def test_layers_with_budgets_of_their_own(method: str, pads: list[int] | None, a
     given = {"stabilizers": 20, "local": 20} if h2o else {"stabilizers": 5, "local": 5}
     if "stabilizer_length" in options:
         given = {}
+    if method == "lagkv":
+        given["lag"] = 5
     policies = [replace(policy, budget=40, **given), replace(policy, budget=None), policy]
     _compare(config, policies, PROMPT + DECODE, pads, attention=attention)
 
 
 def test_a_second_turn_evicts_what_the_first_generated() -> None:
     model = model_of(num_hidden_layers=3)
-    for method in ("expected", "h2o", "keydiff", "knorm", "snapkv", "tova"):
+    for method in ("expected", "h2o", "keydiff", "knorm", "lagkv", "snapkv", "tova"):
         options, policy = METHODS[method]
         calls: list[Call] = [(30, "chunk"), (11, "prompt"), *DECODE, (20, "chunk"), (9, "prompt"), *DECODE]
         counts = [count for count, _ in calls]

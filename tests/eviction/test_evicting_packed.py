@@ -218,7 +218,9 @@ def tiny_heads() -> Any:
     return model_of(head_dim=32)
 
 
-@pytest.mark.parametrize("backend", ["expected_attention", "h2o", "keydiff", "knorm", "snapkv", "tova"])
+@pytest.mark.parametrize(
+    "backend", ["expected_attention", "h2o", "keydiff", "knorm", "lagkv", "snapkv", "tova"]
+)
 @pytest.mark.parametrize("storage", ["int8", "k8v4-4", "float8"])
 def test_attention_reads_what_is_stored(backend: str, storage: str) -> None:
     # The same model fed with what the layers decode to, as dense keys and values, gives the same logits.

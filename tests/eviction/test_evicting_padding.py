@@ -28,6 +28,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "backend": "keydiff",
         "storage": {"backend": "int4", "key_bits": 8, "residual_length": 4},
     },
+    "lagkv-int8": {"backend": "lagkv", "lag_size": 7, "storage": {"backend": "int8"}},
+    "lagkv-compact": {"backend": "lagkv", "lag_size": 5, "positions": "compact"},
     "h2o-float8": {"backend": "h2o", "sink_length": 2, "storage": {"backend": "float8"}},
     "streaming_llm-compact": {"backend": "streaming_llm", "positions": "compact"},
     "knorm-compact": {"backend": "knorm", "positions": "compact"},
@@ -96,7 +98,7 @@ def test_pads_go_first(name: str) -> None:
                 assert (held[row].diff(dim=-1) > 0).all()
 
 
-@pytest.mark.parametrize("backend", ["keydiff", "knorm", "streaming_llm"])
+@pytest.mark.parametrize("backend", ["keydiff", "knorm", "lagkv", "streaming_llm"])
 def test_pads_that_look_important_go_first_all_the_same(backend: str) -> None:
     # Keys of length zero, and opposite to all others: what knorm and keydiff want most.
     model = model_of()

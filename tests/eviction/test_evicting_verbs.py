@@ -23,6 +23,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "backend": "h2o", "sink_length": 2,
         "storage": {"backend": "int4", "key_bits": 8, "value_bits": 4, "residual_length": 6},
     },
+    "lagkv-float8": {"backend": "lagkv", "storage": {"backend": "float8"}},
+    "lagkv-compact": {"backend": "lagkv", "lag_size": 4, "positions": "compact"},
     "knorm-int8": {"backend": "knorm", "storage": {"backend": "int8"}},
     "streaming_llm-compact": {"backend": "streaming_llm", "positions": "compact"},
     "expected-compact": {"backend": "expected_attention", "positions": "compact", "future_length": 40},

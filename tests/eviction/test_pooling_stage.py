@@ -128,7 +128,7 @@ def test_the_first_layer_equals_a_loop_over_chunks(
 
 @pytest.mark.parametrize("kind", ["merge", "conv"])
 @pytest.mark.parametrize(
-    "backend", ["expected_attention", "knorm", "keydiff", "h2o", "snapkv", "tova", "streaming_llm"]
+    "backend", ["expected_attention", "knorm", "keydiff", "lagkv", "h2o", "snapkv", "tova", "streaming_llm"]
 )
 def test_padded_rows_equal_the_rows_alone(
     kind: str, backend: str, weights_file: str, pooled: Callable[[Pooling], None]

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .lagkv import LagPartitions
+
 __all__ = ["Call", "Policy", "Survivors", "run_compactly", "run_with_evictions"]
 
 Call = tuple[int, str]
@@ -38,7 +40,7 @@ class Policy:
     """What a layer keeps.
 
     Args:
-        method: `"knorm"`, `"streaming_llm"`, `"keydiff"`, `"h2o"`, `"snapkv"`, `"tova"`,
+        method: `"knorm"`, `"streaming_llm"`, `"keydiff"`, `"lagkv"`, `"h2o"`, `"snapkv"`, `"tova"`,
             `"expected_attention"`, or `"given"` for a table of numbers.
         budget: Tokens kept; None for everything.
         sinks: First real tokens that stay.
@@ -53,6 +55,7 @@ class Policy:
         epsilon: What it adds to the weights.
         covariance: Whether it knows the queries' covariance.
         value_norm: Whether it multiplies by the norms of values.
+        lag: Tokens of a partition of LagKV.
     """
 
     method: str
@@ -69,6 +72,7 @@ class Policy:
     epsilon: float = 0.0
     covariance: bool = True
     value_norm: bool = True
+    lag: int = 128
 
     def is_due(self, phase: str, held: int) -> bool:
         """Whether something goes, with `held` tokens."""
@@ -134,7 +138,10 @@ def _expected_worth(
 
 @dataclass
 class _Row:
-    """One row of the batch in one layer: queries `(G, T, D)` per head, keys `(H, T, D)`, in float64."""
+    """One row of the batch in one layer, in float64.
+
+    Queries are `(G, T, D)` per head, keys and values `(H, T, D)`.
+    """
 
     policy: Policy
     queries: list[Tensor]
@@ -150,6 +157,8 @@ class _Row:
         heads, length = self.keys.shape[:2]
         self.visible = torch.zeros(heads, length, length, dtype=torch.bool)
         self.received = torch.zeros(heads, length, dtype=torch.float64)
+        first = self.pads + self.policy.sinks
+        self.partitions = [LagPartitions(self.policy.lag, first) for _ in range(heads)]
         held: list[list[int]] = [[] for _ in range(heads)]
         seen = 0
         for count, phase in calls:
@@ -160,8 +169,12 @@ class _Row:
                     now_held = [p for p in (*held[head], *range(new.start, query + 1)) if p >= self.pads]
                     self.visible[head, query, now_held] = query >= self.pads
                 held[head] += new
-            if self.policy.method == "h2o":  # the only one to which earlier calls matter
+            # those to which earlier calls matter
+            if self.policy.method == "h2o":
                 self._receive(new)
+            if self.policy.method == "lagkv":
+                for h, partitions in enumerate(self.partitions):
+                    partitions.judge(held[h], seen, [self.keys[h].__getitem__, self.values[h].__getitem__])
             if self.policy.is_due(phase, len(held[0])):
                 worth = self._worth(held, new)
                 held = [self._kept(held[head], worth[head], phase) for head in range(heads)]
@@ -194,6 +207,8 @@ class _Row:
             return [{p: float(p) for p in real[h]} for h in heads]
         if method == "keydiff":
             return [self._unlikeness(h, real[h]) for h in heads]
+        if method == "lagkv":
+            return [{p: self.partitions[h].worth(p) for p in real[h]} for h in heads]
         if method == "h2o":
             counts = {p: (new.stop - p if self.policy.normalize else 1) for h in heads for p in real[h]}
             return [{p: float(self.received[h, p]) / counts[p] for p in real[h]} for h in heads]
@@ -280,8 +295,8 @@ def _attention(
         policy = run.policies[module.layer_idx]
         given = None if run.worth is None else run.worth[row]
         player = _Row(
-            policy, list(by_head[row].double()), key[row].double(), value[row], run.pads[row], scaling, given,
-            run.frequencies,
+            policy, list(by_head[row].double()), key[row].double(), value[row].double(), run.pads[row],
+            scaling, given, run.frequencies,
         )  # fmt: skip
         seen, held = player.play(run.calls)
         visible.append(seen)
@@ -428,6 +443,9 @@ class _CompactStore:
         self.values: list[Tensor] = [torch.zeros(0)] * heads
         self.positions: list[list[int]] = [[] for _ in range(heads)]
         self.received = [torch.zeros(0, dtype=torch.float64)] * heads
+        self.rotated = [torch.zeros(0)] * heads
+        """Keys as they were read last."""
+        self.partitions: list[LagPartitions] = []
 
     @property
     def length(self) -> int:
@@ -458,7 +476,7 @@ class _CompactStore:
             own = query[h * groups : (h + 1) * groups]
             is_asked = [p >= policy.sinks for p in held[self.length - count :]]
             self.asked[h].append(own[:, is_asked].double())
-            keys = rotate(self.keys[h], slice(0, self.length))
+            keys = self.rotated[h] = rotate(self.keys[h], slice(0, self.length))
             queries = rotate(own, places)
             weights = (queries @ keys.T * scaling).masked_fill(~causal, -torch.inf).softmax(-1)
             self.received[h] = self.received[h] + weights.double().sum((0, 1))
@@ -477,6 +495,7 @@ class _CompactStore:
                     "knorm": -self.keys[h].norm(dim=-1),
                     "streaming_llm": torch.tensor(held),
                     "h2o": self.received[h],
+                    "lagkv": self._lag_relative(h, policy),
                 }[policy.method]
             places = range(len(held))
             stays = {i for i in places if held[i] < policy.sinks} | set(
@@ -499,3 +518,12 @@ class _CompactStore:
             policy, torch.cat(self.asked[head], 1), keys, self.values[head][first:], ahead, self.scaling
         )
         return torch.tensor([0.0] * first + found)
+
+    def _lag_relative(self, h: int, policy: Policy) -> Tensor:
+        if not self.partitions:
+            self.partitions = [LagPartitions(policy.lag, policy.sinks) for _ in self.positions]
+        held, partitions = self.positions[h], self.partitions[h]
+        places = {position: place for place, position in enumerate(held)}
+        states = [lambda p, of=of: of[places[p]] for of in (self.rotated[h], self.values[h])]
+        partitions.judge(held, held[-1] + 1, states)
+        return torch.tensor([partitions.worth(p) for p in held], dtype=torch.float64)
