@@ -80,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
 
-    from ..evaluation import speed_plots
+    from ..evaluation.plotting import check_plotting
 
     if not hasattr(args, "no_plots"):
-        speed_plots.check_plotting()  # before the measurement, not after it
+        check_plotting()  # before the measurement, not after it
     document = _measure(args.benchmark, options)
     _show(args.benchmark, document, output, plots=not hasattr(args, "no_plots"))
     failed = [entry for entry in document["skipped"] if entry.get("is_failure")]

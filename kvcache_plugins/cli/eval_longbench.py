@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
     draws = not hasattr(args, "no_plots")
     if draws:
-        from ..evaluation.speed_plots import check_plotting
+        from ..evaluation.plotting import check_plotting
 
         check_plotting()  # before the measurement, not after it
     document = _score(merged, output) if "score_only" in merged else _measure(merged, output)

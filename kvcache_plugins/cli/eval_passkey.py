@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
     has_plots = not hasattr(args, "no_plots")
 
-    from ..evaluation.speed_plots import check_plotting
+    from ..evaluation.plotting import check_plotting
 
     if has_plots:
         check_plotting()  # before the measurement, not after it

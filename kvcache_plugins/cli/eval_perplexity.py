@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
     from ..evaluation.perplexity import measure_perplexity
     from ..evaluation.perplexity_plots import plot_perplexity
+    from ..evaluation.plotting import check_plotting
     from ..evaluation.progress import progress_bar
-    from ..evaluation.speed_plots import check_plotting
 
     if draws:
         check_plotting()  # before the measurement, not after it

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .labels import cache_label
-from .speed_plots import check_plotting
+from .plotting import pyplot, save_figure
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,12 +78,6 @@ def plot_passkey(document: dict[str, Any], path: Path) -> None:
         document (`dict`): Of `measure_passkey`.
         path (`Path`): Where the PNG goes.
     """
-    check_plotting()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     results, settings = document["results"], document["settings"]
     lengths = sorted({cell["length"] for cell in results[0]["grid"]})
     depths = sorted({cell["depth"] for cell in results[0]["grid"]})
@@ -91,7 +85,7 @@ def plot_passkey(document: dict[str, Any], path: Path) -> None:
     lines = math.ceil(len(results) / columns)
     width = max(2.9, 0.5 * len(lengths) + 1.2)
     height = max(2.9, 0.24 * len(depths) + 1.2)
-    figure, grid = plt.subplots(
+    figure, grid = pyplot().subplots(
         lines,
         columns,
         figsize=(width * columns + 1.2, height * lines + 0.9),
@@ -115,9 +109,7 @@ def plot_passkey(document: dict[str, Any], path: Path) -> None:
     if (facts := settings.get("facts", 1)) > 1:
         trials = f"{facts} facts a prompt, {trials}, asked for afterwards"
     figure.suptitle(f"Pass keys found by {Path(settings['model']).name}, {trials}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def _draw_panel(axes: Any, row: dict[str, Any], lengths: list[int], depths: list[float]) -> Any:

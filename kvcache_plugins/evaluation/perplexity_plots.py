@@ -8,7 +8,7 @@ from typing import Any
 
 from .labels import DENSE
 from .plot_labels import LabelledPoint, place_labels
-from .speed_plots import check_plotting
+from .plotting import pyplot, save_figure
 
 __all__ = ["plot_perplexity"]
 
@@ -28,22 +28,12 @@ def plot_perplexity(document: dict[str, Any], path: Path) -> None:
         document (`dict`): Of `measure_perplexity`.
         path (`Path`): Where the PNG goes.
     """
-    check_plotting()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows, settings = document["results"], document["settings"]
     packed = [row for row in rows if row["cache_config"] != DENSE]
-    figure, axes = plt.subplots(1, 3, figsize=(19, 5.8), layout="constrained")
+    figure, axes = pyplot().subplots(1, 3, figsize=(19, 5.8), layout="constrained")
     _draw_positions(axes[0], rows)
     _draw_distance(axes[1], packed)
     points = _draw_quality(axes[2], packed, rows[0]["bits_per_value"])
-    for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(alpha=0.25)
-        panel.set_axisbelow(True)
     figure.suptitle(
         f"{settings['model']}, {settings['dtype']}: {rows[0]['tokens']:,} tokens of {settings['dataset']} "
         f"in {rows[0]['windows']} windows of {settings['context_length']}"
@@ -52,9 +42,7 @@ def plot_perplexity(document: dict[str, Any], path: Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
     figure.draw_without_rendering()  # fixes the layout, so that the space a label takes is known
     place_labels(axes[2], points)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path, axes, dpi=110)
 
 
 def _draw_positions(axes: Any, rows: Sequence[dict[str, Any]]) -> None:

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from .labels import DENSE
+from .plotting import pyplot, save_figure
 from .speed_tables import model_name
 
-__all__ = ["check_plotting", "plot_attention", "plot_generation"]
+__all__ = ["plot_attention", "plot_generation"]
 
 _GREYS = ("#222222", "#777777", "#aaaaaa")
 _DASHES = ("-", "--", ":")
-
-
-def check_plotting() -> None:
-    """Make sure that pictures can be drawn.
-
-    Raises:
-        ValueError: If matplotlib is not installed; the message names the extra.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "Pictures need matplotlib, which is not installed: pip install 'kvcache-plugins[plots]', "
-            "or leave them out with --no_plots."
-        )
 
 
 def plot_attention(document: dict[str, Any], path: Path) -> None:
@@ -35,7 +22,7 @@ def plot_attention(document: dict[str, Any], path: Path) -> None:
         document (`dict`): Of `measure_attention`.
         path (`Path`): Where the PNG goes.
     """
-    plt = _pyplot()
+    plt = pyplot()
     results, settings = document["results"], document["settings"]
     batch_sizes = list(dict.fromkeys(row["batch_size"] for row in results))
     figure, grid = plt.subplots(
@@ -71,7 +58,7 @@ def plot_attention(document: dict[str, Any], path: Path) -> None:
         f"{settings['model'] or settings['preset']}, {settings['dtype']}: "
         f"{place['device']}, {place['threads']} thread{'' if place['threads'] == 1 else 's'}"
     )
-    _save(figure, grid.flat, path)
+    save_figure(figure, path, grid.flat)
 
 
 def plot_generation(document: dict[str, Any], path: Path) -> None:
@@ -83,7 +70,7 @@ def plot_generation(document: dict[str, Any], path: Path) -> None:
         document (`dict`): Of `measure_generation`.
         path (`Path`): Where the PNG goes.
     """
-    plt = _pyplot()
+    plt = pyplot()
     results, settings = document["results"], document["settings"]
     contexts = document.get("largest_context")
     batch_sizes = list(dict.fromkeys(row["batch_size"] for row in results))
@@ -114,7 +101,7 @@ def plot_generation(document: dict[str, Any], path: Path) -> None:
         f"{model_name(settings)} of {settings['parameters'] / 1e6:.0f}M parameters, "
         f"{settings['dtype']}: {document['environment']['device']}"
     )
-    _save(figure, grid.flat, path)
+    save_figure(figure, path, grid.flat)
 
 
 def _fastest(dense: list[dict[str, Any]]) -> list[str]:
@@ -172,23 +159,3 @@ def _bars(axes: Any, rows: list[dict[str, Any]], labels: list[str], metric: str)
 
 def _labels(rows: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(row["label"] for row in rows if row["cache_config"] != DENSE))
-
-
-def _pyplot() -> Any:
-    check_plotting()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _save(figure: Any, grid: Any, path: Path) -> None:
-    for axes in grid:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.set_axisbelow(True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    _pyplot().close(figure)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.speed_plots import check_plotting
+from ..evaluation.plotting import pyplot, save_figure
 
 __all__ = ["plot_training"]
 
@@ -25,13 +25,7 @@ def plot_training(
         title (`str`): Of the picture.
         path (`Path`): Where the PNG goes.
     """
-    check_plotting()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (losses, bars) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (losses, bars) = pyplot().subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for key, label, style in (("loss", "training", "-"), ("eval_loss", "unseen text", "o")):
         points = [(entry["step"], entry[key]) for entry in history if key in entry]
         if points:
@@ -50,11 +44,5 @@ def plot_training(
         bars.bar(places, values, width=0.25, color=_COLOURS[name], label=label)
     bars.set(xlabel="layer", ylim=(0, 1), title="recall@10 % on unseen text")
     bars.legend(frameon=False)
-    for axes in (losses, bars):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.set_axisbelow(True)
     figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path, (losses, bars), dpi=110)

@@ -30,7 +30,7 @@ from kvcache_plugins.evaluation import (
     generation_speed,
     generation_worker,
     largest_context,
-    speed_plots,
+    plotting,
     speed_tables,
 )
 from kvcache_plugins.evaluation.dense_attention import BASELINES, exact_attention, max_rel_error
@@ -623,7 +623,7 @@ def test_a_missing_matplotlib_is_told_before_the_measurement(
 ) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        speed_plots.importlib.util,
+        plotting.importlib.util,
         "find_spec",
         lambda name: None if name == "matplotlib" else find_spec(name),
     )

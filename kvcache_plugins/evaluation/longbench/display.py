@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..labels import cache_label
-from ..speed_plots import check_plotting
+from ..plotting import pyplot, save_figure
 from .scoring import LENGTH_GROUPS
 from .tasks import TASKS
 
@@ -87,19 +87,14 @@ def plot_longbench(document: dict[str, Any], path: Path) -> None:
         document (`dict`): Of `measure_longbench` or `score_directory`.
         path (`Path`): Where the PNG goes.
     """
-    check_plotting()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plt = pyplot()
     results = document["results"]
     groups = [*_tasks(document), "average"]
     per_line = max(_GROUPS_A_LINE, _BARS_A_LINE // len(results))
     per_line = math.ceil(len(groups) / math.ceil(len(groups) / per_line))  # lines of one length
     lines = [groups[start : start + per_line] for start in range(0, len(groups), per_line)]
     bars = max(map(len, lines)) * len(results)
-    figure, grid = pyplot.subplots(
+    figure, grid = plt.subplots(
         len(lines),
         1,
         figsize=(min(16.0, max(7.0, 0.2 * bars + 4.5)), 3.6 * len(lines) + 1.2),
@@ -108,7 +103,7 @@ def plot_longbench(document: dict[str, Any], path: Path) -> None:
         sharey=True,
     )
     for axes, of_line in zip(grid[:, 0], lines, strict=True):
-        _draw_line(axes, results, of_line, pyplot.get_cmap("tab20" if len(results) > 10 else "tab10"))
+        _draw_line(axes, results, of_line, plt.get_cmap("tab20" if len(results) > 10 else "tab10"))
         axes.set_xlim(-0.6, max(map(len, lines)) - 0.4)  # bars of one width in all lines
     highest = max([*(max(result["scores"].values()) for result in results), 1.0])
     axes.set_ylim(0, 1.15 * highest)
@@ -116,9 +111,7 @@ def plot_longbench(document: dict[str, Any], path: Path) -> None:
     figure.suptitle(f"LongBench{'-E' if settings['longbench_e'] else ''}: {_subject(settings)}")
     columns = 1 + len(results) // 25
     grid[0, 0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), ncols=columns)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def _draw_line(axes: Any, results: list[dict[str, Any]], groups: list[str], colours: Any) -> None:

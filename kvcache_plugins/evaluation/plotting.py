@@ -1,0 +1,56 @@
+"""What all pictures of results have in common. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["check_plotting", "pyplot", "save_figure"]
+
+
+def check_plotting() -> None:
+    """Make sure that pictures can be drawn.
+
+    Raises:
+        ValueError: If matplotlib is not installed; the message names the extra.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "Pictures need matplotlib, which is not installed: pip install 'kvcache-plugins[plots]', "
+            "or leave them out with --no_plots."
+        )
+
+
+def pyplot() -> Any:
+    """Return `matplotlib.pyplot`, which draws into files alone.
+
+    Raises:
+        ValueError: If matplotlib is not installed.
+    """
+    check_plotting()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def save_figure(figure: Any, path: Path, panels: Iterable[Any] = (), *, dpi: int = 120) -> None:
+    """Write a figure as a PNG, in a folder that is made if need be, and close it.
+
+    Args:
+        figure (`Figure`): What was drawn.
+        path (`Path`): Where it goes.
+        panels (`Iterable[Axes]`): Parts of it that get a faint grid, and no frame above and on the right.
+        dpi (`int`): Pixels an inch.
+    """
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
+    pyplot().close(figure)
