@@ -55,8 +55,6 @@ def calibrate(
             asked; nothing is written then.
         OSError: If something cannot be read or written.
     """
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
     config = AutoConfig.from_pretrained(
         options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
     )

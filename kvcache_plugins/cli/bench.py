@@ -13,6 +13,7 @@ from ..evaluation.speed_options import DTYPES, AttentionOptions, GenerationOptio
 from ..models.presets import PRESETS
 from .display import show
 from .options import add_cache_config_option, merge_options
+from .preparing import output_directory, prepare_transformers
 
 __all__ = ["add_parser", "run"]
 
@@ -74,11 +75,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write `results.json` and a picture; 1 if a cache of ours failed."""
     given = {name: value for name, value in vars(args).items() if name not in _NOT_MEASURED}
     merged = merge_options(given, getattr(args, "config", None))
-    output = Path(getattr(args, "output", "."))
     kind: Any = AttentionOptions if args.benchmark == "attention" else GenerationOptions
     options = kind.from_dict(merged)
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
+    output = output_directory(args)
 
     from ..evaluation.plotting import check_plotting
 
@@ -109,11 +108,9 @@ def _add_common(parser: argparse.ArgumentParser, caches: str, lengths: str, pres
 
 
 def _measure(benchmark: str, options: Any) -> dict[str, Any]:
-    import transformers
-
     from ..evaluation.progress import progress_bar
 
-    transformers.logging.set_verbosity_error()
+    prepare_transformers()
     points = len(options.lengths) * len(options.batch_sizes)
     caches = len(options.cache_configs)
     if benchmark == "attention":

@@ -9,6 +9,7 @@ from typing import Any
 from ..calibration.options import BACKENDS, DATASET, PYDOC, WEIGHTS, CalibrationOptions
 from .model_arguments import NOT_OPTIONS, add_model_arguments
 from .options import add_cache_config_option, merge_options
+from .preparing import output_directory, prepare_transformers
 
 __all__ = ["add_parser", "run"]
 
@@ -70,15 +71,12 @@ def run(args: argparse.Namespace) -> int:
     options = CalibrationOptions.from_dict(merged)
     if push_to is not None and not options.needs_codebooks:
         raise ValueError(f"--push_to_hub: a precision for {options.backend!r} has no artifact to upload.")
-    output = Path(args.output)
-
-    import transformers
+    output = output_directory(args)
 
     from ..calibration.calibrate import calibrate, steps_of
     from ..evaluation.progress import progress_bar
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    prepare_transformers()
     with progress_bar(steps_of(options)) as progress:
         calibrate(options, output, progress, push_to=push_to)
     _say(output, options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from ..evaluation.longbench.options import LongBenchOptions
 from .display import show
 from .model_arguments import NOT_OPTIONS, add_evaluation_arguments
 from .options import merge_options
+from .preparing import output_directory, prepare_transformers
 
 __all__ = ["add_parser", "run"]
 
@@ -66,9 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure or score, print the table, and write `results.json` and `longbench.png`."""
     given = {name: value for name, value in vars(args).items() if name not in NOT_OPTIONS}
     merged = merge_options(given, getattr(args, "config", None))
-    output = Path(getattr(args, "output", "."))
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
+    output = output_directory(args)
     draws = not hasattr(args, "no_plots")
     if draws:
         from ..evaluation.plotting import check_plotting
@@ -104,15 +102,10 @@ def _measure(merged: dict[str, Any], output: Path) -> dict[str, Any] | None:
     from ..evaluation.longbench.questions import load_questions
 
     questions = load_questions(options)  # all that is wrong with the data is told before anything is loaded
-    # quanto compiles an extension with ninja, installed beside the interpreter and often not on the PATH
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    import transformers
-
     from ..evaluation.longbench.run import measure_longbench
     from ..evaluation.progress import progress_bar
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    prepare_transformers()
     if int(os.environ.get("RANK", "0")) > 0:
         return measure_longbench(options, questions, output)  # the first process shows how far all are
     processes = 1 if options.tp_plan else int(os.environ.get("WORLD_SIZE", "1"))

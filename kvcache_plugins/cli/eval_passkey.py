@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from ..evaluation.passkey_options import FACT_NEEDLE, FACT_QUESTION, NEEDLE, QUE
 from .display import show
 from .model_arguments import NOT_OPTIONS, add_evaluation_arguments
 from .options import merge_options
+from .preparing import output_directory, prepare_transformers
 
 __all__ = ["add_parser", "run"]
 
@@ -75,9 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write `results.json` and `passkey.png`."""
     given = {name: value for name, value in vars(args).items() if name not in NOT_OPTIONS}
     options = PasskeyOptions.from_dict(merge_options(given, getattr(args, "config", None)))
-    output = Path(getattr(args, "output", "."))
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
+    output = output_directory(args)
     has_plots = not hasattr(args, "no_plots")
 
     from ..evaluation.plotting import check_plotting
@@ -91,15 +89,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(options: PasskeyOptions, output: Path) -> dict[str, Any] | None:
-    # quanto compiles an extension with ninja, installed beside the interpreter and often not on the PATH
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    import transformers
-
     from ..evaluation.passkey import measure_passkey
     from ..evaluation.progress import progress_bar
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    prepare_transformers()
     if int(os.environ.get("RANK", "0")) > 0:
         return measure_passkey(options, output)  # the first process shows how far all of them are
     processes = 1 if options.tp_plan else int(os.environ.get("WORLD_SIZE", "1"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from ..evaluation.perplexity_options import DATASETS, PG19, PerplexityOptions
 from .display import show
 from .model_arguments import NOT_OPTIONS, add_evaluation_arguments
 from .options import merge_options
+from .preparing import output_directory, prepare_transformers
 
 __all__ = ["add_parser", "run"]
 
@@ -61,12 +60,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write `results.json` and `perplexity.png`."""
     given = {name: value for name, value in vars(args).items() if name not in NOT_OPTIONS}
     options = PerplexityOptions.from_dict(merge_options(given, getattr(args, "config", None)))
-    output = Path(getattr(args, "output", "."))
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
+    output = output_directory(args)
     draws = not hasattr(args, "no_plots")
-
-    import transformers
 
     from ..evaluation.perplexity import measure_perplexity
     from ..evaluation.perplexity_plots import plot_perplexity
@@ -75,10 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     if draws:
         check_plotting()  # before the measurement, not after it
-    # quanto compiles an extension with ninja, installed beside the interpreter and often not on the PATH
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    prepare_transformers()
     document = measure_perplexity(options, output, progress_bar)
     if document is not None:  # this is the first process
         picture = output / "perplexity.png" if draws else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from .preparing import output_directory, prepare_transformers
 
 __all__ = ["add_parser", "run"]
 
@@ -26,16 +27,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Convert, and say what was written."""
-    output = Path(args.output)
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
+    output = output_directory(args)
 
     import transformers
 
     from ..retaining.importing import import_heads
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    prepare_transformers()
     config = transformers.AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     heads = import_heads(args.source, config, output, revision=args.revision)
     layers, width = heads.config.num_hidden_layers, heads.config.hidden_dim

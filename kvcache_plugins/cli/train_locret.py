@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from .preparing import prepare_transformers
+
 __all__ = ["add_parser", "run"]
 
 
@@ -22,8 +24,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Train, print the recall, and write heads, card, `results.json` and `training.png`."""
-    import transformers
-
     from ..training.parsing import parse_arguments
 
     options, training = parse_arguments(args.arguments)
@@ -34,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..training.job import train_locret
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    prepare_transformers()
     document = train_locret(options, training)
     if document is not None:
         _show(document, str(training.output_dir))

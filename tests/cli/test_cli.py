@@ -76,6 +76,15 @@ def test_a_command_shows_what_it_takes(command: Any, options: Any, besides: set[
     assert shown == taken
 
 
+@pytest.mark.parametrize("command", ["eval passkey", "bench attention", "bench generate", "calibrate"])
+def test_an_output_that_is_a_file_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main([*command.split(), "--model", "org/model", "--output", str(tmp_path / "file")]) == 2
+    assert "--output must be a directory, got the file" in capsys.readouterr().err
+
+
 # ---- list ----
 
 

@@ -1,0 +1,32 @@
+"""What commands do before they load a model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["output_directory", "prepare_transformers"]
+
+
+def output_directory(args: argparse.Namespace) -> Path:
+    """Return `--output`, the current directory by default.
+
+    Raises:
+        ValueError: If it is a file.
+    """
+    output = Path(getattr(args, "output", "."))
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
+    return output
+
+
+def prepare_transformers() -> None:
+    """Import transformers, keep it quiet, and let its caches find what they compile with."""
+    # quanto compiles an extension with ninja, installed beside the interpreter and often not on the PATH
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
