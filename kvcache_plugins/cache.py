@@ -83,6 +83,8 @@ class KVCache(Cache):
         self._plans = plan_layers(config)
         skipped = self.config.skipped_layers(len(self._plans))
         layer_configs = [self.config.for_layer(index, len(self._plans)) for index in range(len(self._plans))]
+        for checked in (self.config, *(other for other in layer_configs if other is not self.config)):
+            self.check_artifacts(checked, config)
         facts = self._describe(model)
         self._plans = plan_layers(
             config,
@@ -133,6 +135,10 @@ class KVCache(Cache):
     @classmethod
     def check_artifacts(cls, config: Any, model_config: Any) -> None:
         """Check that the files that `config` names were made for a model; backends that read any do so.
+
+        Args:
+            config (`BackendConfig`): Options of the cache, or of one of its layers.
+            model_config (`PreTrainedConfig`): Of the model.
 
         Raises:
             ArtifactError: Naming both models.

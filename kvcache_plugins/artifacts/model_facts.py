@@ -58,8 +58,8 @@ def check_model(source: str, facts: Mapping[str, Any], config: Any) -> None:
         ArtifactError: Naming both models.
     """
     expected = model_facts(config)
-    if dict(facts) != expected:
-        raise ArtifactError(f"{source} was made for the model {dict(facts)}, not for {expected}.")
+    if facts != expected:
+        raise ArtifactError(f"{source} was made for the model {facts!r}, not for {expected}.")
 
 
 def rotary_facts(rotary: Rotary | None) -> dict[str, Any] | None:

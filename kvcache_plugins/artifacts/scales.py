@@ -26,6 +26,7 @@ from ..quantizers.affine import SMALLEST_SCALE
 from ..quantizers.float8 import FLOAT8_MAX
 from .files import read_json, read_tensors, write_json, write_tensors
 from .folders import check_finite, check_kind, locate, stamps
+from .model_facts import check_model
 
 __all__ = ["FORMAT_VERSION", "Scales", "load_scales", "save_scales"]
 
@@ -41,12 +42,24 @@ class Scales:
     Args:
         key_absmax (`dict[int, torch.Tensor]`), value_absmax (`dict[int, torch.Tensor]`): fp32 `(H,)` by layer
             index.
-        facts (`dict`): What the artifact was made from.
+        facts (`dict`): What the artifact was made from; `model`, if it says so, describes the only model it
+            serves.
+        source (`str`): How messages name the artifact.
     """
 
     key_absmax: dict[int, Tensor]
     value_absmax: dict[int, Tensor]
     facts: dict[str, Any] = field(default_factory=dict)
+    source: str = "The scales artifact"
+
+    def check_model(self, config: Any) -> None:
+        """Check that it belongs to the model of a configuration, if it says to which.
+
+        Raises:
+            ArtifactError: Naming both models.
+        """
+        if "model" in self.facts:
+            check_model(self.source, self.facts["model"], config)
 
     def for_layer(self, layer_idx: int, num_heads: int, side: str, scheme: str, format: str) -> Tensor:
         """Return fp32 scales of shape `(1, H, 1, 1)` (`scheme="head"`) or `(1, 1, 1, 1)` (`"tensor"`).
@@ -64,13 +77,13 @@ class Scales:
         by_layer = self.key_absmax if side == "key" else self.value_absmax
         if layer_idx not in by_layer:
             raise ArtifactError(
-                f"The scales artifact has layers {sorted(by_layer)}, but layer {layer_idx} needs one."
+                f"{self.source} has layers {sorted(by_layer)}, but layer {layer_idx} needs one."
             )
         largest = 127.0 if format == "int8" else FLOAT8_MAX[format]
         absmax = by_layer[layer_idx]
         if absmax.shape != (num_heads,):
             raise ArtifactError(
-                f"The scales artifact was made for {len(absmax)} kv heads in layer {layer_idx}, "
+                f"{self.source} was made for {len(absmax)} kv heads in layer {layer_idx}, "
                 f"which has {num_heads}."
             )
         absmax = absmax if scheme == "head" else absmax.max()[None]
@@ -115,4 +128,4 @@ def _read(folder: Path, written: tuple[int, ...]) -> Scales:
                 f"{folder / _TENSORS}: expected names like 'layers.0.key_absmax', got {name!r}."
             )
         sides[match["side"]][int(match["layer_idx"])] = tensor.float()
-    return Scales(sides["key"], sides["value"], facts)
+    return Scales(sides["key"], sides["value"], facts, str(folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -88,3 +89,8 @@ class Float8Cache(KVCache):
 
     config_class = Float8Config
     layer_class = Float8Layer
+
+    @classmethod
+    def check_artifacts(cls, config: Any, model_config: Any) -> None:
+        if config.calibration is not None:
+            load_scales(config.calibration).check_model(model_config)

@@ -17,7 +17,6 @@ from ..layers.nonuniform import (
     outliers_per_side,
 )
 from ..layers.stream import StreamSpec
-from ..models.facts import split_model_or_config
 from ..quantizers.nonuniform import normal_float_codebook
 from ..quantizers.outliers import MAX_CAPACITY
 from ..quantizers.packing import BLOCK_TOKENS
@@ -168,11 +167,6 @@ class KVQuantCache(KVCache):
 
     config_class = KVQuantConfig
     layer_class = KVQuantLayer
-
-    def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
-        _, config = split_model_or_config(model_or_config)
-        self.check_artifacts(self.config_class.from_dict(options), config)
-        super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
 
     @classmethod
     def check_artifacts(cls, config: Any, model_config: Any) -> None:

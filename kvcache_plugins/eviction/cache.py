@@ -57,10 +57,6 @@ class EvictingCache(KVCache):
         super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
         self._check_pooling(None)
         self.prompt_length: int | None = None
-        storage = self.config.storage_config()
-        if storage is not None:
-            assert self.config.storage is not None
-            get_backend(self.config.storage["backend"]).check_artifacts(storage, self.model_config)
         layers = self.evicting_layers
         kinds = {(layer.config.budget if layer.evicts else None) for layer in layers}
         for layer in layers:
@@ -72,6 +68,12 @@ class EvictingCache(KVCache):
         model, _ = split_model_or_config(model_or_config)
         if model is not None:
             self.attach(model)
+
+    @classmethod
+    def check_artifacts(cls, config: Any, model_config: Any) -> None:
+        storage = config.storage_config()
+        if storage is not None:
+            get_backend(config.storage["backend"]).check_artifacts(storage, model_config)
 
     @property
     def evicting_layers(self) -> list[EvictingLayer]:

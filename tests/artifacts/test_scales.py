@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
 
 from kvcache_plugins import ArtifactError, build_cache
+from kvcache_plugins.artifacts.model_facts import model_facts
 from kvcache_plugins.artifacts.scales import Scales, load_scales, save_scales
 from kvcache_plugins.quantizers.affine import SMALLEST_SCALE
 from kvcache_plugins.testing import assert_close, tiny_model
@@ -89,8 +91,66 @@ def test_a_layer_without_scales(artifact: Path) -> None:
     with pytest.raises(ArtifactError, match=r"has layers \[0, 1\], but layer 5 needs one"):
         load_scales(str(artifact)).for_layer(5, 2, "key", "head", "e4m3")
     model = tiny_model("llama", num_hidden_layers=3)
-    with pytest.raises(ArtifactError, match="layer 2 needs one"):
+    save_scales(artifact, dataclasses.replace(some_scales(), facts={}))
+    with pytest.raises(ArtifactError, match=r"scales has layers \[0, 1\], but layer 2 needs one"):
         build_cache(model, {"backend": "float8", "scale": "head", "calibration": str(artifact)})
+
+
+USES: dict[str, dict[str, Any]] = {
+    "int8": {"backend": "int8"},
+    "float8": {"backend": "float8", "scale": "tensor"},
+    "storage": {"backend": "h2o", "budget": 64, "storage": {"backend": "int8"}},
+    "windows": {"backend": "h2o", "budget": 64, "storage": {"backend": "float8", "scale": "head"}},
+}
+
+
+def _calibrated(use: str, calibration: str) -> dict[str, Any]:
+    config = dict(USES[use])
+    if "storage" in config:
+        return config | {"storage": config["storage"] | {"calibration": calibration}}
+    return config | {"calibration": calibration}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_scales_of_another_model(use: str, tmp_path: Path) -> None:
+    # of the same heads, and of more layers than are asked for
+    model = tiny_model("gemma2" if use == "windows" else "llama")
+    absmax = {layer_idx: torch.ones(2) for layer_idx in range(6)}
+    other = tiny_model("qwen2", num_hidden_layers=6, hidden_size=128)
+    facts: tuple[Any, ...] = (
+        dict(sorted(model_facts(other.config).items())),
+        {"model_type": "llama"},
+        "llama",
+    )
+    for number, wrong in enumerate(facts):
+        folder = str(tmp_path / f"other{number}")
+        save_scales(folder, Scales(absmax, absmax, {"model": wrong}))
+        for known in (model, model.config):
+            with pytest.raises(ArtifactError, match=r"other\d was made for the model .*, not for") as failure:
+                build_cache(known, _calibrated(use, folder))
+            assert repr(wrong) in str(failure.value) and repr(model_facts(model.config)) in str(failure.value)
+    for number, right in enumerate(({"model": model_facts(model.config)}, {})):  # or it does not say
+        save_scales(tmp_path / f"own{number}", Scales(absmax, absmax, right))
+        build_cache(model, _calibrated(use, str(tmp_path / f"own{number}")))
+
+
+@pytest.mark.parametrize("use", ["int8", "storage"])
+def test_scales_of_another_model_for_one_layer(use: str, tmp_path: Path) -> None:
+    model, absmax = tiny_model("llama"), {layer_idx: torch.ones(2) for layer_idx in range(2)}
+    save_scales(tmp_path, Scales(absmax, absmax, {"model": model_facts(tiny_model("qwen2").config)}))
+    config = _calibrated(use, str(tmp_path))
+    name = "storage" if use == "storage" else "calibration"
+    overrides = {"layer_overrides": {"1": {name: config[name]}}}
+    with pytest.raises(ArtifactError, match="'model_type': 'qwen2'"):
+        build_cache(model, USES[use] | overrides)
+
+
+def test_the_bundled_scales_serve_the_bundled_model() -> None:
+    models = Path(__file__).resolve().parents[2] / "examples" / "models"
+    config = AutoConfig.from_pretrained(models / "tiny-llama-books")
+    assert load_scales(str(models / "tiny-llama-books-kvquant3")).facts["model"] == model_facts(config)
+    for use in ("int8", "float8", "storage"):
+        build_cache(config, _calibrated(use, str(models / "tiny-llama-books-kvquant3")))
 
 
 def _edit_facts(folder: Path, **changes: Any) -> None:
