@@ -187,7 +187,8 @@ class KVCache(Cache):
         self._let_latents_pass(model)
         self._select_kernel(model)
         self._choose_frequencies(model, prompt_length, max_cache_length)
-        facts = self._describe(model)
+        with follow_cache(model, self):
+            facts = self._describe(model)
         pads, columns = _left_padding(attention_mask)
         for layer_idx, layer in enumerate(self.layers):
             if hasattr(layer, "record_past"):
@@ -277,7 +278,6 @@ class KVCache(Cache):
                 "avoids it.",
                 stacklevel=4,
             )
-        follow_cache(model, self)  # now, because the layers are about to be described
 
     def _let_latents_pass(self, model: nn.Module) -> None:
         if caches_latents(self.model_config):

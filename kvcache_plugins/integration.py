@@ -64,15 +64,22 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put everything back as transformers had it."""
+    """Put everything back as transformers had it, hooks on models included.
+
+    Caches that are in use must be bound again (`KVCache.bind`), after `install()`, before they are read on.
+    """
     if _watcher in sys.meta_path:
         sys.meta_path.remove(_watcher)
     _watcher.pending = {}
     while _undo:
         _undo.pop()()
-    latent = sys.modules.get(f"{__package__}.attention.latent_models")
-    if latent is not None:
-        latent.restore_expansions()
+    for module, undo in (
+        ("attention.latent_models", "restore_expansions"),
+        ("models.hooks", "remove_all_hooks"),
+    ):
+        loaded = sys.modules.get(f"{__package__}.{module}")
+        if loaded is not None:
+            getattr(loaded, undo)()
 
 
 def _quantized_cache_seam(module: ModuleType) -> None:

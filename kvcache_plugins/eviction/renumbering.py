@@ -6,21 +6,19 @@ the model is told positions that count from what is held, by a hook on its decod
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..layers.padding import Padding
+from ..models.hooks import add_hooks
 from ..models.rotary import Rotary
 
 if TYPE_CHECKING:
     from .layer import EvictingLayer
 
 __all__ = ["count_from_what_is_held", "next_positions", "turn_to_slots"]
-
-_MARK = "_kvcache_plugins_renumbers"
 
 
 def turn_to_slots(
@@ -62,16 +60,10 @@ def count_from_what_is_held(decoder: nn.Module) -> None:
 
     Other caches are left alone. Doing it twice changes nothing.
     """
-    if _MARK in decoder.__dict__:
-        return
-    owner = weakref.ref(decoder)
-    handle = decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: _renumbered(owner(), args, kwargs), with_kwargs=True
-    )
-    decoder.__dict__[_MARK] = handle
+    add_hooks(decoder, before=_renumbered)
 
 
-def _renumbered(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _renumbered(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     layer = getattr(kwargs.get("past_key_values"), "compact_layer", None)
     if layer is None:
         return None

@@ -8,70 +8,88 @@ model use the frequencies of long texts from the first chunk on, in the calls it
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .facts import decoder_of
+from .hooks import add_hooks
 from .rotary import rotary_module
 
 __all__ = ["follow_cache", "switch_length"]
 
-_MARK = "_kvcache_plugins_longrope"
+_ATTRIBUTE = "_kvcache_plugins_frequencies"
 
 
 def switch_length(model: nn.Module) -> int | None:
     """Tokens beyond which `model` changes its frequencies and discards its cache; `None` if it never does."""
-    rotary = _long_rotary(model)
+    rotary = _long_rotary(decoder_of(model))
     if rotary is None or not hasattr(getattr(model, "config", None), "original_max_position_embeddings"):
         return None
     return int(rotary.config.rope_parameters["original_max_position_embeddings"])
 
 
-def follow_cache(model: nn.Module, cache: Any) -> None:
-    """Let the cache of every call decide on the frequencies, by its attribute `reads_long_text`.
+@contextmanager
+def follow_cache(model: nn.Module, cache: Any) -> Iterator[None]:
+    """Let a cache decide on the frequencies meanwhile, and in every call that it takes part in.
 
     Args:
-        model (`torch.nn.Module`): A model for which `switch_length` is a number.
-        cache (`Cache`): Decides until the next call.
+        model (`torch.nn.Module`): The model. Nothing is done to one with a single set.
+        cache (`Cache`): Decides by its attribute `reads_long_text`.
     """
     decoder = decoder_of(model)
-    if _MARK not in decoder.__dict__ and getattr(cache, "reads_long_text", False):
-        decoder.__dict__[_MARK] = _Frequencies(decoder)
-    if _MARK in decoder.__dict__:
-        decoder.__dict__[_MARK].choose(cache)
+    rotary = _long_rotary(decoder) if _reads_long_text(cache) else None
+    if rotary is None:
+        yield
+        return
+    frequencies = decoder.__dict__.setdefault(_ATTRIBUTE, _Frequencies(rotary))
+    add_hooks(decoder, before=_choose, after=_put_back)
+    frequencies.choose(long=True)
+    try:
+        yield
+    finally:
+        frequencies.choose(long=False)
 
 
 class _Frequencies:
-    """Both sets of a decoder, and the hook that chooses between them."""
+    """Both sets of a rotary embedding, and which of them serves short texts now.
 
-    def __init__(self, decoder: nn.Module) -> None:
-        rotary = _long_rotary(decoder)
-        self.rotary = weakref.ref(rotary)
+    What serves long ones is derived by transformers.
+    """
+
+    def __init__(self, rotary: Any) -> None:
+        self.rotary = rotary
         self.short = rotary.original_inv_freq
         self.long, _ = ROPE_INIT_FUNCTIONS["longrope"](
             rotary.config,
             self.short.device,
             seq_len=rotary.config.rope_parameters["original_max_position_embeddings"] + 1,
         )
-        decoder.register_forward_pre_hook(self._before, with_kwargs=True)
+        self.is_long = False
 
-    def choose(self, cache: Any) -> None:
-        """Set what serves short texts; what serves long ones is derived by transformers."""
-        rotary: Any = self.rotary()
-        wanted = self.long if getattr(cache, "reads_long_text", False) else self.short
-        if rotary is not None:
-            wanted = wanted.to(rotary.original_inv_freq.device)
-            if not torch.equal(rotary.original_inv_freq, wanted):
-                rotary.original_inv_freq = wanted
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.choose(kwargs.get("past_key_values"))
+    def choose(self, *, long: bool) -> None:
+        """Set what serves short texts."""
+        if long != self.is_long:
+            device = self.rotary.original_inv_freq.device
+            self.rotary.original_inv_freq = (self.long if long else self.short).to(device)
+            self.is_long = long
 
 
-def _long_rotary(model: nn.Module) -> Any:
-    rotary: Any = rotary_module(decoder_of(model))
+def _choose(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    decoder.__dict__[_ATTRIBUTE].choose(long=_reads_long_text(kwargs.get("past_key_values")))
+
+
+def _put_back(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    decoder.__dict__[_ATTRIBUTE].choose(long=False)
+
+
+def _reads_long_text(cache: Any) -> bool:
+    return bool(getattr(cache, "reads_long_text", False))
+
+
+def _long_rotary(decoder: nn.Module) -> Any:
+    rotary: Any = rotary_module(decoder)
     return rotary if getattr(rotary, "rope_type", None) == "longrope" else None

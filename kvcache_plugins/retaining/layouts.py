@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -47,16 +48,17 @@ def find_layout(attention: nn.Module, kv_heads: int, head_dim: int, *, multi_que
         head_dim (`int`): Channels of a head.
         multi_query (`bool`): The flag of the configuration with this name.
     """
+    by_group = partial(_by_group, kv_heads, head_dim)  # no closure: models are pickled with their taps
     if all(isinstance(getattr(attention, name, None), nn.Module) for name in _SEPARATE):
         return Layout(_SEPARATE, _side_by_side)
     for name in ("qkv_proj", "Wqkv", "W_pack"):
         if isinstance(getattr(attention, name, None), nn.Module):
             return Layout((name,), _side_by_side)
     if isinstance(getattr(attention, "query_key_value", None), nn.Module):
-        return Layout(("query_key_value",), _by_group(kv_heads, head_dim))
+        return Layout(("query_key_value",), by_group)
     if isinstance(getattr(attention, "c_attn", None), nn.Module):
         is_grouped = "BigCode" in type(attention).__name__ and not multi_query
-        return Layout(("c_attn",), _by_group(kv_heads, head_dim) if is_grouped else _side_by_side)
+        return Layout(("c_attn",), by_group if is_grouped else _side_by_side)
     return None
 
 
@@ -64,10 +66,7 @@ def _side_by_side(outputs: list[Tensor]) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat([output.flatten(2) for output in outputs], dim=-1)
 
 
-def _by_group(kv_heads: int, head_dim: int) -> Callable[[list[Tensor]], Tensor]:
-    def arrange(outputs: list[Tensor]) -> Tensor:
-        groups = outputs[0].unflatten(-1, (kv_heads, -1, head_dim))  # (B, n, kv heads, G + 2, D)
-        parts = (groups[..., :-2, :], groups[..., -2, :], groups[..., -1, :])
-        return torch.cat([part.flatten(2) for part in parts], dim=-1)
-
-    return arrange
+def _by_group(kv_heads: int, head_dim: int, outputs: list[Tensor]) -> Tensor:
+    groups = outputs[0].unflatten(-1, (kv_heads, -1, head_dim))  # (B, n, kv heads, G + 2, D)
+    parts = (groups[..., :-2, :], groups[..., -2, :], groups[..., -1, :])
+    return torch.cat([part.flatten(2) for part in parts], dim=-1)

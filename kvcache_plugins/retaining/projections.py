@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
 from ..models.facts import decoder_config, decoder_of, split_model_or_config
+from ..models.hooks import HookOwner
 from ..models.layer_plan import key_value_heads
 from .layouts import Layout, find_layout
 
@@ -43,7 +44,7 @@ _slots = threading.local()
 """Per thread: `open`, a dictionary from the id of an attention module to the outputs of its projections."""
 
 
-class ProjectionTap:
+class ProjectionTap(HookOwner):
     """Catches the projections of every attention layer of a model.
 
     The tap is no part of the model's parameters and is not saved with it. [`ProjectionTap.of`] gives the one
@@ -93,11 +94,6 @@ class ProjectionTap:
                 model.__dict__[_ATTRIBUTE] = tap  # past nn.Module.__setattr__: no sub-module
             return tap
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether hooks are registered."""
-        return bool(self._wants)
-
     def attach(self, wants: Wants) -> ProjectionTap:
         """Catch the forwards that `wants` says yes to; several may want, and one only once.
 
@@ -127,6 +123,9 @@ class ProjectionTap:
             for handle in (*self._handles, *(handle for group in groups for handle in group)):
                 handle.remove()
             self._handles, self._hooked, self._projection_handles = [], {}, {}
+
+    def remove_hooks(self) -> None:
+        self.detach()
 
     def take(self, layer_idx: int) -> Tensor:
         """Return and forget the features of the forward that this thread is in.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,17 @@ import torch
 from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from kvcache_plugins import ArtifactError, KVCache, build_cache
+from kvcache_plugins import ArtifactError, KVCache, build_cache, install, uninstall
 
 SWITCH = 32
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
+    return phi3()
+
+
+def phi3() -> Any:
     """A Phi-3 that changes its frequencies at 32 tokens."""
     torch.manual_seed(0)
     config = Phi3Config(
@@ -107,6 +114,48 @@ def test_a_saved_long_text_is_continued(model: Any, cache_config: dict[str, Any]
     assert torch.equal(logits(loaded), logits(cache))
     with pytest.raises(ArtifactError, match="two sets of rotary frequencies"):
         KVCache.from_pretrained(tmp_path, model.config)
+
+
+def test_between_calls_a_model_has_its_own_frequencies() -> None:
+    model = phi3()
+    rotary = model.model.rotary_emb
+    short = rotary.original_inv_freq.clone()
+    evicting = quantized(backend="knorm", budget=60, chunk_size=16)
+    cache = generate(model, 90, **evicting).past_key_values
+    assert cache.reads_long_text and torch.equal(rotary.original_inv_freq, short)
+    cache.bind(model, prompt_length=120)  # those it will be read with, and no call that follows
+    assert torch.equal(rotary.original_inv_freq, short)
+    with pytest.raises(IndexError):
+        model(torch.full((1, 2), 128), past_key_values=cache)  # no such token
+    assert torch.equal(rotary.original_inv_freq, short)
+
+
+@pytest.mark.parametrize(("length", "factor"), [(90, 4.0), (20, 1.0)], ids=["long", "short"])
+def test_layers_know_the_frequencies_of_their_text(length: int, factor: float) -> None:
+    model = phi3()
+    cache: Any = build_cache(model, {"backend": "knorm", "budget": 60}).bind(model, prompt_length=length)
+    rotary = cache.evicting_layers[0].facts.rotary
+    expected = model.model.rotary_emb.original_inv_freq / factor
+    torch.testing.assert_close(torch.tensor(rotary.inv_freq), expected)
+    assert bool(model.model._forward_pre_hooks) == (factor > 1)  # who reads short texts is left alone
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_has_frequencies_of_its_own(copied: Callable[[Any], Any]) -> None:
+    model, evicting = phi3(), quantized(backend="knorm", budget=60, chunk_size=16)
+    long, short = generate(model, 90, **evicting), generate(model, 20)
+    twin = copied(model)
+    with torch.no_grad():
+        model.model.rotary_emb.original_inv_freq.mul_(2)
+    del model
+    assert torch.equal(generate(twin, 90, **evicting).sequences, long.sequences)
+    assert torch.equal(generate(twin, 20).sequences, short.sequences)
+    uninstall()
+    try:
+        assert not twin.model._forward_pre_hooks and not twin.model._forward_hooks
+        assert torch.equal(generate(twin, 20).sequences, short.sequences)
+    finally:
+        install()
 
 
 def test_crossing_the_change_is_announced(model: Any) -> None:
