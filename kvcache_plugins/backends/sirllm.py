@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..config import check_number
 from ..errors import UnsupportedOperationError
-from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
+from ..eviction.model_calls import CallWatchingCache
 from ..eviction.options import EvictingConfig
 from ..layers.storing import storing
-from ..models.facts import decoder_config, decoder_of
+from ..models.logits import LogitRule, find_logit_rule
 from ..registry import register_backend
 
 __all__ = ["SirLLMCache", "SirLLMConfig", "SirLLMLayer"]
 
-_MARK = "_kvcache_plugins_surprisal"
 _LAST_STATE = "last_state"
 _SLICE = 512
 """Tokens whose logits are computed at once."""
@@ -77,7 +75,7 @@ class SirLLMLayer(EvictingLayer):
 
 
 @register_backend("sirllm")
-class SirLLMCache(EvictingCache):
+class SirLLMCache(CallWatchingCache):
     """Keeps the tokens that surprised the model most.
 
     Paper: SirLLM, arXiv 2405.12528.
@@ -87,33 +85,34 @@ class SirLLMCache(EvictingCache):
     Cost: 8 bytes per token and head beside the storage; the language-model head on every token of a prompt,
         and twice on generated ones. All layers evict after the forward, so the peak is a budget and a chunk
         in every layer.
-    Limits: needs `input_ids` of text, and a model with a language-model head.
+    Limits: needs `input_ids` of text, and a model whose logits are what a language-model head makes of its
+        decoder's states, scaled or capped; the decoder cannot be called alone.
     """
 
     config_class = SirLLMConfig
     layer_class = SirLLMLayer
+    logit_rule: LogitRule | None = None
+    """What the model did to the outputs of its head when it last read several tokens."""
 
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
         super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
-        first = self.evicting_layers[0]
-        assert isinstance(first, SirLLMLayer)
-        first.state_size = self.model_config.hidden_size
+        for first in self.evicting_layers[:1]:
+            assert isinstance(first, SirLLMLayer)
+            first.state_size = self.model_config.hidden_size
 
-    def attach(self, model: nn.Module) -> None:
-        _watch(model)
+    def check_tokens(self, model: Any, token_ids: Tensor) -> None:
+        _check_text(model.config, token_ids)
 
-    def take_states(self, model: Any, states: Tensor, token_ids: Tensor) -> None:
-        """Score the tokens the model has just read, and let every layer evict.
-
-        Args:
-            model (`PreTrainedModel`): Whose head to use.
-            states (`torch.Tensor` of shape `(B, n, hidden_size)`): What its decoder made of the tokens.
-            token_ids (`torch.Tensor` of shape `(B, n)`): The tokens.
-        """
+    def take_call(self, model: Any, token_ids: Tensor, states: Tensor, logits: Tensor, index: int) -> None:
         layers = self.evicting_layers
+        if not layers:
+            return
+        if self.logit_rule is None or token_ids.shape[1] > 1:  # not waiting for a device at every step
+            outputs = model.get_output_embeddings()(states[:, index, None])[:, 0]
+            self.logit_rule = find_logit_rule(model, outputs, logits)
         # the state that predicted the first of these tokens follows the batch with the first layer
         before = layers[0].companions.get(_LAST_STATE)
-        found = surprisal(model, states, token_ids, before)
+        found = surprisal(model, self.logit_rule, states, token_ids, before)
         seen = layers[0].cumulative_length - token_ids.shape[1]
         if layers[0].pads is not None:
             _score_first(found, layers[0].pads.to(found.device) - seen)
@@ -131,50 +130,6 @@ def _score_first(found: Tensor, first: Tensor) -> None:
             found[row, start] = rest.max() if len(rest) else 0.0
 
 
-def _watch(model: nn.Module) -> None:
-    """Score what `model` reads with a cache of this backend, once its decoder has finished; idempotent."""
-    if getattr(model, "get_output_embeddings", lambda: None)() is None:
-        raise ValueError(
-            f"The backend 'sirllm' needs a model with a language-model head, got {type(model).__name__}."
-        )
-    decoder = decoder_of(model)
-    if _MARK in decoder.__dict__:
-        return
-    owner = weakref.ref(model)
-    given: list[Tensor | None] = [None]
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A model of text and images embeds the tokens itself, so that its decoder is not given them."""
-        if isinstance(kwargs.get("past_key_values"), SirLLMCache):
-            given[0] = kwargs.get("input_ids", args[0] if args else None)
-
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        cache = kwargs.get("past_key_values")
-        if not isinstance(cache, SirLLMCache):
-            return
-        whole, token_ids = owner(), kwargs.get("input_ids", args[0] if args else None)
-        token_ids, given[0] = given[0] if token_ids is None else token_ids, None  # of this call, no later one
-        if token_ids is None or whole is None:
-            raise UnsupportedOperationError(
-                "The backend 'sirllm' scores tokens by their probability and needs `input_ids`, got "
-                "`inputs_embeds`."
-            )
-        states = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
-        if states is None:
-            raise UnsupportedOperationError(
-                "The backend 'sirllm' scores tokens by the states before the head, which "
-                f"{type(module).__name__} does not hand out."
-            )
-        _check_text(whole.config, token_ids)
-        with storing():
-            cache.take_states(whole, states, token_ids)
-
-    decoder.__dict__[_MARK] = (
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        decoder.register_forward_hook(after, with_kwargs=True),
-    )
-
-
 def _check_text(config: Any, token_ids: Tensor) -> None:
     """Refuse a prompt with images or sounds, whose tokens no model predicts."""
     if token_ids.shape[1] == 1:  # generated, and not worth waiting for a device at every step
@@ -189,11 +144,14 @@ def _check_text(config: Any, token_ids: Tensor) -> None:
             )
 
 
-def surprisal(model: Any, states: Tensor, token_ids: Tensor, before: Tensor | None = None) -> Tensor:
+def surprisal(
+    model: Any, rule: LogitRule, states: Tensor, token_ids: Tensor, before: Tensor | None = None
+) -> Tensor:
     """Return `-log p` of every token given those before it.
 
     Args:
         model (`PreTrainedModel`): Whose head to use.
+        rule (`LogitRule`): What becomes of what the head gives.
         states (`torch.Tensor` of shape `(B, n, hidden_size)`): What the decoder made of the tokens.
         token_ids (`torch.Tensor` of shape `(B, n)`): The tokens.
         before (`torch.Tensor` of shape `(B, 1, hidden_size)`, *optional*): The state before the first.
@@ -203,16 +161,11 @@ def surprisal(model: Any, states: Tensor, token_ids: Tensor, before: Tensor | No
         row, or zero if it is alone.
     """
     head = model.get_output_embeddings()
-    config = decoder_config(model.config)
-    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    softcap = getattr(config, "final_logit_softcapping", None)
     predicting = states[:, :-1] if before is None else torch.cat([before.to(states), states[:, :-1]], dim=1)
     predicted = token_ids[:, -predicting.shape[1] :] if predicting.shape[1] else token_ids[:, :0]
     parts = [states.new_zeros((len(states), 0), dtype=torch.float32)]
     for start in range(0, predicting.shape[1], _SLICE):
-        logits = head(predicting[:, start : start + _SLICE]).float() * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+        logits = rule.apply(head(predicting[:, start : start + _SLICE]))
         targets = predicted[:, start : start + _SLICE].to(logits.device)
         parts.append(F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").to(states.device))
     found = torch.cat(parts, dim=1)

@@ -20,6 +20,7 @@ from tests.eviction.locret_feeding import heads_of
 CONFIGS: dict[str, dict[str, Any]] = {
     "compact": {"backend": "knorm", "positions": "compact"},
     "locret": {"backend": "locret"},
+    "sirllm": {"backend": "sirllm"},
 }
 COPIES: dict[str, Callable[[nn.Module], Any]] = {
     "deepcopy": copy.deepcopy,

@@ -425,9 +425,12 @@ def test_an_evicting_cache_masks_for_models_that_do_not_ask_what_it_holds() -> N
     torch.testing.assert_close(logits[:1, 1], step.logits[:, -1], atol=1e-4, rtol=1e-4)
 
 
-def test_a_decoder_that_hands_out_no_states_is_named() -> None:
-    with pytest.raises(UnsupportedOperationError, match="Kosmos2TextForCausalLM does not hand out"):
+def test_a_decoder_that_hands_out_no_states_is_named(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(
+        UnsupportedOperationError, match="Kosmos2TextForCausalLM, which does not hand them out"
+    ):
         generate(subject("kosmos-2"), {"backend": "sirllm", "budget": 40})
+    assert not any("silenced" in str(warning.message) for warning in recwarn)  # one error is enough
 
 
 def test_a_cache_of_two_parts_is_refused() -> None:

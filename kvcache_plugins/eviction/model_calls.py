@@ -1,0 +1,132 @@
+"""Caches that must see what a model is called with and what it makes of it, not only keys and values.
+
+Three hooks see one call, and leave what they see with the cache that takes part in it, so that several
+threads may use one model:
+
+```
+before the model    its tokens: a model of text and images embeds them itself
+after the decoder   the states before the head
+after the model     its logits; the cache is told, or all is forgotten if the call failed
+```
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import UnsupportedOperationError
+from ..layers.storing import storing
+from ..models.facts import decoder_of
+from ..models.hooks import add_hooks
+from .cache import EvictingCache
+
+__all__ = ["CallWatchingCache"]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What has been seen of a call so far."""
+
+    token_ids: Tensor | None
+    states: Tensor | None = None
+
+
+class CallWatchingCache(EvictingCache, ABC):
+    """A cache that is told, at the end of every call, of the tokens, states and logits."""
+
+    _call: _Call | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        if getattr(model, "get_output_embeddings", lambda: None)() is None:
+            raise ValueError(
+                f"The backend {self.backend!r} needs a model with a language-model head, got "
+                f"{type(model).__name__}."
+            )
+        add_hooks(decoder_of(model), after=_keep_states)
+        add_hooks(model, before=_begin, after=_end)
+
+    @abstractmethod
+    def check_tokens(self, model: Any, token_ids: Tensor) -> None:
+        """Refuse tokens `(B, n)` that a model is called with, before it reads them."""
+
+    @abstractmethod
+    def take_call(self, model: Any, token_ids: Tensor, states: Tensor, logits: Tensor, index: int) -> None:
+        """Do what is to be done once a model has read tokens.
+
+        Args:
+            model (`PreTrainedModel`): The model.
+            token_ids (`torch.Tensor` of shape `(B, n)`): The tokens.
+            states (`torch.Tensor` of shape `(B, n, hidden_size)`): What its decoder made of them.
+            logits (`torch.Tensor` of shape `(B, vocab_size)`): What it made of one of the states.
+            index (`int`): Which, from the beginning or, if negative, from the end.
+        """
+
+    def _unsupported(self, needs: str, got: str) -> UnsupportedOperationError:
+        return UnsupportedOperationError(
+            f"The backend {self.backend!r} scores tokens by their probability and needs {needs}, got {got}."
+        )
+
+
+def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = _cache_argument(args, kwargs)
+    if cache is not None:
+        token_ids = _token_argument(args, kwargs)
+        if token_ids is not None:
+            cache.check_tokens(model, token_ids)
+        cache._call = _Call(token_ids)
+
+
+def _keep_states(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = _cache_argument(args, kwargs)
+    if cache is None or output is None:
+        return
+    call, cache._call = cache._call, None  # what follows may fail
+    token_ids = _token_argument(args, kwargs)
+    if token_ids is None and call is not None:
+        token_ids = call.token_ids
+    if token_ids is None:
+        raise cache._unsupported("`input_ids`", "`inputs_embeds`")
+    if call is None:
+        raise cache._unsupported("logits", f"a call of {type(decoder).__name__} alone, without the head")
+    states = _output(output, "last_hidden_state")
+    if states is None:
+        raise cache._unsupported(
+            "the states before the head", f"a {type(decoder).__name__}, which does not hand them out"
+        )
+    cache._call = _Call(token_ids, states)
+
+
+def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = _cache_argument(args, kwargs)
+    if cache is None:
+        return
+    call, cache._call = cache._call, None  # what was seen of a call is of no later one
+    if output is None or call is None:
+        return
+    logits = _output(output, "logits")
+    if call.token_ids is None or call.states is None or logits is None:
+        raise cache._unsupported(
+            "logits and the states before the head", f"a {type(model).__name__}, which showed none"
+        )
+    kept = kwargs.get("logits_to_keep")
+    index = int(kept[-1]) if isinstance(kept, Tensor) else -1
+    with storing():
+        cache.take_call(model, call.token_ids, call.states, logits[:, -1], index)
+
+
+def _cache_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallWatchingCache | None:
+    given = (kwargs.get("past_key_values"), *args)
+    return next((argument for argument in given if isinstance(argument, CallWatchingCache)), None)
+
+
+def _token_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return kwargs.get("input_ids", args[0] if args else None)
+
+
+def _output(output: Any, name: str) -> Tensor | None:
+    found: Tensor | None = output[0] if isinstance(output, tuple) else getattr(output, name, None)
+    return found
