@@ -24,7 +24,7 @@ from .attention_layers import find_layer
 from .attention_on_device import measure_on_device
 from .attention_on_host import measure_on_host
 from .attention_states import AttentionShape, heads_of, layer_config
-from .caches import new_cache, why_unavailable
+from .caches import new_cache, split_available
 from .device_timing import DeviceTimer
 from .devices import check_fits, choose_device, device_settings
 from .labels import DENSE
@@ -54,13 +54,8 @@ def measure_attention(options: AttentionOptions, progress: Progress = silent) ->
     """
     device = choose_device(options.device)
     config = layer_config(options)
-    skipped: list[dict[str, Any]] = [
-        {"cache_config": cache_config, "reason": reason}
-        for cache_config in options.cache_configs
-        if (reason := why_unavailable(config, cache_config))
-    ]
-    left_out = [entry["cache_config"] for entry in skipped]
-    measured = [c for c in options.cache_configs if c not in left_out and c != DENSE]
+    available, skipped = split_available(config, options.cache_configs)
+    measured = [cache_config for cache_config in available if cache_config != DENSE]
     for cache_config in measured:
         find_layer(new_cache(config, cache_config), cache_config)  # nothing to measure: say so now
     heads = heads_of(config)

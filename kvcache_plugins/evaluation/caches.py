@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..prompt_chunks import why_read_whole
 from ..registry import TRANSFORMERS_BACKENDS
 from .labels import DENSE
 
-__all__ = ["cache_bytes", "generate", "new_cache", "prefill", "why_unavailable"]
+__all__ = ["cache_bytes", "generate", "new_cache", "prefill", "split_available", "why_unavailable"]
 
 
 def generate(
@@ -94,6 +94,21 @@ def prefill(model: Any, prompt: torch.Tensor, cache: Cache, final_length: int, *
     for chunk in prompt.split(chunk_size or prompt.shape[1], dim=1):
         output = model(input_ids=chunk, past_key_values=cache, use_cache=True, **arguments)
     return output
+
+
+def split_available(
+    model_config: Any, cache_configs: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the caches that can be had here, and for each other one its entry under `skipped`.
+
+    Raises:
+        ValueError: On a wrong option.
+    """
+    reasons = [(cache_config, why_unavailable(model_config, cache_config)) for cache_config in cache_configs]
+    skipped = [
+        {"cache_config": cache_config, "reason": why} for cache_config, why in reasons if why is not None
+    ]
+    return [cache_config for cache_config, why in reasons if why is None], skipped
 
 
 def why_unavailable(model_config: Any, cache_config: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..registry import TRANSFORMERS_BACKENDS
-from .caches import why_unavailable
+from .caches import split_available
 from .devices import choose_device, device_settings
 from .generation_process import DidNotFitError, WorkerError, make_job, peak_above_model, run_job
 from .generation_worker import model_config
@@ -48,13 +48,7 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
     """
     device = choose_device(options.device)
     config = model_config(options.model, options.preset, options.num_layers)
-    skipped: list[dict[str, Any]] = [
-        {"cache_config": cache_config, "reason": reason}
-        for cache_config in options.cache_configs
-        if (reason := why_unavailable(config, cache_config))
-    ]
-    left_out = [entry["cache_config"] for entry in skipped]
-    cache_configs = [c for c in options.cache_configs if c not in left_out]
+    cache_configs, skipped = split_available(config, options.cache_configs)
     results: list[dict[str, Any]] = []
     any_answer: dict[str, Any] | None = None
     too_large: dict[int, list[tuple[int, int, str]]] = {}
@@ -79,9 +73,11 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
                             raise  # there would be nothing to compare with
                         failed.add(index)
                         answers.pop(index, None)
-                        reason = f"failed at {length} tokens: {error}"
                         is_ours = cache_config["backend"] not in TRANSFORMERS_BACKENDS
-                        entry = {"cache_config": cache_config, "reason": reason}
+                        entry = {
+                            "cache_config": cache_config,
+                            "reason": f"failed at {length} tokens: {error}",
+                        }
                         skipped.append(entry | ({"is_failure": True} if is_ours else {}))
                     progress(f"{length} tokens", advance=1)
             rows = []

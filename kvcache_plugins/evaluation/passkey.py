@@ -16,7 +16,7 @@ from typing import Any
 
 from ..models.facts import decoder_config
 from ..registry import TRANSFORMERS_BACKENDS
-from .caches import why_unavailable
+from .caches import split_available
 from .journal import Journal
 from .labels import cache_label
 from .loading import Subject, load_config, load_subject, load_tokenizer
@@ -57,13 +57,7 @@ def measure_passkey(
     output.mkdir(parents=True, exist_ok=True)  # whatever is wrong with it shows before the work
     config = load_config(options)
     _check_positions(options, config, 0)  # before a length is found too much for the filler
-    skipped = [
-        {"cache_config": cache_config, "reason": reason}
-        for cache_config in options.cache_configs
-        if (reason := why_unavailable(config, cache_config))
-    ]
-    left_out = [entry["cache_config"] for entry in skipped]
-    cache_configs = [c for c in options.cache_configs if c not in left_out]
+    cache_configs, skipped = split_available(config, options.cache_configs)
     tokenizer = load_tokenizer(options)
     trials = build_trials(options, text, tokenizer)
     _check_positions(options, config, max(len(trial.question) for trial in trials))

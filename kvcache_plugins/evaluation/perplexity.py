@@ -22,7 +22,7 @@ import torch
 
 from ..models.facts import decoder_config
 from ..registry import TRANSFORMERS_BACKENDS
-from .caches import why_unavailable
+from .caches import split_available
 from .journal import Journal
 from .labels import DENSE, cache_label
 from .loading import Subject, encode, load_config, load_subject, load_tokenizer, prefix_ids
@@ -72,13 +72,7 @@ def measure_perplexity(
     """
     texts = read_texts(options)
     config = load_config(options)
-    reasons = [why_unavailable(config, cache_config) for cache_config in options.cache_configs]
-    caches = [c for c, reason in zip(options.cache_configs, reasons, strict=True) if not reason]
-    skipped = [
-        {"cache_config": c, "reason": reason}
-        for c, reason in zip(options.cache_configs, reasons, strict=True)
-        if reason
-    ]
+    caches, skipped = split_available(config, options.cache_configs)
     tokenizer = load_tokenizer(options)
     windows = cut_windows(texts, lambda text: encode(tokenizer, text), options, prefix_ids(tokenizer))
     _check_reference(options, config)

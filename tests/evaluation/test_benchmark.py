@@ -306,7 +306,9 @@ def test_generation_is_compared_and_failures_of_transformers_are_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(generation_speed, "run_job", _answer)
-    monkeypatch.setattr(generation_speed, "why_unavailable", lambda config, cache_config: None)
+    monkeypatch.setattr(
+        "kvcache_plugins.evaluation.caches.why_unavailable", lambda config, cache_config: None
+    )
     caches = [{"backend": "int8"}, {"backend": "quanto"}, {"backend": "hqq"}]
     options = GenerationOptions(cache_config=caches, lengths=[64], repeats=2)
     document = generation_speed.measure_generation(options)
@@ -477,7 +479,9 @@ def test_largest_contexts_are_predicted_verified_and_shown(
 
     monkeypatch.setattr(generation_speed, "run_job", _answer)
     monkeypatch.setattr(largest_context, "run_job", verify)
-    monkeypatch.setattr(generation_speed, "why_unavailable", lambda config, cache_config: None)
+    monkeypatch.setattr(
+        "kvcache_plugins.evaluation.caches.why_unavailable", lambda config, cache_config: None
+    )
     sizes = ["--lengths", "64", "--memory_gb", "0.021", "--verify_memory", "--output", str(tmp_path)]
     assert main(["bench", "generate", *sizes, *_caches({"backend": "int8"}, {"backend": "quanto"})]) == 0
     document = read_results(tmp_path)

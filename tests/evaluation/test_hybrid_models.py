@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_plugins.evaluation.caches import new_cache, prefill, why_unavailable
+from kvcache_plugins.evaluation.caches import new_cache, prefill, split_available
 from kvcache_plugins.evaluation.perplexity_scoring import Schedule, predictions, score_window
 from kvcache_plugins.testing.models import tiny_model
 from tests.models.families import small_model
@@ -72,8 +72,9 @@ def test_a_prompt_is_read_as_generate_reads_it(family: str) -> None:
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "falcon_h1"])
 def test_what_transformers_has_for_full_attention_alone_is_left_out(family: str) -> None:
     pytest.importorskip("optimum.quanto")
-    reason = why_unavailable(model(family).config, {"backend": "quanto", "nbits": 4})
-    assert reason == "transformers has it for models of full attention layers alone"
-    assert why_unavailable(model(family).config, INT8) is None
+    dense, quanto = {"backend": "dense"}, {"backend": "quanto", "nbits": 4}
+    reason = "transformers has it for models of full attention layers alone"
+    found = split_available(model(family).config, [dense, quanto, INT8])
+    assert found == ([dense, INT8], [{"cache_config": quanto, "reason": reason}])
     with pytest.raises(ValueError, match="nbits"):
-        why_unavailable(model(family).config, INT8 | {"nbits": 3})
+        split_available(model(family).config, [INT8 | {"nbits": 3}])

@@ -213,7 +213,9 @@ def test_a_failure_of_transformers_is_noted_and_ours_stops_the_run(
         return ask(subject, DENSE if cache_config["backend"] == "fp8" else cache_config, batch, tokens)
 
     monkeypatch.setattr(passkey, "ask_with_prompt", failing)
-    monkeypatch.setattr(passkey, "why_unavailable", lambda *_: None)  # fp8 came with a later transformers
+    monkeypatch.setattr(
+        "kvcache_plugins.evaluation.caches.why_unavailable", lambda *_: None
+    )  # fp8 came with a later transformers
     arguments = ["eval", "passkey", *_arguments(tmp_path, "--no_plots", caches=({"backend": backend}, KIVI))]
     if backend == "int8":
         with pytest.raises(RuntimeError, match="no such"):

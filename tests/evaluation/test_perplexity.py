@@ -361,7 +361,7 @@ def test_a_cache_of_transformers_that_fails_is_shown(
         return perplexity_scoring.score_window(*arguments, **options)
 
     monkeypatch.setattr(perplexity, "score_window", score_window)
-    monkeypatch.setattr(perplexity, "why_unavailable", lambda *_: None)
+    monkeypatch.setattr("kvcache_plugins.evaluation.caches.why_unavailable", lambda *_: None)
     text = ("--dataset", "text", "--text_files", str(book), "--context_length", "64", "--max_windows", "1")
     arguments = command(tmp_path, *text, "--no_plots", "--cache_config")
     assert main([*arguments, '{"backend": "quanto"}']) == 0

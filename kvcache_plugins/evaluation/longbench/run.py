@@ -10,7 +10,7 @@ from typing import Any
 
 from ...models.facts import decoder_config
 from ...registry import TRANSFORMERS_BACKENDS
-from ..caches import why_unavailable
+from ..caches import split_available
 from ..journal import Journal
 from ..labels import cache_label
 from ..loading import Subject, load_config, load_subject
@@ -61,13 +61,7 @@ def measure_longbench(
         check_metric(task.metric)
     config = load_config(options)
     max_lengths = _max_lengths(options, config, list(questions))
-    skipped = [
-        {"cache_config": cache_config, "reason": reason}
-        for cache_config in options.cache_configs
-        if (reason := why_unavailable(config, cache_config))
-    ]
-    left_out = [entry["cache_config"] for entry in skipped]
-    cache_configs = [c for c in options.cache_configs if c not in left_out]
+    cache_configs, skipped = split_available(config, options.cache_configs)
     output.mkdir(parents=True, exist_ok=True)  # an output that cannot be is told of before the work
 
     subject = load_subject(options)

@@ -198,7 +198,9 @@ def test_a_failure_of_transformers_own_cache_does_not_end_the_run(
         return answer(subject, cache_config, *rest)
 
     monkeypatch.setattr(run_module, "answer", fails)
-    monkeypatch.setattr(run_module, "why_unavailable", lambda config, cache_config: None)
+    monkeypatch.setattr(
+        "kvcache_plugins.evaluation.caches.why_unavailable", lambda config, cache_config: None
+    )
     arguments = ["--cache_config", json.dumps(failing), "--limit", "2"]
     if backend == "int8":  # one of ours: a bug must not be passed over
         with pytest.raises(RuntimeError, match="out of something"):
