@@ -119,6 +119,8 @@ def _print_table(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[s
     from rich.table import Table
     from rich.text import Text
 
+    from ..evaluation.pages.cells import FORMATS
+
     name = args.model or args.preset or _DEFAULT_PRESET
     title = f"{name}, {str(dtype).removeprefix('torch.')}, batch of {args.batch_size}"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
@@ -133,18 +135,9 @@ def _print_table(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[s
         table.add_row(
             f"{row['tokens']}" if row["tokens"] != previous else "",
             Text(cache_label(row["cache_config"])),
-            _human_bytes(row["kv_bytes"]),
+            FORMATS["bytes"](row["kv_bytes"]),
             f"{row['memory_fraction']:.3f}",
             f"{row['bits_per_value']:.2f}",
         )
         previous = row["tokens"]
     Console().print(table)
-
-
-def _human_bytes(count: int) -> str:
-    amount = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
-        amount /= 1024
-    return f"{amount:.2f} TiB"

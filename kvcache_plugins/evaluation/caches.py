@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from transformers import QuantizedCache
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache import KVCache, build_cache
+from ..layers.counting import tensors_in
 from ..models.facts import decoder_config, split_model_or_config
 from ..prompt_chunks import why_read_whole
 from ..registry import TRANSFORMERS_BACKENDS
@@ -127,39 +128,13 @@ def why_unavailable(model_config: Any, cache_config: Mapping[str, Any]) -> str |
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of every tensor a cache, or one layer of it, keeps alive.
+    """Return the bytes of every tensor a cache, or a list of its layers, keeps alive.
 
-    For our caches that is `kv_bytes()`. For any other it is the sum over the storages of all tensors
-    reachable from its layers: attributes, containers, and the inner tensors of wrapper subclasses such as
-    quanto's, whose own storage is a fiction of the full size. A storage shared by several tensors counts
-    once, and whole.
+    For our caches that is `kv_bytes()`. For any other it is the sum over the storages of all tensors of its
+    layers (see [`tensors_in`]). A storage shared by several tensors counts once, and whole.
     """
     if isinstance(cache, KVCache):
         return cache.kv_bytes()
-    storages: dict[int, int] = {}
-    for tensor in _reachable_tensors(cache.layers if isinstance(cache, Cache) else cache, set()):
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _reachable_tensors(owner: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors inside an object, looking into containers, layers and tensor wrappers."""
-    if id(owner) in seen:
-        return
-    seen.add(id(owner))
-    if isinstance(owner, torch.Tensor):
-        flatten = getattr(owner, "__tensor_flatten__", None)  # what a wrapper subclass consists of
-        if flatten is None:
-            yield owner
-        else:
-            for name in flatten()[0]:
-                yield from _reachable_tensors(getattr(owner, name), seen)
-    elif isinstance(owner, dict):
-        for value in owner.values():
-            yield from _reachable_tensors(value, seen)
-    elif isinstance(owner, (list, tuple)):
-        for value in owner:
-            yield from _reachable_tensors(value, seen)
-    elif type(owner).__module__.startswith("transformers.cache_utils"):
-        yield from _reachable_tensors(vars(owner), seen)
+    layers = cache.layers if isinstance(cache, Cache) else cache
+    storages = [tensor.untyped_storage() for layer in layers for tensor in tensors_in(vars(layer))]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

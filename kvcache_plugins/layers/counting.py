@@ -35,9 +35,16 @@ def dense_size(layer: Any) -> tuple[int, int]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in the attributes of a layer of transformers', in lists and dicts too."""
+    """Yield every tensor in the attributes of a layer of transformers', in lists and dicts too.
+
+    Of a wrapper such as quanto's, whose own storage is a fiction of the full size, what it consists of.
+    """
     if isinstance(value, Tensor):
-        yield value
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is None:
+            yield value
+        else:
+            yield from tensors_in([getattr(value, name) for name in flatten()[0]])
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
