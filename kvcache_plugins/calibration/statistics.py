@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import ArtifactError
+from ..evaluation.journal import check_settings
 from .histograms import Histogram
 from .percentiles import StreamingRange
 
@@ -126,13 +127,7 @@ class Statistics:
                 held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         except (OSError, KeyError, ValueError, SafetensorError) as error:
             raise ArtifactError(f"{self._path} cannot be continued: {error}; remove it.") from error
-        if found != self._settings:
-            names = sorted(n for n in {*found, *self._settings} if found.get(n) != self._settings.get(n))
-            changed = ", ".join(f"{n} was {found.get(n)!r}, is {self._settings.get(n)!r}" for n in names)
-            raise ValueError(
-                f"{self._path.parents[1]} holds an unfinished calibration with other settings ({changed}). "
-                "Repeat it with those, choose another --output, or delete its folder 'progress'."
-            )
+        check_settings(found, self._settings, self._path.parents[1])
         for index, layer in self.layers.items():
             prefix = f"{index}."
             own = {name.removeprefix(prefix): t for name, t in held.items() if name.startswith(prefix)}

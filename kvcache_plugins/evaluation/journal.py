@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import ArtifactError
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "append_line", "check_settings"]
 
 _FOLDER = "progress"
 
@@ -80,16 +80,7 @@ class Journal:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
-        data = json.dumps(line) + "\n"
-        size = self._path.stat().st_size if self._path.exists() else 0
-        with self._path.open("a", encoding="utf-8") as file:
-            try:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            except OSError:
-                os.truncate(self._path, size)  # no half line that the next one would be glued to
-                raise
+        append_line(self._path, json.dumps(line))
 
     def _read_all(self) -> dict[str, dict[str, Any]]:
         records: dict[str, dict[str, Any]] = {}
@@ -109,12 +100,42 @@ class Journal:
             return {}
         if "settings" not in lines[0]:
             raise ArtifactError(f"{path} is not a record of an unfinished run; remove it.")
-        found = lines[0]["settings"]
-        if found != self._settings:
-            names = sorted(n for n in {*found, *self._settings} if found.get(n) != self._settings.get(n))
-            changed = ", ".join(f"{n} was {found.get(n)!r}, is {self._settings.get(n)!r}" for n in names)
-            raise ValueError(
-                f"{self._folder.parent} holds an unfinished run with other settings ({changed}). Repeat it "
-                "with those, choose another --output, or delete its folder 'progress'."
-            )
+        check_settings(lines[0]["settings"], self._settings, self._folder.parent)
         return {line["key"]: line["record"] for line in lines[1:]}
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file; it is on the disk when this returns.
+
+    Raises:
+        OSError: If it cannot be written, for instance because the disk is full; the lines before it stay.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    with path.open("a", encoding="utf-8") as file:
+        try:
+            file.write(f"{line}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            os.truncate(path, size)  # no half line that the next one would be glued to
+            raise
+
+
+def check_settings(found: Mapping[str, Any], settings: Mapping[str, Any], output: Path) -> None:
+    """Refuse to go on with a run that was begun with other settings.
+
+    Args:
+        found (`Mapping`): Those it was begun with.
+        settings (`Mapping`): Those of now; plain values, as JSON gives them back.
+        output (`Path`): Its output directory, whose folder `progress` holds what it has done.
+
+    Raises:
+        ValueError: Naming what differs.
+    """
+    names = sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name))
+    if names:
+        changed = ", ".join(f"{name} was {found.get(name)!r}, is {settings.get(name)!r}" for name in names)
+        raise ValueError(
+            f"{output} holds an unfinished run with other settings ({changed}). Repeat it with those, choose "
+            "another --output, or delete its folder 'progress'."
+        )

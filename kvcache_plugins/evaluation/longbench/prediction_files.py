@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...artifacts.files import read_json, write_json
+from ..journal import append_line
 from ..labels import DENSE, cache_label
 from .json_lines import read_rows
 from .tasks import TASKS, Task, find_tasks
@@ -66,21 +66,13 @@ def append_prediction(path: Path, row: Mapping[str, Any]) -> None:
     Raises:
         OSError: If it cannot be written; the rows before it stay as they were.
     """
-    size = path.stat().st_size if path.exists() else 0
-    with path.open("a", encoding="utf-8") as file:
-        try:
-            file.write(_line(row))
-            file.flush()
-            os.fsync(file.fileno())
-        except OSError:
-            os.truncate(path, size)
-            raise
+    append_line(path, _line(row))
 
 
 def rewrite_predictions(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write a whole file, under a temporary name until it is complete."""
     unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text("".join(map(_line, rows)), encoding="utf-8")
+    unfinished.write_text("".join(f"{_line(row)}\n" for row in rows), encoding="utf-8")
     unfinished.replace(path)
 
 
@@ -158,4 +150,4 @@ def _line(row: Mapping[str, Any]) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError:  # half of a surrogate pair, which a byte-level tokenizer may decode to
         text = json.dumps(row)
-    return text + "\n"
+    return text
