@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
 from ..layers.expanded import ExpandedHandle
+from ..layers.gradients import refusing_gradients
 from ..layers.handle import KVHandle, intercept
 from ..layers.view import joined
 from .exact import reads_exact_tokens_faster
@@ -68,8 +69,7 @@ def _scaled_dot_product_attention(
     if is_causal:  # torch aligns its causal mask to the upper left
         shape = (query.shape[2], key.shape[2])
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
-    with torch.no_grad():
-        return _attend(query, *handles, AttentionOptions(scaling=scale, mask=mask))
+    return _attend(query, *handles, AttentionOptions(scaling=scale, mask=mask))
 
 
 def _as_handles(key: Tensor, value: Tensor) -> tuple[KVHandle, KVHandle] | None:
@@ -82,11 +82,13 @@ def _as_handles(key: Tensor, value: Tensor) -> tuple[KVHandle, KVHandle] | None:
 
 def _attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor:
     options = _fitted(options, key, query.shape[2])
-    if isinstance(key, ExpandedHandle):
-        return attend_latents(query, key.expansion, options)
-    output = attend_handles(query, key, value, options)
-    key.layer.attended(query, key.tokens, options)
-    return output
+    with torch.no_grad():
+        if isinstance(key, ExpandedHandle):
+            output = attend_latents(query, key.expansion, options)
+        else:
+            output = attend_handles(query, key, value, options)
+            key.layer.attended(query, key.tokens, options)
+    return refusing_gradients(output, query, *key.sources, *value.sources)
 
 
 def _fitted(options: AttentionOptions, key: KVHandle, query_length: int) -> AttentionOptions:
@@ -123,8 +125,7 @@ def forward_over_handles(
         `tuple[torch.Tensor, None]`: `(B, q, Hq, Dv)`, and no attention weights.
     """
     options = attention_options(module, query, key.shape[2], attention_mask, scaling, **kwargs)
-    with torch.no_grad():
-        output = _attend(query, key, value, options)
+    output = _attend(query, key, value, options)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -205,9 +206,8 @@ def _original_over_exact(
     **kwargs: Any,
 ) -> Any:
     """Let the model's own function read what exact handles stand for, and show the layer the queries."""
-    result = original(
-        module, query, joined(key.tokens), joined(value.tokens), attention_mask, scaling=scaling, **kwargs
-    )
+    states = (joined(handle.tokens, *handle.sources) for handle in (key, value))
+    result = original(module, query, *states, attention_mask, scaling=scaling, **kwargs)
     with torch.no_grad():
         options = attention_options(module, query, key.tokens.length, attention_mask, scaling, **kwargs)
         key.layer.attended(query, key.tokens, options)

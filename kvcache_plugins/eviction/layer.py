@@ -193,8 +193,8 @@ class EvictingLayer(PackedLayer):
                 return key_states, value_states
             # until it shows that the model's attention, which asks for tensors, does not know handles
             if self.is_read_as_tensors or not reads_exact_tokens_faster(key_states, self.config.kernel):
-                return joined(keys), joined(values)
-        return KVHandle(self, keys), KVHandle(self, values)
+                return joined(keys, key_states), joined(values, value_states)
+        return KVHandle(self, keys, key_states), KVHandle(self, values, value_states)
 
     @property
     def observes_queries(self) -> bool:

@@ -160,8 +160,8 @@ class PackedLayer(CacheLayerMixin):
         if is_first:
             return key_states, value_states
         if keys.packed_length == values.packed_length == 0:
-            return joined(keys), joined(values)
-        return KVHandle(self, keys), KVHandle(self, values)
+            return joined(keys, key_states), joined(values, value_states)
+        return KVHandle(self, keys, key_states), KVHandle(self, values, value_states)
 
     def _append(
         self, key_states: Tensor, value_states: Tensor, *, defer: bool

@@ -76,6 +76,7 @@ class ExpandedHandle(KVHandle):
             head_dim=key_dim if is_key else projection.value_dim,
         )
         handle.expansion, handle.is_key = expansion, is_key
+        handle.sources = (*latents.sources, *expansion.rotated.sources)
         return handle
 
     def dense(self) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from .gradients import refusing_gradients
 from .view import StreamView
 
 if TYPE_CHECKING:
@@ -58,16 +59,21 @@ class KVHandle(Tensor):
     Attributes:
         layer (`PackedLayer`): The layer it stands for.
         tokens (`StreamView`): What to read.
+        sources (`tuple[torch.Tensor, ...]`): The newest of them as the model gave them, which a gradient
+            would have to reach.
     """
 
     layer: PackedLayer
     tokens: StreamView
+    sources: tuple[Tensor, ...]
     _dense: Tensor | None
 
     @staticmethod
-    def __new__(cls, layer: PackedLayer, tokens: StreamView) -> KVHandle:
+    def __new__(cls, layer: PackedLayer, tokens: StreamView, *sources: Tensor) -> KVHandle:
         newest = tokens.segments[-1]
-        return cls.standing_for(layer, tokens, heads=newest.shape[1], head_dim=newest.shape[3])
+        handle = cls.standing_for(layer, tokens, heads=newest.shape[1], head_dim=newest.shape[3])
+        handle.sources = sources
+        return handle
 
     @classmethod
     def standing_for(
@@ -77,7 +83,7 @@ class KVHandle(Tensor):
         newest = tokens.segments[-1]
         shape = (newest.shape[0], heads, tokens.length, head_dim)
         handle: _Self = Tensor._make_wrapper_subclass(cls, shape, dtype=newest.dtype, device=newest.device)
-        handle.layer, handle.tokens, handle._dense = layer, tokens, None
+        handle.layer, handle.tokens, handle.sources, handle._dense = layer, tokens, (), None
         return handle
 
     def dense(self) -> Tensor:
@@ -89,7 +95,8 @@ class KVHandle(Tensor):
             else:
                 self.layer.is_read_as_tensors = True
             with torch.no_grad():
-                self._dense = self.tokens.dense(self.tokens.segments[-1].dtype)
+                dense = self.tokens.dense(self.tokens.segments[-1].dtype)
+            self._dense = refusing_gradients(dense, *self.sources)
         return self._dense
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .gradients import refusing_gradients
+
 if TYPE_CHECKING:
     from .stream import Stream
 
@@ -83,6 +85,12 @@ class StreamView:
         return self.stream.decode(self.first + start, self.first + stop)
 
 
-def joined(view: StreamView) -> Tensor:
-    """Return a view of which nothing is packed as one tensor `(B, H, T, D)`."""
-    return view.segments[0] if len(view.segments) == 1 else torch.cat(view.segments, dim=2)
+def joined(view: StreamView, *sources: Tensor) -> Tensor:
+    """Return a view of which nothing is packed as one tensor `(B, H, T, D)`, for attention to read.
+
+    Args:
+        view (`StreamView`): What to read.
+        sources (`torch.Tensor`): Its newest tokens as the model gave them.
+    """
+    states = view.segments[0] if len(view.segments) == 1 else torch.cat(view.segments, dim=2)
+    return refusing_gradients(states, *sources)

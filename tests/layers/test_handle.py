@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from kvcache_plugins.attention import dispatch  # noqa: F401  (teaches handles about SDPA)
 from kvcache_plugins.backends.kivi import KIVIConfig, KIVILayer
+from kvcache_plugins.errors import UnsupportedOperationError
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.models.facts import LayerFacts
@@ -137,12 +138,14 @@ def test_what_is_read_does_not_change_the_cache(
     assert torch.equal(handles[0].tokens.dense(torch.float32), dense[0])
 
 
-def test_handles_refuse_no_gradient_mode(layer: PackedLayer) -> None:
+def test_handles_refuse_gradients_and_no_gradient_mode(layer: PackedLayer) -> None:
     # Outside `no_grad`, as in an own loop: states that require gradients are cached without their history.
     states = torch.randn(B, H, 1, D, requires_grad=True)
-    key, _ = layer.update(states, torch.randn(B, H, 1, DV))
+    key, value = layer.update(states, torch.randn(B, H, 1, DV))
     assert not key.requires_grad
-    assert not (key * 1).requires_grad
+    assert torch.equal(key * 1, key.dense()) and not (value * 1).requires_grad
+    with pytest.raises(UnsupportedOperationError, match="gradient"):
+        (key * 1).sum().backward()
 
 
 # -- scaled dot product attention

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import DynamicCache
 
 import kvcache_plugins as kvp
 from kvcache_plugins.testing import tiny_model
@@ -40,6 +42,65 @@ def test_gradients_are_not_recorded_in_the_cache(model: Any) -> None:
     model(torch.randint(3, 120, (1, 1)), past_key_values=cache)
     assert out.logits.requires_grad  # the prompt itself can be trained on
     assert not any(t.requires_grad for layer in cache.packed_layers for t in layer.tensors().values())
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "packed": ("llama", {"backend": "int8"}),
+    "packed-torch": ("llama", {"backend": "int8", "kernel": "torch"}),
+    "keys-packed": ("llama", {"backend": "kivi", "residual_length": 32}),
+    "exact": ("llama", {"backend": "kivi", "residual_length": 128}),
+    "evicted": ("llama", {"backend": "knorm", "budget": 30}),
+    "evicted-by-attention": ("llama", {"backend": "tova", "budget": 30}),
+    "latents": ("deepseek_v3", {"backend": "int8"}),
+}
+
+
+def loss_of(model: Any, embeddings: Tensor, cache: Any, **arguments: Any) -> Tensor:
+    logits: Tensor = model(inputs_embeds=embeddings, past_key_values=cache, **arguments).logits
+    return logits.logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvcache_plugins"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_gradient_through_stored_tokens_is_refused(name: str, attention: str) -> None:
+    family, config = REFUSED[name]
+    model = tiny_model(family, attn_implementation=attention).requires_grad_(False)
+    cache = kvp.build_cache(model, config)
+    embeddings = torch.randn(1, 43, model.config.hidden_size, requires_grad=True)
+    with torch.no_grad():
+        loss_of(model, embeddings[:, :40], cache)
+    loss = loss_of(model, embeddings[:, 40:], cache)
+    with pytest.raises(kvp.UnsupportedOperationError, match=r"gradient .* through a cache .*DynamicCache"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("weight", ["k_proj", "v_proj"])
+@pytest.mark.parametrize("is_decoded", [False, True], ids=["", "decoded"])
+@pytest.mark.parametrize("name", ["packed", "exact", "evicted", "evicted-by-attention"])
+def test_also_if_only_new_keys_or_values_need_it(name: str, is_decoded: bool, weight: str) -> None:
+    family, config = REFUSED[name]
+    model = tiny_model(family, attn_implementation="eager" if is_decoded else "sdpa").requires_grad_(False)
+    cache = kvp.build_cache(model, config)
+    embeddings = torch.randn(1, 43, model.config.hidden_size)
+    loss_of(model, embeddings[:, :40], cache)
+    getattr(model.model.layers[-1].self_attn, weight).weight.requires_grad_(True)
+    # whoever wants attention weights has them from decoded tensors
+    loss = loss_of(model, embeddings[:, 40:], cache, output_attentions=is_decoded)
+    with pytest.raises(kvp.UnsupportedOperationError, match="gradient"):
+        loss.backward()
+
+
+def test_gradients_that_do_not_meet_stored_tokens_are_computed() -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    embeddings = torch.randn(1, 43, model.config.hidden_size, requires_grad=True)
+    cache = kvp.build_cache(model, {"backend": "int8"})
+    caches = cache, DynamicCache(config=model.config)
+    # the first call attends to what it was given
+    first = [torch.autograd.grad(loss_of(model, embeddings[:, :40], each), embeddings)[0] for each in caches]
+    assert torch.equal(*first) and first[0].abs().sum() > 0
+    model.lm_head.weight.requires_grad_(True)
+    loss = loss_of(model, embeddings[:, 40:].detach(), cache)
+    assert torch.autograd.grad(loss, model.lm_head.weight)[0].abs().sum() > 0
 
 
 def test_autocast_does_not_round_the_attention_over_codes(model: Any) -> None:

@@ -1,0 +1,46 @@
+"""Where gradients end: what a cache stores is a copy, and attention over it is not recorded.
+
+A backward pass that goes on as if nothing had been there computes wrong gradients and says nothing. So what
+is made of stored tokens carries a refusal, which only a backward pass meets: forwards outside of
+`torch.no_grad()` stay what they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedOperationError
+
+__all__ = ["refusing_gradients"]
+
+
+class _Refusal(torch.autograd.Function):
+    """The identity, whose derivative is not to be had."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, *sources: Tensor) -> Tensor:
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise UnsupportedOperationError(
+            "A gradient was asked for through a cache that stores copies of its tokens, which have none. "
+            "Allowed are transformers' DynamicCache, use_cache=False and, with backends that show attention "
+            "their first call as it comes, that call."
+        )
+
+
+def refusing_gradients(made: Tensor, *sources: Tensor) -> Tensor:
+    """Return `made`, which was made of `sources` and of stored tokens; a backward pass through it raises.
+
+    Args:
+        made (`torch.Tensor`): What the model goes on with.
+        sources (`torch.Tensor`): What the model gave. If none of them needs a gradient, none is refused.
+    """
+    if not torch.is_grad_enabled() or not any(source.requires_grad for source in sources):
+        return made
+    refusing: Tensor = _Refusal.apply(made, *sources)  # type: ignore[no-untyped-call]  # torch declares no types here
+    return refusing
