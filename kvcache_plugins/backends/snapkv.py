@@ -73,7 +73,7 @@ class SnapKVCache(EvictingCache):
     Paper: SnapKV, arXiv 2404.14469.
     Deviates: between two chunks of a prompt the window is the end of the chunk, which has not seen the
         question yet; with `chunk_size=None` it is the end of the prompt, as in the paper. Scores are summed
-        over the query heads of a group.
+        over the query heads of a group. Tokens drafted with the end of the prompt belong to its window.
     Cost: 8 bytes per token and head beside the storage; logits of the window, twice, once per chunk.
     Limits: needs the queries, so a model that asks transformers for its attention function; weak where the
         question is not at the end of what has been read.

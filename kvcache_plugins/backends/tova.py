@@ -43,7 +43,8 @@ class TOVACache(EvictingCache):
     """Keeps the tokens that the newest one attends to, the same ones for every head of a layer.
 
     Paper: Transformers are Multi-State RNNs, arXiv 2401.06104.
-    Deviates: evicts after a chunk, not after a token, while a prompt is read.
+    Deviates: evicts after a chunk, not after a token, while a prompt is read; of tokens drafted with its end,
+        the last one decides, also if it is rejected.
     Cost: 8 bytes per token and head beside the storage; logits of one query, twice, once per eviction.
     Limits: needs the queries, so a model that asks transformers for its attention function.
     """

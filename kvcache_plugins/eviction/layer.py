@@ -204,7 +204,8 @@ class EvictingLayer(PackedLayer):
         """Take notice that `query` was answered from `tokens`; evicts if that is what was waited for."""
         if not self.observes_queries:
             return
-        if self.accumulates or (self._due is not None and self._exceeds(self._due)):
+        due = self._due or self._postponed  # with drafts, what will be evicted once they have been judged
+        if self.accumulates or (due is not None and self._exceeds(due)):
             with storing():
                 self.observe(query, tokens, options)
         self.evict_due()

@@ -261,3 +261,16 @@ def test_drafted_tokens(backend: str, evict_at_decode: bool) -> None:
     assert cache.num_held() <= (24 + 64 if evict_at_decode else 24 + 119)
     newest = cache.evicting_layers[0].ledger.positions[..., -3:]
     assert torch.equal(newest, torch.tensor([156, 157, 158], dtype=newest.dtype).expand_as(newest))
+
+
+@pytest.mark.parametrize("backend", EVICTING)
+def test_drafts_that_come_with_the_prompt(backend: str) -> None:
+    model, tokens = model_of(), ids(54)
+    drafted, whole = (bound_cache(model, {"backend": backend, "budget": 24}, length) for length in (50, 54))
+    drafted.activate_past_recording()
+    for cache in (drafted, whole):
+        feed(model, cache, tokens, [54])
+    assert (drafted.num_held(), whole.num_held()) == (54, 24)
+    drafted.crop(0)  # all four are right
+    for layer, other in zip(drafted.evicting_layers, whole.evicting_layers, strict=True):
+        assert torch.equal(layer.ledger.positions, other.ledger.positions)
