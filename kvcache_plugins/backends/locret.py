@@ -60,11 +60,11 @@ class LocretLayer(EvictingLayer):
 
     def __init__(self, config: BackendConfig, layer_idx: int, facts: LayerFacts) -> None:
         super().__init__(config, layer_idx, facts)
-        self._tap: weakref.ref[ProjectionTap] | None = None
+        self._tap: _Tap | None = None
 
     def attach(self, tap: ProjectionTap) -> None:
         """Say where the projections of the layer can be taken from."""
-        self._tap = weakref.ref(tap)
+        self._tap = _Tap(tap)
 
     def score(self, keys: Tensor, values: Tensor) -> Tensor:
         if keys.is_meta or not self.evicts:
@@ -78,6 +78,16 @@ class LocretLayer(EvictingLayer):
             )
         assert self.config.heads is not None
         return load_heads(self.config.heads).score(self.layer_idx, tap.take(self.layer_idx)).to(keys.device)
+
+
+class _Tap(weakref.ref[ProjectionTap]):
+    """Where projections are taken from. Copies share it; pickles, which leave the model, go without it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Tap:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 @register_backend("locret")

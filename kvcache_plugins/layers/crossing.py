@@ -8,12 +8,11 @@ taken back) does not concern them.
 
 from __future__ import annotations
 
-from functools import cache
-
 from torch import Tensor
 
 from ..models.facts import LayerFacts
 from .base import PackedLayer
+from .extending import extended
 from .shown import ShownLayer
 from .view import StreamView
 
@@ -48,14 +47,11 @@ class CrossAttentionLayer(ShownLayer):
         """Nothing: what is taken back is text."""
 
 
-@cache
 def with_cross_attention(layer_class: type[PackedLayer]) -> type[CrossAttentionLayer]:
     """Return the class of a backend's layers that store images.
 
     Args:
         layer_class (`type[PackedLayer]`): The backend's class.
     """
-    bases = (CrossAttentionLayer, layer_class)
-    name = f"Crossing{layer_class.__name__}"
-    made: type[CrossAttentionLayer] = type(name, bases, {"__doc__": layer_class.__doc__})
+    made: type[CrossAttentionLayer] = extended(CrossAttentionLayer, layer_class)
     return made

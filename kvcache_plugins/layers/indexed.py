@@ -7,13 +7,13 @@ they stay in the model's dtype, in a buffer that grows by a 32nd at a time.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .base import PackedLayer
+from .extending import extended
 from .shown import ShownLayer
 from .storing import storing
 from .tail import Tail
@@ -93,13 +93,11 @@ class IndexedLayer(ShownLayer):
                 self._indexer.buffer = self._indexer.buffer.to(device)
 
 
-@cache
 def with_indexer(layer_class: type[PackedLayer]) -> type[IndexedLayer]:
     """Return the class of a backend's layers that keep an indexer's keys too.
 
     Args:
         layer_class (`type[PackedLayer]`): The backend's class.
     """
-    bases = (IndexedLayer, layer_class)
-    made: type[IndexedLayer] = type(f"Indexed{layer_class.__name__}", bases, {"__doc__": layer_class.__doc__})
+    made: type[IndexedLayer] = extended(IndexedLayer, layer_class)
     return made

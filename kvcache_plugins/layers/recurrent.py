@@ -7,7 +7,6 @@ anywhere else, and the state stays with that class.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from .base import PackedLayer
+from .extending import extended
 
 __all__ = ["BranchedLayer", "load_recurrent_state", "recurrent_state", "with_recurrent_branch"]
 
@@ -123,16 +123,13 @@ class BranchedLayer(PackedLayer):
 LinearAttentionCacheLayerMixin.register(BranchedLayer)  # type: ignore[type-abstract]
 
 
-@cache
 def with_recurrent_branch(layer_class: type[PackedLayer]) -> type[BranchedLayer]:
     """Return the class of a backend's layers that keep the state of a recurrent branch too.
 
     Args:
         layer_class (`type[PackedLayer]`): The backend's class. Set `branch` of the instances.
     """
-    bases = (BranchedLayer, layer_class)
-    name = f"Branched{layer_class.__name__}"
-    made: type[BranchedLayer] = type(name, bases, {"__doc__": layer_class.__doc__})
+    made: type[BranchedLayer] = extended(BranchedLayer, layer_class)
     return made
 
 

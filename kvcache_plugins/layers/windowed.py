@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from functools import cache
 from math import lcm
 from typing import Any
 
@@ -21,6 +20,7 @@ from ..errors import UnsupportedOperationError
 from ..models.facts import LayerFacts
 from ..quantizers.packing import BLOCK_TOKENS
 from .base import PackedLayer
+from .extending import extended
 from .outliers import OutlierStore
 from .padding import Padding
 from .records import Records
@@ -193,17 +193,13 @@ def _emptied(stream: Stream, records: Records, padding: Padding) -> Stream:
     return later
 
 
-@cache
 def with_window(layer_class: type[PackedLayer]) -> type[WindowedLayer]:
     """Return the class of a backend's layers that forget what has left a window.
 
     Args:
         layer_class (`type[PackedLayer]`): The backend's class. Set `window` of the instances.
     """
-    bases = (WindowedLayer, layer_class)
-    made: type[WindowedLayer] = type(
-        f"Windowed{layer_class.__name__}", bases, {"__doc__": layer_class.__doc__}
-    )
+    made: type[WindowedLayer] = extended(WindowedLayer, layer_class)
     return made
 
 

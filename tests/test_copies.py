@@ -1,0 +1,74 @@
+"""Copies and pickles of caches go on by themselves."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvcache_plugins as kvp
+from kvcache_plugins.testing import tiny_model
+from tests.eviction.locret_feeding import locret
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
+}
+EVICTING = {"budget": 60, "chunk_size": 48}
+CACHES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("llama", {"backend": name}) for name in ("float8", "int4", "int8", "kivi")},
+    "kvquant": ("llama", {"backend": "kvquant", "calibration": "normal_float"}),
+    "compact": ("llama", {**EVICTING, "backend": "h2o", "positions": "compact"}),
+    "sirllm": ("llama", {**EVICTING, "backend": "sirllm", "storage": {"backend": "int8"}}),
+    "locret": ("llama", locret(tiny_model("llama"))),
+    "windows": ("gemma2", {"backend": "int8"}),
+    "windows-that-evict": ("gemma2", {**EVICTING, "backend": "knorm", "storage": {"backend": "int8"}}),
+    "branches": ("falcon_h1", {"backend": "int8"}),
+    "latents": ("deepseek_v3", {"backend": "int8"}),
+}
+
+
+def made(family: str) -> Any:
+    return tiny_model(family, **({"sliding_window": 256} if family == "gemma2" else {}))
+
+
+def logits(model: Any, cache: Any, count: int, seed: int = 0) -> Tensor:
+    """Of generated tokens after a prompt, which the cache is told of by `generate()`."""
+    seen = cache.get_seq_length()
+    tokens = torch.randint(3, 120, (1, seen + count), generator=torch.Generator().manual_seed(seed))
+    output = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, max_new_tokens=4,
+        do_sample=False, return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    return torch.stack(output.logits)
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("name", CACHES)
+def test_a_copied_cache_goes_on_by_itself(name: str, how: str) -> None:
+    family, config = CACHES[name]
+    model = made(family)
+    cache = kvp.build_cache(model, config)
+    logits(model, cache, 300)
+    copied = COPIES[how](cache)
+    assert [type(layer) for layer in copied.layers] == [type(layer) for layer in cache.layers]
+    expected = logits(model, cache, 70)
+    assert torch.equal(logits(model, copied, 70), expected)
+
+
+def test_what_is_deep_copied_needs_no_bind_and_what_is_pickled_does() -> None:
+    model = tiny_model("llama")
+    cache = kvp.build_cache(model, locret(model))
+    logits(model, cache, 40)
+    token = torch.full((1, 1), 5)
+    copied, pickled = (copying(cache) for copying in COPIES.values())
+    with torch.no_grad():
+        expected = model(token, past_key_values=cache).logits
+        assert torch.equal(model(token, past_key_values=copied).logits, expected)
+        with pytest.raises(kvp.UnsupportedOperationError, match=r"cache.bind\(model\)"):
+            model(token, past_key_values=pickled)
