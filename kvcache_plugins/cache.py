@@ -22,6 +22,7 @@ from .attention.latent_models import let_latents_pass
 from .config import BackendConfig, drop_legacy_keys
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
+from .layers.checking import check_in_step
 from .layers.counting import dense_size, tensors_in
 from .layers.crossing import CrossAttentionLayer, with_cross_attention
 from .layers.indexed import with_indexer
@@ -31,6 +32,7 @@ from .layers.windowed import WindowedLayer, pays_off, with_window
 from .models.facts import (
     LayerFacts,
     check_attention_function,
+    check_owner,
     decoder_config,
     describe_layers,
     split_model_or_config,
@@ -157,6 +159,11 @@ class KVCache(Cache):
         """The layers this package stores."""
         return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
 
+    @property
+    def _text_layers(self) -> list[PackedLayer]:
+        """Those that hold tokens of the text, and not of images."""
+        return [layer for layer in self.packed_layers if not isinstance(layer, CrossAttentionLayer)]
+
     def bind(
         self,
         model: nn.Module,
@@ -180,9 +187,12 @@ class KVCache(Cache):
             `KVCache`: itself.
 
         Raises:
-            ValueError: If the model cannot use the attention function it was told to.
+            ValueError: If the model is none like that which the cache was built for, or cannot use the
+                attention function it was told to, or if a forward was interrupted.
             KernelUnavailableError: If `kernel="native"` cannot be met where the model is.
         """
+        check_owner(self.model_config, model, [layer.layer_idx for layer in self.packed_layers])
+        check_in_step(self._text_layers)
         check_attention_function(model)
         self._let_latents_pass(model)
         self._select_kernel(model)
@@ -215,7 +225,7 @@ class KVCache(Cache):
             values += layer_values
             dense_bytes += layer_bytes
         packed = self.packed_layers
-        of_text = [layer for layer in packed if not isinstance(layer, CrossAttentionLayer)]
+        of_text = self._text_layers
         unlimited = [layer for layer in of_text if not isinstance(layer, WindowedLayer)]
         seen = max(
             (

@@ -222,6 +222,39 @@ def test_generation_that_is_to_use_no_cache_is_refused(model: Any) -> None:
         generate(model, {"backend": "int8"}, use_cache=False)
 
 
+def test_a_cache_of_another_model_is_refused(model: Any) -> None:
+    for other, said in (
+        (tiny_model("llama", num_hidden_layers=3), r"with 3 layers, and LlamaForCausalLM has 2"),
+        (tiny_model("llama", head_dim=32), r"with \{\(2, 32, 32\)\} heads.*has \{\(2, 16, 16\)\}"),
+    ):
+        cache = kvp.build_cache(other, {"backend": "int8"})
+        with pytest.raises(ValueError, match=rf"{said}.*cache of its own"):
+            model.generate(INPUTS, past_key_values=cache)
+    cache = kvp.build_cache(copy.deepcopy(model.config), {"backend": "int8"})
+    model.generate(INPUTS, past_key_values=cache, max_new_tokens=2)
+    assert cache.get_seq_length() == 41
+
+
+def test_a_cache_whose_forward_was_interrupted_is_refused(model: Any) -> None:
+    cache = kvp.build_cache(model, {"backend": "int8"})
+
+    def interrupt(*args: Any) -> None:
+        if cache.get_seq_length() == 43:
+            raise KeyboardInterrupt
+
+    handle = model.model.layers[0].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(INPUTS, past_key_values=cache, max_new_tokens=9)
+    handle.remove()
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(ValueError, match=r"seen from 42 to 43 tokens.*interrupted.*reset"):
+        model.generate(INPUTS.repeat(1, 2), past_key_values=cache, **settings)
+    cache.reset()
+    again = model.generate(INPUTS, past_key_values=cache, **settings)
+    new = kvp.build_cache(model, {"backend": "int8"})
+    assert torch.equal(again, model.generate(INPUTS, past_key_values=new, **settings))
+
+
 def test_our_attention_on_a_model_that_takes_none() -> None:
     model = tiny_model("bloom", attn_implementation="kvcache_plugins")
     with pytest.raises(ValueError, match=r"'kvcache_plugins' was set on BloomForCausalLM, .* 'eager'"):

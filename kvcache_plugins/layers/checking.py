@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .base import PackedLayer
 
-__all__ = ["check_agreement", "check_states"]
+__all__ = ["check_agreement", "check_in_step", "check_states"]
 
 
 def check_agreement(key_states: Tensor, value_states: Tensor) -> None:
@@ -39,4 +40,15 @@ def check_states(layer: PackedLayer, key_states: Tensor, value_states: Tensor) -
     if pads is not None and len(pads) != expected[0]:
         raise ValueError(
             f"The cache was bound to an attention mask of {len(pads)} rows, got a batch of {expected[0]}."
+        )
+
+
+def check_in_step(layers: Iterable[PackedLayer]) -> None:
+    """Raise `ValueError` unless all layers have seen the same tokens, as a forward that ended leaves them."""
+    seen = {layer.get_seq_length() for layer in layers}
+    if len(seen) > 1:
+        raise ValueError(
+            f"The layers of this cache have seen from {min(seen)} to {max(seen)} tokens: a forward was "
+            "interrupted between them. Allowed are a copy made before it, a new cache, and "
+            "`past_key_values.reset()`."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = [
     "LayerFacts",
     "biases_by_distance",
     "check_attention_function",
+    "check_owner",
     "decoder_config",
     "decoder_of",
     "describe_layers",
@@ -139,6 +141,32 @@ def check_attention_function(model: nn.Module) -> None:
         raise ValueError(
             f"attn_implementation='kvcache_plugins' was set on {type(model).__name__}, whose attention is "
             "written into the model and cannot be exchanged. Allowed for this model is 'eager'."
+        )
+
+
+def check_owner(config: Any, model: nn.Module, layer_indices: Sequence[int]) -> None:
+    """Check that a cache serves a model like the one it was built for.
+
+    Args:
+        config (`PreTrainedConfig`): The decoder's configuration that it was built for.
+        model (`torch.nn.Module`): What is to use it.
+        layer_indices (`Sequence[int]`): The layers that are packed.
+
+    Raises:
+        ValueError: If the model has another number of layers, or heads of another shape.
+    """
+    own = decoder_config(split_model_or_config(model)[1])
+    if own is config:
+        return
+    expected, found = config.num_hidden_layers, own.num_hidden_layers
+    what = "layers"
+    if expected == found:
+        what = "heads, channels of keys and channels of values"
+        expected, found = ({key_value_heads(each, i) for i in layer_indices} for each in (config, own))
+    if expected != found:
+        raise ValueError(
+            f"This cache was built for a model of type {config.model_type!r} with {expected} {what}, and "
+            f"{type(model).__name__} has {found}. Every model needs a cache of its own."
         )
 
 
