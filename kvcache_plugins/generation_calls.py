@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .prompt_chunks import soft_prompt_kind, why_read_whole
-from .registry import TRANSFORMERS_BACKENDS, get_backend
+from .registry import TRANSFORMERS_BACKENDS, get_backend, list_backends
 
 __all__ = ["bind_cache", "check_request", "kept_whole", "let_assistant_keep_its_cache"]
 
@@ -19,20 +19,22 @@ _WITHOUT_CACHE = ("flaubert", "openai-gpt", "xlm")
 _SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
 
 
-def check_request(model: Any, generation_config: Any) -> None:
+def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
     """Refuse what would fail later and less clearly, before anything is built.
 
     Args:
         model (`PreTrainedModel`): What generates.
         generation_config (`GenerationConfig`): With `cache_implementation` and `cache_config`.
+        model_kwargs (`dict`): The call's arguments.
 
     Raises:
         ValueError: Naming the option, what was given and what is allowed.
     """
-    if getattr(generation_config, "cache_implementation", None) != "quantized":
-        return
+    implementation = getattr(generation_config, "cache_implementation", None)
     cache_config = getattr(generation_config, "cache_config", None)
-    if cache_config is None:
+    if implementation is None and model_kwargs.get("past_key_values") is None:
+        _check_not_forgotten(model, cache_config)
+    if implementation != "quantized" or cache_config is None:
         return
     if not isinstance(cache_config, Mapping):
         raise ValueError(
@@ -65,12 +67,19 @@ def check_request(model: Any, generation_config: Any) -> None:
             f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed are "
             "adapters that leave the cache alone, such as LORA and PROMPT_TUNING."
         )
-    if getattr(generation_config, "use_cache", None) is False:
-        raise ValueError(
-            "use_cache is False, by what generate() was given or by the configuration of "
-            f"{type(model).__name__}: cache_implementation='quantized' with backend={backend!r} would be "
-            "ignored. Allowed is use_cache=True."
-        )
+    _check_use(model, generation_config, f"cache_implementation='quantized' with backend={backend!r}")
+
+
+def _check_not_forgotten(model: Any, cache_config: Any) -> None:
+    """Refuse a backend of ours without the word that has transformers look at `cache_config` at all."""
+    backend = cache_config.get("backend") if isinstance(cache_config, Mapping) else None
+    default = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
+    if default == "quantized" or str(backend).lower() not in list_backends():
+        return  # None was given to turn the model's own choice off
+    raise ValueError(
+        f"cache_config names the backend {backend!r}, which would be ignored: cache_implementation is None. "
+        "Allowed is cache_implementation='quantized'."
+    )
 
 
 def let_assistant_keep_its_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
@@ -101,7 +110,11 @@ def _is_ours(value: Any) -> bool:
 
 
 def bind_cache(
-    model: Any, generation_config: Any, model_kwargs: dict[str, Any], max_cache_length: int | None
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    max_cache_length: int | None,
 ) -> None:
     """Tell the cache of a call, if it is one of ours, what `update` is never told, and how to read a prompt.
 
@@ -109,15 +122,21 @@ def bind_cache(
         model (`PreTrainedModel`): What generates.
         generation_config (`GenerationConfig`): The call's own copy; may be given a `prefill_chunk_size`.
         model_kwargs (`dict`): The call's arguments, `past_key_values` and masks among them.
+        generation_mode (`GenerationMode`): What transformers calls this way of generating.
         max_cache_length (`int`, *optional*): Tokens the cache will hold in the end.
 
     Raises:
-        ValueError: If the prompt is to be read in larger chunks than the model can take, or cannot be split.
+        ValueError: If the prompt is to be read in larger chunks than the model can take, or cannot be split;
+            if it has nothing that the cache has not seen, or the cache would not be used.
     """
     kv_cache = model_kwargs.get("past_key_values")
     if kv_cache is None or not _is_ours(kv_cache):
         return
+    _check_use(model, generation_config, f"past_key_values, of the backend {kv_cache.backend!r},")
+    _check_checkpointing(model, kv_cache)
     prompt_length = _prompt_length(generation_config, model_kwargs)
+    if soft_prompt_kind(model) is None:  # which the cache has seen, and the mask does not count
+        _check_news(kv_cache, prompt_length)
     kv_cache.bind(
         model,
         attention_mask=model_kwargs.get("attention_mask"),
@@ -136,13 +155,44 @@ def bind_cache(
     wanted = kv_cache.prefill_chunk_size
     if given is not None or wanted is None:
         return
-    reason = why_read_whole(model, model_kwargs, is_first=kv_cache.get_seq_length() == 0)
+    is_first = kv_cache.get_seq_length() == 0
+    reason = why_read_whole(model, model_kwargs, is_first=is_first, generation_mode=generation_mode)
     if reason is None:
         generation_config.prefill_chunk_size = wanted  # this object is the call's own copy
         return
     _check_whole(model, kv_cache, prompt_length, model_kwargs, reason)
     if prompt_length is None or prompt_length - kv_cache.get_seq_length() > wanted:
         kv_cache.whole_prompt_reason = reason
+
+
+def _check_use(model: Any, generation_config: Any, what: str) -> None:
+    """Refuse a cache for generation that reads its whole text at every step."""
+    if getattr(generation_config, "use_cache", None) is False:
+        raise ValueError(
+            "use_cache is False, by what generate() was given or by the configuration of "
+            f"{type(model).__name__}: {what} would be of no use. Allowed is use_cache=True."
+        )
+
+
+def _check_checkpointing(model: Any, kv_cache: Any) -> None:
+    """Refuse a model whose layers, told to save memory for a backward pass, are called without a cache."""
+    checkpointing = (getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if model.training and any(checkpointing):
+        raise ValueError(
+            f"{type(model).__name__} is in training mode with gradient checkpointing, which keeps the cache "
+            f"from its layers: the backend {kv_cache.backend!r} would be ignored. Allowed is model.eval()."
+        )
+
+
+def _check_news(kv_cache: Any, prompt_length: int | None) -> None:
+    """Refuse a prompt of which the cache has seen all, so that there is nothing to go on from."""
+    seen = kv_cache.get_seq_length()
+    if prompt_length is not None and 0 < prompt_length <= seen:
+        raise ValueError(
+            f"The prompt has {prompt_length} tokens, and its cache has seen {seen} before. Allowed are a "
+            "next turn, given with all that came before it, and for another text a new cache, or this one "
+            "after `past_key_values.reset()`."
+        )
 
 
 def _check_whole(
@@ -155,15 +205,16 @@ def _check_whole(
     raise ValueError(
         f"{type(model).__name__} discards its cache when it reads more than {most} tokens in one call, and "
         f"this prompt of {prompt_length} cannot be split: {reason}. Allowed are prompts of at most {most} "
-        "tokens, and text alone."
+        "tokens, and those that can be split."
     )
 
 
 def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
     """Tokens of the prompt, those of earlier turns included; `None` if nothing tells."""
-    for name in ("attention_mask", "position_ids"):
-        tensor = model_kwargs.get(name)
-        if tensor is not None and hasattr(tensor, "shape"):
-            return int(tensor.shape[-1])
-    found = getattr(generation_config, "_mask_length", None)
-    return found if isinstance(found, int) and found > 0 else None
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if mask is not None and hasattr(mask, "shape"):
+        return int(mask.shape[-1])
+    found = getattr(generation_config, "_mask_length", None)  # of a mask without zeros, which is not kept
+    if isinstance(found, int) and found > 0:
+        return found
+    return int(positions.shape[-1]) if positions is not None and hasattr(positions, "shape") else None

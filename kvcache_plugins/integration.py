@@ -35,6 +35,8 @@ from .registry import TRANSFORMERS_BACKENDS, get_backend
 __all__ = ["install", "uninstall"]
 
 _OWN_ATTENTION = "kvcache_plugins"
+_TOLD = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
+"""What a cache is told of a call, of what transformers knows of it."""
 
 _Undo = Callable[[], None]
 _undo: list[_Undo] = []
@@ -121,18 +123,18 @@ def _generation_seam(module: ModuleType) -> None:
     """Install into `transformers.generation.utils`."""
     cls = _expect(module, "GenerationMixin")
     original = _expect(cls, "_prepare_cache_for_generation")
-    _expect_parameters(original, ("self", "generation_config", "model_kwargs", "max_cache_length"))
+    _expect_parameters(original, ("self", *_TOLD))
     _expect(cls, "_supports_default_dynamic_cache")
     signature = inspect.signature(original)
 
     @wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
-        check_request(self, bound["generation_config"])
+        check_request(self, bound["generation_config"], bound["model_kwargs"])
         let_assistant_keep_its_cache(bound["generation_config"], bound["model_kwargs"])
         with kept_whole(bound["generation_config"]):
             result = original(self, *args, **kwargs)
-        bind_cache(self, bound["generation_config"], bound["model_kwargs"], bound["max_cache_length"])
+        bind_cache(self, **{name: bound[name] for name in _TOLD})
         return result
 
     cls._prepare_cache_for_generation = prepare

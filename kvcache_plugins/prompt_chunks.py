@@ -27,16 +27,23 @@ _READ_BEFORE = frozenset({"cache_position", "second_per_grid_ts", "video_second_
 _READ_WHOLE = frozenset({"jamba", "kosmos_2_5_text_model"})
 """Families that compute something else in chunks, with transformers' caches too: recurrent layers of Jamba
 start anew in each, and Kosmos-2.5 numbers tokens of padded rows by other rules in the first than later."""
+_DRAFTING = "assisted_generation"
+"""transformers' name for generation in which an assistant, or the prompt itself, proposes tokens."""
 
 
-def why_read_whole(model: Any, model_kwargs: dict[str, Any], *, is_first: bool) -> str | None:
+def why_read_whole(
+    model: Any, model_kwargs: dict[str, Any], *, is_first: bool, generation_mode: Any = None
+) -> str | None:
     """Say why this prompt is not split; `None` if transformers can, and what it computes stays what it is.
 
     Args:
         model (`PreTrainedModel`): What generates.
         model_kwargs (`dict`): The call's arguments.
         is_first (`bool`): Whether nothing has been read before.
+        generation_mode (`GenerationMode`, *optional*): What transformers calls this way of generating.
     """
+    if getattr(generation_mode, "value", None) == _DRAFTING:
+        return "the call that reads it verifies drafted tokens as well"
     if soft_prompt_kind(model) is not None:
         return "PEFT takes every call after a soft prompt's first for a step of one token"
     if _sees_ahead(model, model_kwargs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import importlib.util
 import json
@@ -220,6 +221,63 @@ def test_generation_that_is_to_use_no_cache_is_refused(model: Any) -> None:
     """Evolla's configuration says so, and any user can."""
     with pytest.raises(ValueError, match=r"use_cache is False.*Allowed is use_cache=True"):
         generate(model, {"backend": "int8"}, use_cache=False)
+
+
+def test_a_backend_that_nothing_would_look_at_is_refused(model: Any, no_forward: None) -> None:
+    with pytest.raises(ValueError, match=r"'KIVI', which would be ignored.*cache_implementation='quantized'"):
+        model.generate(INPUTS, cache_config={"backend": "KIVI"})
+
+
+def test_a_backend_is_no_mistake_where_another_cache_is_chosen(model: Any) -> None:
+    settings = {"max_new_tokens": 2, "return_dict_in_generate": True}
+    run, ours = functools.partial(model.generate, INPUTS, **settings), {"backend": "kivi"}
+    assert type(run(cache_config=ours, cache_implementation="dynamic").past_key_values) is DynamicCache
+    assert type(run(cache_config={"backend": "quanto"}).past_key_values) is DynamicCache  # not ours to judge
+    given = kvp.build_cache(model, {"backend": "int8"})
+    assert run(cache_config=ours, past_key_values=given).past_key_values is given
+    default = tiny_model("llama")
+    default.generation_config.cache_implementation, default.generation_config.cache_config = "quantized", ours
+    assert isinstance(default.generate(INPUTS, **settings).past_key_values, kvp.KIVICache)
+    turned_off = default.generate(INPUTS, cache_implementation=None, **settings)
+    assert type(turned_off.past_key_values) is DynamicCache
+
+
+@pytest.mark.parametrize("is_given", [False, True], ids=["", "past_key_values"])
+@pytest.mark.parametrize("how", ["use_cache", "checkpointing"])
+def test_a_cache_that_would_not_be_used_is_refused(how: str, is_given: bool) -> None:
+    model = tiny_model("llama")
+    cache: dict[str, Any] = {"cache_implementation": "quantized", "cache_config": {"backend": "int8"}}
+    if is_given:
+        cache = {"past_key_values": kvp.build_cache(model, {"backend": "int8"})}
+    if how == "use_cache":
+        with pytest.raises(ValueError, match=r"use_cache is False.*'int8'.* of no use.*use_cache=True"):
+            model.generate(INPUTS, use_cache=False, **cache)
+        return
+    expected = model.generate(INPUTS, max_new_tokens=4, do_sample=False)
+    model.train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    with pytest.raises(ValueError, match=r"training mode with gradient checkpointing.*'int8'.*model.eval"):
+        model.generate(INPUTS, **cache)
+    model.eval()  # as transformers' Trainer does before it generates
+    assert torch.equal(model.generate(INPUTS, max_new_tokens=4, do_sample=False, **cache), expected)
+
+
+def test_a_prompt_without_anything_new_is_refused(model: Any) -> None:
+    cache = kvp.build_cache(model, {"backend": "kivi"})
+    first = model.generate(INPUTS, past_key_values=cache, max_new_tokens=4)
+    assert cache.get_seq_length() == 43
+    for prompt in (INPUTS, INPUTS[:, :7], first[:, :43]):
+        with pytest.raises(ValueError, match=rf"has {prompt.shape[1]} tokens, .*seen 43 .*reset"):
+            model.generate(prompt, past_key_values=cache, max_new_tokens=4)
+    assert cache.get_seq_length() == 43
+    # the last token alone, with the mask, and the numbers, of all
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    copied = copy.deepcopy(cache)
+    got = model.generate(
+        first[:, 43:], attention_mask=torch.ones_like(first), position_ids=torch.tensor([[43]]),
+        past_key_values=cache, **settings,
+    )  # fmt: skip
+    assert torch.equal(got[:, 1:], model.generate(first, past_key_values=copied, **settings)[:, 44:])
 
 
 def test_a_cache_of_another_model_is_refused(model: Any) -> None:

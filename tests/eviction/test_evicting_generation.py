@@ -274,3 +274,20 @@ def test_drafts_that_come_with_the_prompt(backend: str) -> None:
     drafted.crop(0)  # all four are right
     for layer, other in zip(drafted.evicting_layers, whole.evicting_layers, strict=True):
         assert torch.equal(layer.ledger.positions, other.ledger.positions)
+
+
+@pytest.mark.allow_deprecation(
+    "Passing .generation_config. together", reason="transformers drafts in this way"
+)
+def test_a_prompt_that_is_read_with_drafts_is_read_whole() -> None:
+    # transformers verifies the first drafts in the call that reads the prompt, so memory is not bounded
+    model, tokens = model_of(), ids(50)
+    config = {"backend": "knorm", "budget": 24, "chunk_size": 16}
+    for arguments in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model_of("gpt_neox")}):
+        with _calls(model) as calls:
+            report = _generate(model, tokens, config, max_new_tokens=3, **arguments).past_key_values.report()
+        assert calls[0] >= 50
+        assert "verifies drafted tokens" in str(report.whole_prompt_reason)
+    with _calls(model_of("gpt_neox")) as calls:  # the assistant reads it in chunks
+        _generate(model, tokens, config, max_new_tokens=3, assistant_model=model_of("gpt_neox"))
+    assert calls[:4] == [16, 16, 16, 2]

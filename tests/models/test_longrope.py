@@ -175,6 +175,8 @@ def test_what_cannot_be_right_is_refused(model: Any) -> None:
         ValueError, match="holds 21 tokens from before; a text of 90 tokens needs a new cache"
     ):
         generate(model, 90, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"this prompt of 90 cannot be split: .*verifies drafted tokens"):
+        generate(model, 90, prompt_lookup_num_tokens=3, **quantized(backend="int8"))
 
 
 def _held(layer: Any) -> Tensor:
