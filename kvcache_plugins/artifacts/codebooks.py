@@ -102,7 +102,7 @@ class Codebooks:
 
     @property
     def sink_length(self) -> int:
-        """First tokens that took no part."""
+        """First tokens that took no part; a cache may keep others exact."""
         return int(self.facts["sink_length"])
 
     def check_model(self, config: Any) -> None:

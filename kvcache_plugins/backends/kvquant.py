@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..artifacts.codebooks import LayerCodebooks, load_codebooks
+from ..artifacts.codebooks import Codebooks, LayerCodebooks, load_codebooks
 from ..cache import KVCache
 from ..config import BackendConfig, check_choice, check_number, check_path_or_id
 from ..layers.base import PackedLayer
@@ -28,6 +29,7 @@ NORMAL_FLOAT = "normal_float"
 """Value of `calibration` for levels of a normal distribution, and ranges from a row's own first tokens."""
 
 _BITS = (2, 3, 4)
+_OUTLIER_FRACTION = 0.01
 _WARMUP_TOKENS = 128
 _SQNR_DB = {2: 3.0, 3: 12.0, 4: 17.0}  # of NormalFloat; 2 bits leave it [-1, -0.34, 0, 1]
 
@@ -40,9 +42,12 @@ class KVQuantConfig(BackendConfig):
         nbits (`int`): Bits of keys and values: 2, 3 or 4.
         key_bits (`int`, *optional*), value_bits (`int`, *optional*): Override `nbits`.
         residual_length (`int`): Newest tokens kept exact; up to 63 more are while their block fills.
-        sink_length (`int`): First real tokens kept exact.
-        outlier_fraction (`float`): Share of numbers kept beside their codes; that of the artifact, where
-            there is one.
+        sink_length (`int`): First real tokens kept exact. Those that took no part in a calibration may be
+            more or fewer: a key far outside of its ranges, packed, is made up for by outliers (and the others
+            of its block lack these: up to 4 dB where all channels are thirty times too large). An artifact
+            without outliers has none that could, which a warning says.
+        outlier_fraction (`float`, *optional*): Share of numbers kept beside their codes. If not given, the
+            artifact's, whose ranges depend on it so that no other is accepted; without an artifact, 0.01.
         calibration (`str`): Directory or hub id of an artifact of `kvcache-plugins calibrate`, or
             `"normal_float"` to do without.
     """
@@ -52,7 +57,7 @@ class KVQuantConfig(BackendConfig):
     value_bits: int | None = None
     residual_length: int = 128
     sink_length: int = 1
-    outlier_fraction: float = 0.01
+    outlier_fraction: float | None = None
     calibration: str | None = None
     block_tokens: ClassVar[int] = BLOCK_TOKENS
 
@@ -62,7 +67,8 @@ class KVQuantConfig(BackendConfig):
         for name in ("key_bits", "value_bits"):
             if getattr(self, name) is not None:
                 check_choice(self, name, getattr(self, name), _BITS)
-        check_number(self, "outlier_fraction", self.outlier_fraction, minimum=0.0, maximum=0.1)
+        if self.outlier_fraction is not None:
+            check_number(self, "outlier_fraction", self.outlier_fraction, minimum=0.0, maximum=0.1)
         what = f"an artifact, as made by `kvcache-plugins calibrate`, or {NORMAL_FLOAT!r} to do without one"
         check_path_or_id(self, "calibration", self.calibration, what)
 
@@ -77,6 +83,33 @@ class KVQuantConfig(BackendConfig):
     @property
     def is_calibrated(self) -> bool:
         return self.calibration != NORMAL_FLOAT
+
+    @property
+    def artifact(self) -> Codebooks | None:
+        """What `calibration` names; `None` for [`NORMAL_FLOAT`].
+
+        Raises:
+            ArtifactError: If there is no such artifact.
+            ValueError: If it was made with another `outlier_fraction` than was given.
+        """
+        if self.calibration is None or self.calibration == NORMAL_FLOAT:
+            return None
+        found = load_codebooks(self.calibration)
+        if self.outlier_fraction not in (None, found.outlier_fraction):
+            raise ValueError(
+                f"KVQuantConfig.outlier_fraction must be {found.outlier_fraction}, or not be given: the "
+                f"artifact {self.calibration!r} was calibrated with it, and its ranges depend on it; got "
+                f"{self.outlier_fraction}."
+            )
+        return found
+
+    @property
+    def outlier_share(self) -> float:
+        """The `outlier_fraction` in use, given or not."""
+        found = self.artifact
+        if found is not None:
+            return found.outlier_fraction
+        return _OUTLIER_FRACTION if self.outlier_fraction is None else self.outlier_fraction
 
 
 class KVQuantLayer(PackedLayer):
@@ -94,7 +127,7 @@ class KVQuantLayer(PackedLayer):
                 normal_float_codebook(bits),
                 None,
                 self._side(head_dim),
-                fraction=self.config.outlier_fraction,
+                fraction=self.config.outlier_share,
                 warmup_tokens=_WARMUP_TOKENS,
             )
         else:
@@ -119,7 +152,7 @@ class KVQuantLayer(PackedLayer):
         return StreamSpec(codec, BLOCK_TOKENS, self.config.residual_length)
 
     def _side(self, head_dim: int) -> int:
-        fraction, values = self.config.outlier_fraction, self.num_heads * head_dim
+        fraction, values = self.config.outlier_share, self.num_heads * head_dim
         side, most = outliers_per_side(fraction, values), MAX_CAPACITY // (2 * BLOCK_TOKENS)
         if side > most:
             raise ValueError(
@@ -130,15 +163,9 @@ class KVQuantLayer(PackedLayer):
         return side
 
     def _codebooks(self) -> LayerCodebooks | None:
-        config = self.config
-        if config.calibration is None or config.calibration == NORMAL_FLOAT:
+        config, found = self.config, self.config.artifact
+        if found is None:
             return None
-        found = load_codebooks(config.calibration)
-        if found.outlier_fraction != config.outlier_fraction:
-            raise ValueError(
-                f"outlier_fraction is {config.outlier_fraction}, but the artifact {config.calibration!r} was "
-                f"calibrated with {found.outlier_fraction}, on which its ranges depend."
-            )
         return found.for_layer(
             self.layer_idx,
             self.num_heads,
@@ -170,5 +197,14 @@ class KVQuantCache(KVCache):
 
     @classmethod
     def check_artifacts(cls, config: Any, model_config: Any) -> None:
-        if config.is_calibrated:
-            load_codebooks(config.calibration).check_model(model_config)
+        found = config.artifact
+        if found is None:
+            return
+        found.check_model(model_config)
+        if found.outlier_fraction == 0 and config.sink_length < found.sink_length:
+            warnings.warn(
+                f"{found.source} has no outliers, and ranges in which the first {found.sink_length} tokens "
+                f"took no part; sink_length={config.sink_length} packs some that may lie far beyond these, "
+                f"sink_length={found.sink_length} keeps them exact.",
+                stacklevel=2,
+            )
