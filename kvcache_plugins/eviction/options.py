@@ -47,7 +47,7 @@ class EvictingConfig(BackendConfig):
             added to those of the most similar keys that stay; or `{"kind": "conv", "weights": FILE,
             "fraction": 0.125}`, LoCoCo's convolution with trained weights.
         residual_length (`int`, *optional*): Newest tokens the storage keeps exact, in place of its own
-            default.
+            default; refused without a storage, which keeps all of them so.
     """
 
     budget: int | float | None = None
@@ -77,6 +77,12 @@ class EvictingConfig(BackendConfig):
                 f"{type(self).__name__}.evict_at_decode must be true or false, got {self.evict_at_decode!r}."
             )
         self.pooling()
+        if self.residual_length and self.storage is None:
+            raise ValueError(
+                f"{type(self).__name__}.residual_length is the exact window of a packed storage; without one "
+                "all that is kept is exact, and None and 0 are allowed. Tokens that are never evicted are "
+                f"counted by local_length and stabilizer_length; got {self.residual_length}."
+            )
         storage = self.storage_config()
         if storage is not None and isinstance(storage, EvictingConfig):
             raise ValueError(

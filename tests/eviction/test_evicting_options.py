@@ -45,6 +45,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "positions": ({"positions": "relative"}, r"must be one of \('absolute', 'compact'\), got 'relative'"),
     "evict-at-decode": ({"evict_at_decode": "yes"}, r"evict_at_decode must be true or false, got 'yes'"),
     "unknown-option": ({"bugdet": 24}, r"'bugdet' is not an option of .*budget.* got bugdet=24"),
+    "window-of-no-storage": (
+        {"residual_length": 8},
+        r"residual_length is the exact window of a packed storage.* local_length .* got 8\.",
+    ),
+    "window-of-no-storage-in-one-layer": (
+        {"layer_overrides": {"0": {"residual_length": 8}}}, r"residual_length is the exact window",
+    ),
     "storage-unknown": ({"storage": {"backend": "int5"}}, r"int5.*int4|int4.*int5"),
     "storage-text": ({"storage": "int8"}, r"storage must be a dict .* or None, got 'int8'"),
     "storage-nameless": ({"storage": {"nbits": 4}}, r"storage must be a dict .* got \{'nbits': 4\}"),
