@@ -17,6 +17,7 @@ from .registry import suggest
 __all__ = [
     "KERNELS",
     "BackendConfig",
+    "BitsConfig",
     "check_choice",
     "check_integer",
     "check_number",
@@ -216,3 +217,42 @@ class BackendConfig:
                 f"got {index!r}."
             )
         return number % num_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitsConfig(BackendConfig):
+    """Options of backends whose codes have a number of bits.
+
+    Args:
+        nbits (`int`): Bits of keys and values.
+        key_bits (`int`, *optional*), value_bits (`int`, *optional*): Override `nbits`.
+
+    Attributes:
+        allowed_bits (`tuple[int, ...]`): What they may be.
+    """
+
+    nbits: int = 4
+    key_bits: int | None = None
+    value_bits: int | None = None
+    allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "nbits", self.nbits, self.allowed_bits)
+        for name in ("key_bits", "value_bits"):
+            if getattr(self, name) is not None:
+                check_choice(self, name, getattr(self, name), self.allowed_bits)
+
+    def bits_of(self, side: str) -> int:
+        """Bits of a `"key"`'s or a `"value"`'s code."""
+        own: int | None = getattr(self, f"{side}_bits")
+        return self.nbits if own is None else own
+
+    @property
+    def sqnr_floor_db(self) -> float:
+        return min(self.sqnr_db_of(self.bits_of(side)) for side in ("key", "value"))
+
+    @staticmethod
+    def sqnr_db_of(nbits: int) -> float:
+        """SQNR (dB) that codes of `nbits` promise."""
+        return uniform_sqnr_db(nbits)

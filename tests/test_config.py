@@ -232,6 +232,27 @@ def test_a_wrong_value_in_an_override() -> None:
         config.for_layer(1, 2)
 
 
+def test_bits_of_keys_and_values() -> None:
+    config_class = get_backend("int4").config_class
+    for given, expected in (
+        ({}, (4, 4)),
+        ({"nbits": 8}, (8, 8)),
+        ({"key_bits": 8}, (8, 4)),
+        ({"nbits": 8, "value_bits": 2}, (8, 2)),
+    ):
+        config: Any = config_class.from_dict(given)
+        assert (config.bits_of("key"), config.bits_of("value")) == expected
+        assert config.sqnr_floor_db == uniform_sqnr_db(min(expected))
+    quant: Any = get_backend("kvquant").config_class
+    assert quant(calibration="normal_float", key_bits=2).sqnr_floor_db == 3.0
+    allowed = {"int4": (2, 4, 8), "kivi": (2, 3, 4, 8), "kvquant": (2, 3, 4)}
+    for name, bits in allowed.items():
+        for wrong in {1, 2, 3, 4, 5, 8} - {*bits}:
+            for option in ("nbits", "key_bits", "value_bits"):
+                with pytest.raises(ValueError, match=rf"{option} must be one of .*, got {wrong}"):
+                    get_backend(name).config_class.from_dict({option: wrong})
+
+
 def test_the_promised_quality_of_uniform_codes() -> None:
     # 6 dB a bit, and what Gaussian groups of 128 really reach
     import torch

@@ -40,10 +40,6 @@ class H2OConfig(EvictingConfig):
         given = self.stabilizer_length if phase == "chunk" else self.local_length
         return max(budget // 2 if given is None else given, self.exact_length)
 
-    @classmethod
-    def tiny(cls) -> H2OConfig:
-        return cls(budget=8192, storage={"backend": "int8"})
-
 
 class H2OLayer(EvictingLayer):
     """Worth of a token: the attention it has received from every query since it came."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..cache import KVCache
-from ..config import BackendConfig, check_choice, check_number, uniform_sqnr_db
+from ..config import BitsConfig, check_number
 from ..layers.base import PackedLayer
 from ..layers.codec import AffineCodec, Codec, ScaledCodec
 from ..layers.stream import StreamSpec
@@ -15,7 +16,6 @@ from ..registry import register_backend
 
 __all__ = ["Int4Cache", "Int4Config", "Int4Layer"]
 
-_BITS = (2, 4, 8)
 _SMOOTHING_WINDOW = 64
 """First real tokens of a row from which the smoothing factors are taken: all of them are still exact when the
 first token is packed with the default window, so the factors do not depend on how the prompt was fed."""
@@ -25,7 +25,7 @@ biased by 10 have four times the logit error of per-channel codes, by 100 forty 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Int4Config(BackendConfig):
+class Int4Config(BitsConfig):
     """Options of [`Int4Cache`].
 
     Args:
@@ -37,25 +37,13 @@ class Int4Config(BackendConfig):
             seen.
     """
 
-    nbits: int = 4
-    key_bits: int | None = None
-    value_bits: int | None = None
     residual_length: int = 64
     smooth: float = 0.0
+    allowed_bits: ClassVar[tuple[int, ...]] = (2, 4, 8)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "nbits", self.nbits, _BITS)
-        for name in ("key_bits", "value_bits"):
-            if getattr(self, name) is not None:
-                check_choice(self, name, getattr(self, name), _BITS)
         check_number(self, "smooth", self.smooth, minimum=0.0, maximum=1.0)
-
-    @property
-    def sqnr_floor_db(self) -> float:
-        return min(
-            uniform_sqnr_db(bits) for bits in (self.key_bits or self.nbits, self.value_bits or self.nbits)
-        )
 
     @classmethod
     def tiny(cls) -> Int4Config:
@@ -69,7 +57,7 @@ class Int4Layer(PackedLayer):
 
     def key_stream(self, head_dim: int) -> StreamSpec:
         config = self.config
-        bits = config.key_bits or config.nbits
+        bits = config.bits_of("key")
         codec: Codec = AffineCodec(bits, per_token_head())
         if config.smooth > 0:
             codec = ScaledCodec(codec, config.smooth, self.facts.rotary, _SMOOTHING_WINDOW)
@@ -84,11 +72,8 @@ class Int4Layer(PackedLayer):
         return StreamSpec(codec, keep_recent=config.residual_length)
 
     def value_stream(self, head_dim: int) -> StreamSpec:
-        config = self.config
-        return StreamSpec(
-            AffineCodec(config.value_bits or config.nbits, per_token_head()),
-            keep_recent=config.residual_length,
-        )
+        codec = AffineCodec(self.config.bits_of("value"), per_token_head())
+        return StreamSpec(codec, keep_recent=self.config.residual_length)
 
 
 @register_backend("int4")

@@ -21,10 +21,6 @@ __all__ = ["KeyDiffCache", "KeyDiffConfig", "KeyDiffLayer"]
 class KeyDiffConfig(EvictingConfig):
     """Options of [`KeyDiffCache`]; see [`EvictingConfig`]."""
 
-    @classmethod
-    def tiny(cls) -> KeyDiffConfig:
-        return cls(budget=8192, storage={"backend": "int8"})
-
 
 class KeyDiffLayer(EvictingLayer):
     """Worth of a token: minus the cosine of its key with the mean direction of all keys held."""

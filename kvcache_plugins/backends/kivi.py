@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 from ..cache import KVCache
-from ..config import BackendConfig, check_choice, check_integer, uniform_sqnr_db
+from ..config import BitsConfig, check_choice, check_integer
 from ..layers.base import PackedLayer
 from ..layers.codec import AffineCodec, Codec, RotatedCodec
 from ..layers.stream import StreamSpec
@@ -15,13 +15,12 @@ from ..registry import register_backend
 
 __all__ = ["KIVICache", "KIVIConfig", "KIVILayer"]
 
-_BITS = (2, 3, 4, 8)
 _GROUPS = (16, 32, 64, 128)
 _SHORTEST_PERIOD = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class KIVIConfig(BackendConfig):
+class KIVIConfig(BitsConfig):
     """Options of [`KIVICache`].
 
     Args:
@@ -36,28 +35,15 @@ class KIVIConfig(BackendConfig):
             bias).
     """
 
-    nbits: int = 4
-    key_bits: int | None = None
-    value_bits: int | None = None
     q_group_size: int = 32
     residual_length: int = 128
     rope_mode: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "nbits", self.nbits, _BITS)
-        for name in ("key_bits", "value_bits"):
-            if getattr(self, name) is not None:
-                check_choice(self, name, getattr(self, name), _BITS)
         check_choice(self, "q_group_size", self.q_group_size, _GROUPS)
         check_integer(self, "residual_length", self.residual_length, multiple_of=self.q_group_size)
         check_choice(self, "rope_mode", self.rope_mode, ("auto", "post", "block"))
-
-    @property
-    def sqnr_floor_db(self) -> float:
-        return min(
-            uniform_sqnr_db(bits) for bits in (self.key_bits or self.nbits, self.value_bits or self.nbits)
-        )
 
     @classmethod
     def tiny(cls) -> KIVIConfig:
@@ -71,7 +57,7 @@ class KIVILayer(PackedLayer):
 
     def key_stream(self, head_dim: int) -> StreamSpec:
         config = self.config
-        codec: Codec = AffineCodec(config.key_bits or config.nbits, per_channel_group(config.q_group_size))
+        codec: Codec = AffineCodec(config.bits_of("key"), per_channel_group(config.q_group_size))
         rotary = self.facts.rotary
         if self._undoes_rotation() and rotary is not None:
             # a multiple of the group, so that one rotation is common to all keys of a group
@@ -82,7 +68,7 @@ class KIVILayer(PackedLayer):
         config = self.config
         granularity = per_token_group(_value_group(config.q_group_size, head_dim))
         return StreamSpec(
-            AffineCodec(config.value_bits or config.nbits, granularity), keep_recent=config.residual_length
+            AffineCodec(config.bits_of("value"), granularity), keep_recent=config.residual_length
         )
 
     def _undoes_rotation(self) -> bool:

@@ -25,10 +25,6 @@ class KnormConfig(EvictingConfig):
 
     sink_length: int = 4
 
-    @classmethod
-    def tiny(cls) -> KnormConfig:
-        return cls(budget=8192, sink_length=0, storage={"backend": "int8"})
-
 
 class KnormLayer(EvictingLayer):
     """Worth of a token: `-|k|`."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..artifacts.codebooks import Codebooks, LayerCodebooks, load_codebooks
 from ..cache import KVCache
-from ..config import BackendConfig, check_choice, check_number, check_path_or_id
+from ..config import BitsConfig, check_number, check_path_or_id
 from ..layers.base import PackedLayer
 from ..layers.codec import Codec
 from ..layers.nonuniform import (
@@ -28,14 +28,13 @@ __all__ = ["NORMAL_FLOAT", "KVQuantCache", "KVQuantConfig", "KVQuantLayer"]
 NORMAL_FLOAT = "normal_float"
 """Value of `calibration` for levels of a normal distribution, and ranges from a row's own first tokens."""
 
-_BITS = (2, 3, 4)
 _OUTLIER_FRACTION = 0.01
 _WARMUP_TOKENS = 128
 _SQNR_DB = {2: 3.0, 3: 12.0, 4: 17.0}  # of NormalFloat; 2 bits leave it [-1, -0.34, 0, 1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVQuantConfig(BackendConfig):
+class KVQuantConfig(BitsConfig):
     """Options of [`KVQuantCache`].
 
     Args:
@@ -53,28 +52,23 @@ class KVQuantConfig(BackendConfig):
     """
 
     nbits: int = 3
-    key_bits: int | None = None
-    value_bits: int | None = None
     residual_length: int = 128
     sink_length: int = 1
     outlier_fraction: float | None = None
     calibration: str | None = None
+    allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4)
     block_tokens: ClassVar[int] = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "nbits", self.nbits, _BITS)
-        for name in ("key_bits", "value_bits"):
-            if getattr(self, name) is not None:
-                check_choice(self, name, getattr(self, name), _BITS)
         if self.outlier_fraction is not None:
             check_number(self, "outlier_fraction", self.outlier_fraction, minimum=0.0, maximum=0.1)
         what = f"an artifact, as made by `kvcache-plugins calibrate`, or {NORMAL_FLOAT!r} to do without one"
         check_path_or_id(self, "calibration", self.calibration, what)
 
-    @property
-    def sqnr_floor_db(self) -> float:
-        return min(_SQNR_DB[bits] for bits in (self.key_bits or self.nbits, self.value_bits or self.nbits))
+    @staticmethod
+    def sqnr_db_of(nbits: int) -> float:
+        return _SQNR_DB[nbits]
 
     @classmethod
     def tiny(cls) -> KVQuantConfig:
@@ -118,7 +112,7 @@ class KVQuantLayer(PackedLayer):
     config: KVQuantConfig
 
     def key_stream(self, head_dim: int) -> StreamSpec:
-        bits = self.config.key_bits or self.config.nbits
+        bits = self.config.bits_of("key")
         found = self._codebooks()
         codec: Codec
         if found is None:
@@ -144,7 +138,7 @@ class KVQuantLayer(PackedLayer):
         return StreamSpec(codec, BLOCK_TOKENS, self.config.residual_length)
 
     def value_stream(self, head_dim: int) -> StreamSpec:
-        bits = self.config.value_bits or self.config.nbits
+        bits = self.config.bits_of("value")
         found = self._codebooks()
         codebook = normal_float_codebook(bits) if found is None else found.value_codebook
         levels = None if found is None else found.value_levels
@@ -170,8 +164,8 @@ class KVQuantLayer(PackedLayer):
             self.layer_idx,
             self.num_heads,
             self.key_dim,
-            key_bits=config.key_bits or config.nbits,
-            value_bits=config.value_bits or config.nbits,
+            key_bits=config.bits_of("key"),
+            value_bits=config.bits_of("value"),
             rotary=self.facts.rotary,
         )
 

@@ -33,10 +33,6 @@ class RandomConfig(EvictingConfig):
         super().__post_init__()
         check_integer(self, "seed", self.seed)
 
-    @classmethod
-    def tiny(cls) -> RandomConfig:
-        return cls(budget=8192, storage={"backend": "int8"})
-
 
 class RandomLayer(EvictingLayer):
     """Worth of a token: a hash of where it stands."""

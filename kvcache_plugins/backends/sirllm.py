@@ -46,10 +46,6 @@ class SirLLMConfig(EvictingConfig):
         super().__post_init__()
         check_number(self, "decay", self.decay, minimum=0.0, maximum=1.0)
 
-    @classmethod
-    def tiny(cls) -> SirLLMConfig:
-        return cls(budget=8192, sink_length=0, storage={"backend": "int8"})
-
 
 class SirLLMLayer(EvictingLayer):
     """Worth of a token: `-log p(token | what came before)`, the same for all layers and heads."""

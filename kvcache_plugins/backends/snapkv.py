@@ -39,10 +39,6 @@ class SnapKVConfig(EvictingConfig):
         if self.kernel_size % 2 == 0:
             raise ValueError(f"SnapKVConfig.kernel_size must be odd, got {self.kernel_size!r}.")
 
-    @classmethod
-    def tiny(cls) -> SnapKVConfig:
-        return cls(budget=8192, storage={"backend": "int8"})
-
 
 class SnapKVLayer(EvictingLayer):
     """Worth of a token: the attention it and its neighbours receive from the newest queries."""

@@ -25,10 +25,6 @@ class StreamingLLMConfig(EvictingConfig):
 
     sink_length: int = 4
 
-    @classmethod
-    def tiny(cls) -> StreamingLLMConfig:
-        return cls(budget=8192, sink_length=0, storage={"backend": "int8"})
-
 
 class StreamingLLMLayer(EvictingLayer):
     """Worth of a token: how new it is."""

@@ -21,10 +21,6 @@ __all__ = ["TOVACache", "TOVAConfig", "TOVALayer"]
 class TOVAConfig(EvictingConfig):
     """Options of [`TOVACache`]; see [`EvictingConfig`]."""
 
-    @classmethod
-    def tiny(cls) -> TOVAConfig:
-        return cls(budget=8192, storage={"backend": "int8"})
-
 
 class TOVALayer(EvictingLayer):
     """Worth of a token: the attention of the newest query, averaged over all heads of the layer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..config import BackendConfig, check_choice, check_integer
 from ..registry import get_backend
@@ -17,6 +17,7 @@ POSITIONS = ("absolute", "compact")
 _STABILIZER_LENGTH = 128
 _LOCAL_LENGTH = 100
 _DECODE_SLACK = 64
+_Self = TypeVar("_Self", bound="EvictingConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,10 @@ class EvictingConfig(BackendConfig):
             )
         if isinstance(self.budget, int):
             self.check_budget(self.budget)
+
+    @classmethod
+    def tiny(cls: type[_Self]) -> _Self:
+        return cls(budget=8192, storage={"backend": "int8"})
 
     def storage_config(self) -> BackendConfig | None:
         """Options of the storage, those given here applied; `None` for the model's dtype.

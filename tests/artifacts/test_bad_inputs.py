@@ -72,6 +72,7 @@ UNFIT: dict[str, tuple[str | None, str | None, dict[str, Any], tuple[str, ...]]]
     "cut-short": (None, "cut", {}, (TENSORS, "cannot be read")),
     "bits-it-lacks": (None, None, {"nbits": 4}, (str(ARTIFACT), "[3]", "not for 4")),
     "key-bits-it-lacks": (None, None, {"key_bits": 2}, (str(ARTIFACT), "[3]", "not for 2")),
+    "value-bits-it-lacks": (None, None, {"value_bits": 2}, (str(ARTIFACT), "[3]", "not for 2")),
     "other-share-of-outliers": (None, None, {"outlier_fraction": 0.02}, (str(ARTIFACT), "0.02", "0.01")),
 }
 
