@@ -109,6 +109,9 @@ class BackendConfig:
             dtype.
         layer_overrides (`dict[str, dict]`): `{"0": {"nbits": 8}}`: other options for single layers.
 
+    A field may have `metadata={"shown": "required"}`, or other words for tables of options to show in the
+    place of its default.
+
     Attributes:
         block_tokens (`int`): Tokens that evicting caches over this storage keep or move as one count: where
             lists beside the codes are those of whole blocks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..artifacts.codebooks import Codebooks, LayerCodebooks, load_codebooks
@@ -54,8 +54,8 @@ class KVQuantConfig(BitsConfig):
     nbits: int = 3
     residual_length: int = 128
     sink_length: int = 1
-    outlier_fraction: float | None = None
-    calibration: str | None = None
+    outlier_fraction: float | None = field(default=None, metadata={"shown": "of its artifact, or 0.01"})
+    calibration: str | None = field(default=None, metadata={"shown": "required"})
     allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4)
     block_tokens: ClassVar[int] = BLOCK_TOKENS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,7 +33,8 @@ class LocretConfig(EvictingConfig):
         heads (`str`): Directory or hub id of retaining heads, as made by `kvcache-plugins train-locret`.
     """
 
-    heads: str | None = None
+    budget: int | float | None = field(default=None, metadata={"shown": "of its heads"})
+    heads: str | None = field(default=None, metadata={"shown": "required"})
 
     def __post_init__(self) -> None:
         what = "retaining heads, as made by `kvcache-plugins train-locret`"

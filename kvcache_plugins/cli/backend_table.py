@@ -18,8 +18,8 @@ __all__ = ["SECTIONS", "BackendRow", "backend_rows", "docstring_sections", "mark
 SECTIONS = ("Paper", "Deviates", "Cost", "Limits")
 """Sections every backend's docstring has, besides its first paragraph."""
 
-# Options of every backend; they are listed once, and in a row only where its default differs.
 _OF_STORAGE = ("its storage's",)
+# Options of every backend; they are listed once, and in a row only where its default differs.
 _COMMON_DEFAULTS: dict[str, Any] = {
     "kernel": "auto",
     "sink_length": 0,
@@ -119,14 +119,13 @@ def _row(name: str) -> BackendRow:
 def _own_options(config_class: type[Any]) -> dict[str, str]:
     options = {}
     for option in dataclasses.fields(config_class):
-        if option.default is not dataclasses.MISSING:
-            default = option.default
-        elif option.default_factory is not dataclasses.MISSING:
-            default = option.default_factory()
-        else:
-            options[option.name] = "(required)"
+        factory, default = option.default_factory, option.default
+        default = default if factory is dataclasses.MISSING else factory()
+        if option.name in _COMMON_DEFAULTS and _COMMON_DEFAULTS[option.name] == default:
             continue
-        if option.name not in _COMMON_DEFAULTS or _COMMON_DEFAULTS[option.name] != default:
+        if "shown" in option.metadata or default is dataclasses.MISSING:
+            options[option.name] = f"({option.metadata.get('shown', 'required')})"
+        else:
             # as one would write it in JSON, because that is how options are given on the command line
             options[option.name] = json.dumps(default, default=str).strip('"')
     return options

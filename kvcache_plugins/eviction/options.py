@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..config import BackendConfig, check_choice, check_integer
@@ -51,7 +51,7 @@ class EvictingConfig(BackendConfig):
             default; refused without a storage, which keeps all of them so.
     """
 
-    budget: int | float | None = None
+    budget: int | float | None = field(default=None, metadata={"shown": "required"})
     chunk_size: int | None = 1024
     stabilizer_length: int | None = None
     local_length: int | None = None

@@ -114,6 +114,44 @@ def test_docstring_of_a_backend_says_what_the_table_needs(row: backend_table.Bac
     assert set(row.sections) == set(SECTIONS)
     assert all(row.sections.values())
     assert "residual_length" in row.options
+    assert "null" not in row.options.get("budget", "")
+
+
+def _own(name: str) -> dict[str, str]:
+    return next(row.options for row in _builtin_rows() if row.name == name)
+
+
+@pytest.mark.parametrize("row", _builtin_rows(), ids=lambda row: row.name)
+def test_what_is_shown_as_required_is(row: backend_table.BackendRow) -> None:
+    from transformers import AutoConfig
+
+    models = ROOT / "examples" / "models"
+    needed = {"budget": 512, "heads": str(models / "tiny-llama-books-locret"), "calibration": "normal_float"}
+    required = {name for name, shown in row.options.items() if shown == "(required)"}
+    config = AutoConfig.from_pretrained(BUNDLED_MODEL)
+    given = {"backend": row.name} | {name: needed[name] for name in required}
+    kvp.build_cache(config, given)
+    for name in required:
+        for without in (given | {name: None}, {key: given[key] for key in given if key != name}):
+            with pytest.raises(ValueError, match=rf"{name} must be"):
+                kvp.build_cache(config, without)
+
+
+def test_defaults_that_depend_say_on_what() -> None:
+    assert _own("kvquant")["outlier_fraction"] == "(of its artifact, or 0.01)"
+    assert (_own("locret")["budget"], _own("knorm")["budget"]) == ("(of its heads)", "(required)")
+    assert (_own("int8")["calibration"], _own("knorm")["storage"]) == ("null", "null")
+
+
+def test_an_option_without_a_default_is_required() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class ShelfConfig(kvp.BackendConfig):
+        width: int
+        names: tuple[str, ...] = dataclasses.field(default_factory=tuple)
+
+    assert backend_table._own_options(ShelfConfig) == {
+        "residual_length": "0", "width": "(required)", "names": "[]"
+    }  # fmt: skip
 
 
 def test_a_backend_that_cannot_be_imported_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
