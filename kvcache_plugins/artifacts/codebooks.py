@@ -204,13 +204,12 @@ def load_codebooks(name_or_path: str) -> Codebooks:
     return _read(folder, stamps(folder, files))
 
 
-def push_to_hub(directory: str | os.PathLike[str], repo_id: str, *, private: bool = False) -> str:
-    """Upload a saved artifact to a hub repository, which is made if need be.
+def push_to_hub(directory: str | os.PathLike[str], repo_id: str) -> str:
+    """Upload a saved artifact to a hub repository, which is made if need be: one that exists may be private.
 
     Args:
         directory (`str`): Where it was saved.
         repo_id (`str`): Such as `"name/llama-3-8b-kvquant3"`.
-        private (`bool`): Of a repository that is made.
 
     Returns:
         `str`: The address of the commit.
@@ -220,7 +219,7 @@ def push_to_hub(directory: str | os.PathLike[str], repo_id: str, *, private: boo
         OSError: If the hub cannot be reached or refuses.
     """
     load_codebooks(str(directory))
-    return push(directory, _UPLOADED, repo_id, private=private)
+    return push(directory, _UPLOADED, repo_id)
 
 
 @lru_cache(maxsize=8)

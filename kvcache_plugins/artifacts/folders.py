@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ def locate(
     """Return the folder of an artifact, downloaded if it is a hub repository.
 
     Args:
-        name_or_path (`str`): Directory or hub id.
+        name_or_path (`str`): Directory or hub id, which may end in the revision: `"org/name@revision"`.
         files (`Iterable[str]`): What to download.
         option (`str`): Cache option that names the artifact, for the message.
-        revision (`str`, *optional*): Of the repository.
+        revision (`str`, *optional*): Of the repository, if its id does not say.
 
     Raises:
         ArtifactError: If it is neither a directory nor a repository that can be read.
@@ -35,14 +36,21 @@ def locate(
     folder = Path(name_or_path)
     if folder.is_dir():
         return folder
-    from huggingface_hub import snapshot_download
-
+    repo_id, _, tagged = name_or_path.partition("@")
     try:
-        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(files)))
+        return _downloaded(repo_id, tagged or revision, tuple(files))
     except Exception as error:  # the hub client raises many kinds; all mean the artifact cannot be had
         raise ArtifactError(
             f"{option}={name_or_path!r} is neither a directory nor a hub repository that can be read: {error}"
         ) from error
+
+
+@lru_cache
+def _downloaded(repo_id: str, revision: str | None, files: tuple[str, ...]) -> Path:
+    """Download once, because every layer of a cache asks."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(files)))
 
 
 def stamps(folder: Path, files: Sequence[str]) -> tuple[int, ...]:
@@ -100,8 +108,16 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def push(directory: str | os.PathLike[str], files: Iterable[str], repo_id: str, *, private: bool) -> str:
+def push(
+    directory: str | os.PathLike[str], files: Iterable[str], repo_id: str, *, private: bool | None = None
+) -> str:
     """Upload files of a directory to a hub repository, which is made if need be.
+
+    Args:
+        directory (`str`): Where they are.
+        files (`Iterable[str]`): Which ones.
+        repo_id (`str`): Such as `"name/artifact"`.
+        private (`bool`, *optional*): Of a repository that is made; what its owner's are if not given.
 
     Returns:
         `str`: The address of the commit.

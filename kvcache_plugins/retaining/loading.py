@@ -17,11 +17,11 @@ __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "load_heads"]
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
-_loaded: dict[tuple[str, str | None], tuple[tuple[int, ...], RetainingHeads]] = {}
+_loaded: dict[str, tuple[tuple[int, ...], RetainingHeads]] = {}
 _lock = threading.Lock()
 
 
-def load_heads(name_or_path: str, revision: str | None = None) -> RetainingHeads:
+def load_heads(name_or_path: str) -> RetainingHeads:
     """Return the heads of a directory or a hub repository, the same object for the same name.
 
     They are in evaluation mode, without gradients, on the CPU, in the dtype they were saved in:
@@ -29,8 +29,7 @@ def load_heads(name_or_path: str, revision: str | None = None) -> RetainingHeads
     read again.
 
     Args:
-        name_or_path (`str`): Directory or hub id.
-        revision (`str`, *optional*): Of the repository.
+        name_or_path (`str`): Directory or hub id, which may end in the revision: `"org/name@revision"`.
 
     Raises:
         ArtifactError: If there is nothing of that name, or what is there are no retaining heads.
@@ -41,13 +40,13 @@ def load_heads(name_or_path: str, revision: str | None = None) -> RetainingHeads
         )
     folder = Path(name_or_path)
     is_local = folder.is_dir()
-    key = (str(folder.resolve()) if is_local else name_or_path, None if is_local else revision)
+    key = str(folder.resolve()) if is_local else name_or_path
     with _lock:
         known = _loaded.get(key)
         if known is not None and (not is_local or known[0] == _stamps(folder)):
             return known[1]
         if not is_local:
-            folder = locate(name_or_path, (CONFIG_FILE, WEIGHTS_FILE), option="heads", revision=revision)
+            folder = locate(name_or_path, (CONFIG_FILE, WEIGHTS_FILE), option="heads")
         heads = _load(folder, name_or_path)
         _loaded[key] = (_stamps(folder), heads)
         return heads

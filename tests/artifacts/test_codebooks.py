@@ -139,7 +139,7 @@ def test_push_checks_and_uploads(artifact: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(module, "push", lambda *args, **options: pushed.append((args, options)) or "address")
     assert push_to_hub(artifact, "me/llama-kvquant") == "address"
     (directory, files, repo_id), options = pushed[0]
-    assert (directory, repo_id, options) == (artifact, "me/llama-kvquant", {"private": False})
+    assert (directory, repo_id, options) == (artifact, "me/llama-kvquant", {})
     assert {TENSORS, FACTS, CARD, "scales.safetensors", "scales.json"} == set(files)
     with pytest.raises(ArtifactError, match=FACTS):
         push_to_hub(tmp_path, "me/nothing")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvcache_plugins.artifacts.folders import push, replacing
+from kvcache_plugins.artifacts.folders import locate, push, replacing
+from kvcache_plugins.errors import ArtifactError
 
 
 def names(folder: Path) -> list[str]:
@@ -92,3 +93,47 @@ def test_push_uploads_the_named_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert calls[1][1]["folder_path"] == str(tmp_path)
     assert calls[1][1]["repo_id"] == "me/artifact"
     assert calls[1][1]["allow_patterns"] == ["a.json", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "revision"),
+    [
+        ("org/first", None, None),
+        ("org/second@v1.0", None, "v1.0"),
+        ("org/third", "main", "main"),
+        ("org/fourth@pr/1", "main", "pr/1"),
+    ],
+)
+def test_a_repository_is_downloaded_once_in_the_revision_that_is_named(
+    name: str, given: str | None, revision: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def download(repo_id: str, **options: Any) -> str:
+        calls.append((repo_id, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    for _ in range(2):
+        assert locate(name, ("a.json", "b"), revision=given) == tmp_path
+    expected = {"revision": revision, "allow_patterns": ["a.json", "b"]}
+    assert calls == [(name.partition("@")[0], expected)]
+
+
+def test_a_directory_may_be_named_like_a_revision(tmp_path: Path) -> None:
+    (tmp_path / "artifact@v1").mkdir()
+    assert locate(str(tmp_path / "artifact@v1"), ()) == tmp_path / "artifact@v1"
+
+
+def test_a_failed_download_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def fail(repo_id: str, **options: Any) -> str:
+        calls.append(repo_id)
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match=r"heads='org/none@v1' is neither .*: no network"):
+            locate("org/none@v1", (), option="heads")
+    assert calls == ["org/none", "org/none"]
