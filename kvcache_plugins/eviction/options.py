@@ -46,7 +46,8 @@ class EvictingConfig(BackendConfig):
             Its sinks are `sink_length`, not its own default.
         pool (`str | dict`, *optional*): What becomes of what is evicted: nothing; `"merge"`, its values are
             added to those of the most similar keys that stay; or `{"kind": "conv", "weights": FILE,
-            "fraction": 0.125}`, LoCoCo's convolution with trained weights.
+            "fraction": 0.125}`, LoCoCo's convolution with trained weights (`eviction.pooling.weights` says
+            how to make the file).
         residual_length (`int`, *optional*): Newest tokens the storage keeps exact, in place of its own
             default; refused without a storage, which keeps all of them so.
     """

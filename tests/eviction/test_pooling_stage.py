@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvcache_plugins import build_cache
 from kvcache_plugins.errors import ArtifactError
 from kvcache_plugins.eviction.cache import EvictingCache
 from kvcache_plugins.eviction.options import EvictingConfig
+from kvcache_plugins.eviction.pooling import weights as weights_module
 from kvcache_plugins.eviction.pooling.convolution import pool_evicted
 from kvcache_plugins.eviction.pooling.merging import merge_evicted
 from kvcache_plugins.eviction.pooling.stage import Pooling, read_pooling
@@ -198,21 +200,31 @@ def test_saved_and_loaded(weights_file: str) -> None:
         first[1].check(5, 5, None)
 
 
-def test_imported_under_other_names(weights_file: str) -> None:
-    other = {
-        name.replace("layers.", "model.block").replace("conv.", "pool."): tensor
-        for name, tensor in load_file(weights_file).items()
-    } | {"model.embedding": torch.zeros(3)}
-    names = {
-        "weight": "model.block{i}.pool.weight",
-        "bias": "model.block{i}.pool.bias",
-        "gamma": "model.block{i}.gamma",
-    }
-    found = import_pooling_weights(other, names)
-    for layer, same in zip(found, load_pooling_weights(weights_file), strict=True):
-        assert torch.equal(layer.weight, same.weight) and torch.equal(layer.gamma, same.gamma)
+def test_the_file_is_made_as_the_documentation_says(
+    weights_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Trained:
+        def state_dict(self) -> dict[str, Tensor]:
+            own = {"conv.weight": "layers.0.weight", "conv.bias": "layers.0.bias", "gamma": "normalizer"}
+            return {"model.embed_tokens.weight": torch.zeros(3)} | {
+                f"model.layers.{i}.self_attn.memory_saver.{own[part]}": tensor.reshape(tensor.shape or (1,))
+                for name, tensor in load_file(weights_file).items()
+                for _, i, part in (name.split(".", 2),)
+            }
+
+    example = re.search(r"^```python\n(.*?)^```$", str(weights_module.__doc__), re.MULTILINE | re.DOTALL)
+    assert example is not None
+    monkeypatch.chdir(tmp_path)
+    exec(example[1], vars(weights_module) | {"model": Trained()})
+    for layer, same in zip(
+        load_pooling_weights("pooling.safetensors"), load_pooling_weights(weights_file), strict=True
+    ):
+        assert torch.equal(layer.weight, same.weight) and torch.equal(layer.bias, same.bias)
+        assert layer.gamma.item() == same.gamma.item()
+    pool = {"kind": "conv", "weights": "pooling.safetensors", "fraction": POOLED / BUDGET}
+    assert _read(pool=pool).num_held() == BUDGET
     with pytest.raises(ValueError, match="names must hold"):
-        import_pooling_weights(other, {"weight": "w"})
+        import_pooling_weights({}, {"weight": "w"})
 
 
 @pytest.mark.parametrize(

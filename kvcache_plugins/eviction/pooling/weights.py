@@ -6,8 +6,20 @@ layers.{i}.conv.bias     (M,)
 layers.{i}.gamma         ()             share of the convolution, the rest is that of the M best tokens
 ```
 
-Files of others are read with [`import_pooling_weights`], which is told their names, and written with
-[`save_pooling_weights`].
+They come with a model that was trained to be pooled, of which [`import_pooling_weights`] takes them by their
+names, for [`save_pooling_weights`] to write. Of one trained with LoCoCo's own code, one convolution a layer:
+
+```python
+memory = "model.layers.{i}.self_attn.memory_saver"
+names = {
+    "weight": f"{memory}.layers.0.weight",
+    "bias": f"{memory}.layers.0.bias",
+    "gamma": f"{memory}.normalizer",
+}
+save_pooling_weights("pooling.safetensors", import_pooling_weights(model.state_dict(), names))
+```
+
+`M` is what `fraction` of the budget comes to, rounded: there, `1 - hh_keep_rate` of `mem_size`.
 """
 
 from __future__ import annotations
