@@ -19,39 +19,44 @@ import copy
 import importlib.util
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import transformers
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
-from transformers.cache_utils import Cache
 
 import kvcache_plugins as kvp
+from kvcache_plugins.cli.display import show
 from kvcache_plugins.cli.options import add_cache_config_option, parse_cache_configs
-from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, prefill, why_unavailable
+from kvcache_plugins.cli.preparing import prepare_transformers
+from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, split_available
 from kvcache_plugins.evaluation.labels import cache_label, dense_first
+from kvcache_plugins.evaluation.language_reference import read_language_reference
+from kvcache_plugins.evaluation.options import check_count
+from kvcache_plugins.evaluation.perplexity_scoring import Schedule, predictions
 from kvcache_plugins.evaluation.plot_labels import LabelledPoint, place_labels
+from kvcache_plugins.evaluation.plotting import pyplot, save_figure
 from kvcache_plugins.evaluation.progress import progress_bar
 from kvcache_plugins.evaluation.results import build_document, write_results
-from kvcache_plugins.evaluation.timing import StepTimer
+from kvcache_plugins.evaluation.text_files import read_text_file
+from kvcache_plugins.evaluation.timing import Spread, StepTimer
 from kvcache_plugins.models.auto_class import auto_class
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
-BUNDLED_HEADS = ROOT / "examples" / "models" / "tiny-llama-books-locret"
-BUNDLED_CALIBRATION = ROOT / "examples" / "models" / "tiny-llama-books-kvquant3"
+CALIBRATION, HEADS = (os.path.relpath(f"{BUNDLED_MODEL}-{kind}") for kind in ("kvquant3", "locret"))
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+LOCRET = {"backend": "locret", "heads": HEADS, "budget": 512, "chunk_size": 256}
 DEFAULT_CACHE_CONFIGS: list[dict[str, Any]] = [
     {"backend": "int8"},
     {"backend": "float8"},
@@ -59,16 +64,10 @@ DEFAULT_CACHE_CONFIGS: list[dict[str, Any]] = [
     {"backend": "kivi", "nbits": 4},
     {"backend": "kivi", "nbits": 2},
     # calibrated for the bundled model, so for no other
-    {"backend": "kvquant", "nbits": 3, "calibration": os.path.relpath(BUNDLED_CALIBRATION)},
+    {"backend": "kvquant", "nbits": 3, "calibration": CALIBRATION},
     # a quarter of the prompt, in the model's dtype and packed; the heads were trained for the bundled model
-    {"backend": "locret", "heads": os.path.relpath(BUNDLED_HEADS), "budget": 512, "chunk_size": 256},
-    {
-        "backend": "locret",
-        "heads": os.path.relpath(BUNDLED_HEADS),
-        "budget": 512,
-        "chunk_size": 256,
-        "storage": {"backend": "int4", "key_bits": 8, "value_bits": 4},
-    },
+    LOCRET,
+    LOCRET | {"storage": {"backend": "int4", "key_bits": 8, "value_bits": 4}},
     {"backend": "fp8"},
     {"backend": "quanto", "nbits": 4},
     # transformers' default axis is quanto's; its documentation recommends axis 1 for hqq
@@ -76,19 +75,6 @@ DEFAULT_CACHE_CONFIGS: list[dict[str, Any]] = [
     {"backend": "quanto", "nbits": 2},
 ]
 
-# Topics of the language reference that the bundled model has never seen. Not every Python version has all of
-# them.
-UNSEEN_TOPICS = (
-    "attribute-access",
-    "numeric-types",
-    "operator-summary",
-    "exprlists",
-    "global",
-    "nonlocal",
-    "subscriptions",
-    "specialattrs",
-    "specialnames",
-)
 TINY_MODEL = 100_000_000  # parameters up to which a decode step is too short to be shared between threads
 SMALL_MODEL = 1_000_000_000  # parameters up to which a second copy of the model in fp32 is affordable
 SHORTEST_PROMPT = 32
@@ -98,10 +84,7 @@ WARM_UP_STEPS = 4  # decode steps left out of the time per token: first-use allo
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison; return 0, or 2 for an error of the user."""
     args = parse_args(argv)
-    # quanto compiles an extension with ninja, installed beside the interpreter and often not on the PATH
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    prepare_transformers()
     try:
         run(args)
     except (ValueError, OSError, kvp.KernelUnavailableError) as error:
@@ -119,7 +102,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--model", default=str(BUNDLED_MODEL), metavar="PATH_OR_HUB_ID", help="default: bundled"
     )
     parser.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Python's language reference)")
-    add_cache_config_option(parser, "all backends that need no artifact, and transformers' own")
+    add_cache_config_option(
+        parser,
+        "int8, float8, int4, kivi, and transformers' own; on the bundled model kvquant and locret too",
+    )
     parser.add_argument("--prompt_tokens", type=int, default=2048, help="default: 2048")
     parser.add_argument("--new_tokens", type=int, default=128, help="tokens to generate (default: 128)")
     parser.add_argument("--score_tokens", type=int, default=512, help="true tokens to score (default: 512)")
@@ -144,24 +130,19 @@ def run(args: argparse.Namespace) -> None:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise ValueError(f"--device must be a device of torch such as 'cpu', got {args.device!r}.") from error
-    if args.threads is not None and args.threads < 1:
-        raise ValueError(f"--threads must be positive, got {args.threads}.")
-    if min(args.prompt_tokens, args.new_tokens - WARM_UP_STEPS - 1, args.score_tokens, args.block_length) < 1:
-        raise ValueError(
-            "--prompt_tokens, --score_tokens and --block_length must be positive, --new_tokens above "
-            f"{WARM_UP_STEPS + 1}; got {args.prompt_tokens}, {args.score_tokens}, {args.block_length} and "
-            f"{args.new_tokens}."
-        )
+    for name in ("prompt_tokens", "score_tokens", "block_length"):
+        check_count(name, getattr(args, name))
+    check_count("new_tokens", args.new_tokens, least=WARM_UP_STEPS + 2)
+    if args.threads is not None:
+        check_count("threads", args.threads)
     is_bundled = Path(args.model).resolve() == BUNDLED_MODEL
     defaults = [c for c in DEFAULT_CACHE_CONFIGS if is_bundled or not {"calibration", "heads"} & c.keys()]
     chosen = defaults if args.cache_config is None else parse_cache_configs(args.cache_config)
-    cache_configs = dense_first(chosen)
-    text = read_text(args.text)
+    text = read_language_reference() if args.text is None else read_text_file(args.text, "--text")
     model_config = AutoConfig.from_pretrained(args.model)
-    reasons = {i: reason for i, c in enumerate(cache_configs) if (reason := why_unavailable(model_config, c))}
+    cache_configs, skipped = split_available(model_config, dense_first(chosen))
     args.output.mkdir(parents=True, exist_ok=True)
 
-    console = Console(width=None if sys.stdout.isatty() else 118)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = auto_class(model_config).from_pretrained(args.model, dtype=args.dtype).to(device).eval()
     if args.threads is None and model.num_parameters() <= TINY_MODEL:
@@ -170,15 +151,12 @@ def run(args: argparse.Namespace) -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     scorer = scoring_model(model, args.score_dtype)
-    token_ids = encode(tokenizer, text, args, model_config, console).to(device)
+    token_ids = encode(tokenizer, text, args, model_config).to(device)
 
     results: list[dict[str, Any]] = []
-    skipped = [{"cache_config": cache_configs[i], "reason": reason} for i, reason in reasons.items()]
-    dense: dict[str, Any] = {}
-    with progress_bar(len(cache_configs) - len(reasons)) as progress:
-        for index, cache_config in enumerate(cache_configs):
-            if index in reasons:
-                continue
+    dense: Measured | None = None
+    with progress_bar(len(cache_configs)) as progress:
+        for cache_config in cache_configs:
             label = cache_label(cache_config)
             progress(label)
             try:
@@ -195,51 +173,30 @@ def run(args: argparse.Namespace) -> None:
                 results.append(compare(measured, dense, model.dtype, tokenizer))
             progress(label, advance=1)
 
-    settings = {
+    sizes = ("prompt_tokens", "new_tokens", "score_tokens", "block_length")
+    settings = {name: getattr(args, name) for name in sizes} | {
         "model": model_name(args.model),
         "text": args.text or "pydoc_data.topics",
         "dtype": str(model.dtype).removeprefix("torch."),
         "score_dtype": str(scorer.dtype).removeprefix("torch."),
-        **{
-            name: getattr(args, name)
-            for name in ("prompt_tokens", "new_tokens", "score_tokens", "block_length")
-        },
     }
     document = build_document("quickstart", results, settings=settings, skipped=skipped, device=model.device)
-    print_continuations(console, tokenizer, token_ids[0, : args.prompt_tokens], results)
-    print_table(console, document)
-    path = write_results(args.output, document)
-    console.print(f"numbers: {path}", highlight=False, soft_wrap=True)
+    show([continuations(tokenizer.decode(token_ids[0, : args.prompt_tokens][-40:]), results)])
+    show([], headings(document))
+    show([comparison(document)], footnotes(document))
+    show([], [f"numbers: {write_results(args.output, document)}"])
     if importlib.util.find_spec("matplotlib") is None:
-        console.print(
-            "picture: matplotlib is not installed; pip install 'kvcache-plugins[plots]'", markup=False
-        )
+        said = "matplotlib is not installed; pip install 'kvcache-plugins[plots]'"
     else:
+        said = str(args.output / "quickstart.png")
         save_picture(document, args.output / "quickstart.png")
-        console.print(f"picture: {args.output / 'quickstart.png'}", highlight=False, soft_wrap=True)
-    console.print(f"done in {time.perf_counter() - started:.0f} s", highlight=False)
+    show([], [f"picture: {said}", f"done in {time.perf_counter() - started:.0f} s"])
 
 
 # ---- text and model ----
 
 
-def read_text(path: str | None) -> str:
-    """Return the given file, or the unseen part of the language reference."""
-    if path is not None:
-        return Path(path).read_text(encoding="utf-8")
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise ValueError(
-            "This Python comes without pydoc_data, the default text; give one with --text."
-        ) from error
-    found = [topics[name] for name in UNSEEN_TOPICS if name in topics]
-    return "\n\n".join(found or topics.values())
-
-
-def encode(
-    tokenizer: Any, text: str, args: argparse.Namespace, config: Any, console: Console
-) -> torch.Tensor:
+def encode(tokenizer: Any, text: str, args: argparse.Namespace, config: Any) -> Tensor:
     """Tokenize the prompt and its true continuation; both shrink where the text or the model is too short."""
     wanted = args.prompt_tokens + args.score_tokens
     # 32 characters a token is more than any real text has, and a whole novel need not be tokenized
@@ -255,10 +212,7 @@ def encode(
     if prompt_tokens < args.prompt_tokens:
         args.prompt_tokens = prompt_tokens
         args.score_tokens = min(args.score_tokens, available - prompt_tokens)
-        console.print(
-            f"text or model too short: prompt {prompt_tokens}, scored {args.score_tokens} tokens",
-            highlight=False,
-        )
+        show([], [f"text or model too short: prompt {prompt_tokens}, scored {args.score_tokens} tokens"])
     return token_ids[:, : args.prompt_tokens + args.score_tokens]
 
 
@@ -286,93 +240,67 @@ def model_name(model: str) -> str:
 # ---- measuring ----
 
 
+class Measured(NamedTuple):
+    """One cache: what does not depend on others, what they are compared by."""
+
+    row: dict[str, Any]
+    log_probs: Tensor  # of the true tokens, [score_tokens, vocabulary] in fp32
+    new_token_ids: Tensor
+
+
 @torch.inference_mode()
 def measure(
     model: PreTrainedModel,
     scorer: PreTrainedModel,
-    token_ids: torch.Tensor,
+    token_ids: Tensor,
     cache_config: dict[str, Any],
     args: argparse.Namespace,
-) -> dict[str, Any]:
-    """Generate with one cache, then score the true continuation through a fresh one."""
+) -> Measured:
+    """Generate with one cache, then read the true continuation through a fresh one."""
     started = time.perf_counter()
-    prompt = token_ids[:, : args.prompt_tokens]
-    generate(
-        model, prompt[:, :64], cache_config, WARM_UP_STEPS
-    )  # quanto compiles an extension at its first use
+    prompt, truth = token_ids[:, : args.prompt_tokens], token_ids[0, args.prompt_tokens :]
+    generate(model, prompt[:, :64], cache_config, WARM_UP_STEPS)  # quanto compiles at its first use
     timer = StepTimer()
     output = generate(model, prompt, cache_config, args.new_tokens, timer)
-    cache = output.past_key_values
-    kv_bytes = cache_bytes(cache)
+    cache, times = output.past_key_values, Spread.of(timer.decode_ms()[WARM_UP_STEPS:])
     report = cache.report() if isinstance(cache, kvp.KVCache) else None
+    kv_bytes = cache_bytes(cache)
     if scorer is not model:
         output = generate(scorer, prompt, cache_config, args.new_tokens)
-    log_probs = score(
-        scorer, token_ids, new_cache(scorer, cache_config), args.prompt_tokens, args.block_length
-    )
-    steps = timer.decode_ms()[WARM_UP_STEPS:]
-    return {
+    # all of the prompt but its last token fills the cache, so that every true token is predicted through it
+    schedule = Schedule(args.prompt_tokens - 1, args.block_length, approximate=True)
+    _, *read = predictions(scorer, token_ids, new_cache(scorer, cache_config), schedule)
+    log_probs = torch.cat([prediction.logits.float().log_softmax(-1) for prediction in read])
+    nll = F.nll_loss(log_probs, truth).item()
+    row = {
         "cache_config": cache_config,
+        "label": cache_label(cache_config),
         "kv_bytes": kv_bytes,
-        "ms_per_token": statistics.median(steps),
-        "ms_per_token_mean": statistics.fmean(steps),
-        "seconds": time.perf_counter() - started,
-        "new_token_ids": output.sequences[0, prompt.shape[1] :].tolist(),
-        "kernel": sorted(set(report.kernel)) if report else None,
-        "fallback_reads": report.fallback_reads if report else None,
-        "log_probs": log_probs,
-        "targets": token_ids[0, args.prompt_tokens :],
-    }
-
-
-def score(
-    model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, prompt_tokens: int, block_length: int
-) -> torch.Tensor:
-    """Return the log-probabilities of the tokens after the prompt, `[tokens, vocabulary]` in fp32.
-
-    All of the prompt but its last token fills the cache. The rest is fed in blocks, so that each true token
-    is predicted exactly once, from queries that read the past through the cache:
-
-        prefill  0 .. P-2 | block P-1 .. | block ... | .. N-2      predicts P .. N-1
-    """
-    prefill(model, token_ids[:, : prompt_tokens - 1], cache, token_ids.shape[1], logits_to_keep=1)
-    rest = token_ids[:, prompt_tokens - 1 : -1]
-    blocks = [
-        model(input_ids=block, past_key_values=cache, use_cache=True).logits[0].float().log_softmax(-1)
-        for block in rest.split(block_length, dim=1)
-    ]
-    return torch.cat(blocks)
-
-
-def compare(
-    measured: dict[str, Any], dense: dict[str, Any], dtype: torch.dtype, tokenizer: Any
-) -> dict[str, Any]:
-    """Turn one measurement into a row of results, relative to the dense cache of the same run."""
-    log_probs, dense_log_probs = measured["log_probs"], dense["log_probs"]
-    nll = -log_probs.gather(1, measured["targets"][:, None]).mean().item()
-    divergence = (dense_log_probs.exp() * (dense_log_probs - log_probs)).sum(-1).mean().item()
-    pairs = list(zip(measured["new_token_ids"], dense["new_token_ids"], strict=True))
-    values = (
-        dense["kv_bytes"] / dtype.itemsize
-    )  # the dense cache keeps every value, each in the model's dtype
-    return {
-        "cache_config": measured["cache_config"],
-        "label": cache_label(measured["cache_config"]),
-        "kv_bytes": measured["kv_bytes"],
-        "memory_fraction": measured["kv_bytes"] / dense["kv_bytes"],
-        "bits_per_value": 8 * measured["kv_bytes"] / values,
         "perplexity": math.exp(nll),
         "nll": nll,
-        "tokens": log_probs.shape[0],
-        "kl_to_dense": max(divergence, 0.0),  # rounding may leave it a hair below zero
-        "ms_per_token": measured["ms_per_token"],
-        "ms_per_token_mean": measured["ms_per_token_mean"],
-        "top1_agreement": (log_probs.argmax(-1) == dense_log_probs.argmax(-1)).float().mean().item(),
-        "agreement": sum(a == b for a, b in pairs) / len(pairs),
-        "kernel": measured["kernel"],
-        "fallback_reads": measured["fallback_reads"],
-        "seconds": measured["seconds"],
-        "generated_text": tokenizer.decode(measured["new_token_ids"]),
+        "tokens": len(truth),
+        "ms_per_token": times.median_ms,
+        "ms_per_token_mean": times.mean_ms,
+        "kernel": sorted(set(report.kernel)) if report else None,
+        "fallback_reads": report.fallback_reads if report else None,
+        "seconds": time.perf_counter() - started,
+    }
+    return Measured(row, log_probs, output.sequences[0, prompt.shape[1] :])
+
+
+def compare(measured: Measured, dense: Measured, dtype: torch.dtype, tokenizer: Any) -> dict[str, Any]:
+    """Return a row of results, relative to the dense cache of the same run."""
+    fraction = measured.row["kv_bytes"] / dense.row["kv_bytes"]
+    divergence = F.kl_div(measured.log_probs, dense.log_probs, log_target=True, reduction="batchmean")
+    same_top = measured.log_probs.argmax(-1) == dense.log_probs.argmax(-1)
+    same_tokens = measured.new_token_ids == dense.new_token_ids
+    return measured.row | {
+        "memory_fraction": fraction,
+        "bits_per_value": 8 * dtype.itemsize * fraction,  # the dense cache keeps all in the model's dtype
+        "kl_to_dense": max(divergence.item(), 0.0),  # rounding may leave it a hair below zero
+        "top1_agreement": same_top.float().mean().item(),
+        "agreement": same_tokens.double().mean().item(),
+        "generated_text": tokenizer.decode(measured.new_token_ids),
     }
 
 
@@ -392,16 +320,18 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 )
 
 
-def print_table(console: Console, document: dict[str, Any]) -> None:
-    """Print one row per cache: the dense one, ours, and transformers' own."""
-    settings, place = document["settings"], document["environment"]
-    console.print(
-        f"\n{settings['model']} on {place['device']}:\n"
+def headings(document: dict[str, Any]) -> list[str]:
+    """Return what was measured, and where."""
+    settings = document["settings"]
+    return [
+        f"\n{settings['model']} on {document['environment']['device']}:",
         f"{settings['prompt_tokens']} tokens of {settings['text']}, "
         f"then {settings['new_tokens']} generated, or {settings['score_tokens']} true ones read",
-        highlight=False,
-        markup=False,
-    )
+    ]
+
+
+def comparison(document: dict[str, Any]) -> Table:
+    """Show one row per cache: the dense one, ours, and transformers' own."""
     table = Table(box=box.SIMPLE_HEAD)
     rows = [*document["results"], *document["skipped"]]
     labels = [cache_label(row["cache_config"]) for row in rows]
@@ -420,28 +350,27 @@ def print_table(console: Console, document: dict[str, Any]) -> None:
             short = row["reason"].partition(":")[0]
             cells = [short if len(short) <= len("not installed") else "see below"]
         else:
-            cells = [show(row) for _, show in COLUMNS]
+            cells = [text(row) for _, text in COLUMNS]
         table.add_row(Text(cache_label(row["cache_config"])), *cells)
-    console.print(table)
-    console.print(
-        f"bytes, ms per token (median decode step): generate() in {settings['dtype']}\n"
-        f"same tokens (share equal to the dense run's): generate() in {settings['score_dtype']}\n"
-        f"perplexity, KL, same top-1: on the true continuation, read through the cache in blocks, "
-        f"in {settings['score_dtype']}",
-        highlight=False,
-    )
-    for row in document["skipped"]:
-        said = f"{cache_label(row['cache_config'])}: {row['reason']}"
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    return table
+
+
+def footnotes(document: dict[str, Any]) -> list[str]:
+    """Return what the columns mean, what was skipped, and which kernels served."""
+    settings = document["settings"]
+    lines = [
+        f"bytes, ms per token (median decode step): generate() in {settings['dtype']}",
+        f"same tokens (share equal to the dense run's): generate() in {settings['score_dtype']}",
+        "perplexity, KL, same top-1: on the true continuation, read through the cache in blocks, in "
+        f"{settings['score_dtype']}",
+        *(f"{cache_label(entry['cache_config'])}: {entry['reason']}" for entry in document["skipped"]),
+    ]
     kernels = {kernel for row in document["results"] for kernel in row["kernel"] or ()}
+    native = ", ".join(sorted(kernels - {"torch", "dense"}))
     if kernels:
-        native = sorted(kernels - {"torch", "dense"})
-        said = (
-            f"native kernels used: {', '.join(native)}"
-            if native
-            else "attention over packed codes in plain torch"
-        )
-        console.print(f"kernels: {said}", highlight=False)
+        said = f"native kernels used: {native}" if native else "attention over packed codes in plain torch"
+        lines.append(f"kernels: {said}")
+    return lines
 
 
 def owner(row: dict[str, Any]) -> str:
@@ -452,17 +381,15 @@ def owner(row: dict[str, Any]) -> str:
     return "transformers" if backend in TRANSFORMERS_BACKENDS else "kvcache_plugins"
 
 
-def print_continuations(
-    console: Console, tokenizer: Any, prompt: torch.Tensor, results: list[dict[str, Any]]
-) -> None:
-    """Print the end of the prompt and how each cache went on."""
+def continuations(prompt: str, results: list[dict[str, Any]]) -> Table:
+    """Show the end of the prompt and how each cache went on."""
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(no_wrap=True, min_width=max(len(row["label"]) for row in results))
     table.add_column(overflow="ellipsis", no_wrap=True)
-    table.add_row("prompt", Text("... " + one_line(tokenizer.decode(prompt[-40:]))[-80:]))
+    table.add_row("prompt", Text("... " + one_line(prompt)[-80:]))
     for row in results:
         table.add_row(Text(row["label"]), Text(one_line(row["generated_text"])))
-    console.print(table)
+    return table
 
 
 def one_line(text: str) -> str:
@@ -471,17 +398,12 @@ def one_line(text: str) -> str:
 
 def save_picture(document: dict[str, Any], path: Path) -> None:
     """Draw quality against memory, and the time per token."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     colours = {"dense": "#555555", "kvcache_plugins": "#1f6fb4", "transformers": "#d9822b"}
     names = {"kvcache_plugins": "kvcache_plugins", "transformers": "transformers' own"}
     settings, results = document["settings"], document["results"]
     results = [{**row, "label": label} for row, label in zip(results, short_labels(results), strict=True)]
     packed = [row for row in results if owner(row) != "dense"]
-    figure, (quality, speed) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
+    figure, (quality, speed) = pyplot().subplots(1, 2, figsize=(13, 5.2), layout="constrained")
 
     # A divergence of exactly zero (nothing was packed) has no place on a logarithmic axis: it is drawn at the
     # bottom.
@@ -528,8 +450,7 @@ def save_picture(document: dict[str, Any], path: Path) -> None:
     )
     figure.draw_without_rendering()  # fixes the layout, so that the space a label takes is known
     place_labels(quality, points)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def short_labels(results: list[dict[str, Any]]) -> list[str]:

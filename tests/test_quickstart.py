@@ -8,11 +8,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, cache_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer, cache_utils
 from transformers.utils import logging as transformers_logging
+
+from kvcache_plugins.evaluation.caches import new_cache
+from kvcache_plugins.evaluation.language_reference import read_language_reference
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,12 +75,34 @@ def test_run_writes_results_and_picture(
     assert {"versions", "device", "commit", "dirty", "command"} <= set(document["environment"])
     assert document["settings"]["model"] == "examples/models/tiny-llama-books"
 
+    _check_scores(quickstart, dense, {"backend": "dense"})
+    _check_scores(quickstart, kivi, kivi["cache_config"])
+
     picture = (tmp_path / "quickstart.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 10_000
     printed = capsys.readouterr().out
     for word in ("dense", "int8", "kivi 2-bit", "perplexity", "quickstart.png"):
         assert word in printed
+
+
+@torch.inference_mode()
+def _check_scores(quickstart: ModuleType, row: dict[str, Any], cache_config: dict[str, Any]) -> None:
+    """Against a plain loop over the text, whose first 300 tokens are the prompt and the next 48 the truth."""
+    model = AutoModelForCausalLM.from_pretrained(quickstart.BUNDLED_MODEL, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(quickstart.BUNDLED_MODEL)
+    ids = tokenizer(read_language_reference()[:9000], return_tensors="pt").input_ids[:, :348]
+    dense = model(ids).logits[0, 299:-1].double().log_softmax(-1)
+    cache = new_cache(model, cache_config)
+    model(ids[:, :299], past_key_values=cache)
+    blocks = [model(block, past_key_values=cache).logits[0] for block in ids[:, 299:-1].split(16, dim=1)]
+    found = torch.cat(blocks).double().log_softmax(-1)
+    nll = -found.gather(1, ids[0, 300:, None]).mean()
+    assert row["nll"] == pytest.approx(nll.item(), rel=1e-5)
+    assert row["perplexity"] == pytest.approx(nll.exp().item(), rel=1e-4)
+    divergence = (dense.exp() * (dense - found)).sum(-1).mean()
+    assert row["kl_to_dense"] == pytest.approx(divergence.item(), rel=1e-3, abs=1e-7)
+    assert row["top1_agreement"] == pytest.approx((found.argmax(-1) == dense.argmax(-1)).double().mean())
 
 
 @pytest.mark.parametrize(
@@ -161,9 +187,3 @@ def test_a_text_that_is_no_text_is_refused(
     text.write_text("word")
     assert quickstart.main(["--text", str(text), "--output", str(tmp_path)]) == 2
     assert "needs 32" in capsys.readouterr().err
-
-
-def test_default_text_is_what_the_bundled_model_never_saw(quickstart: ModuleType) -> None:
-    text = quickstart.read_text(None)
-    assert len(text) > 20_000
-    assert "object.__getattribute__" in text
