@@ -26,6 +26,7 @@ from .layers.checking import check_in_step
 from .layers.counting import dense_size, tensors_in
 from .layers.crossing import CrossAttentionLayer, with_cross_attention
 from .layers.indexed import with_indexer
+from .layers.padding import left_padding
 from .layers.recurrent import with_recurrent_branch
 from .layers.storing import storing
 from .layers.windowed import WindowedLayer, pays_off, with_window
@@ -199,7 +200,7 @@ class KVCache(Cache):
         self._choose_frequencies(model, prompt_length, max_cache_length)
         with follow_cache(model, self):
             facts = self._describe(model)
-        pads, columns = _left_padding(attention_mask)
+        pads, columns = left_padding(attention_mask)
         for layer_idx, layer in enumerate(self.layers):
             if hasattr(layer, "record_past"):
                 layer.record_past = False  # of an earlier call, whose drafts have been judged
@@ -396,11 +397,3 @@ def build_cache(
         raise ValueError(f"`cache_config` needs a 'backend', got only {sorted(options, key=str)}.")
     cache_class = get_backend(options.pop("backend"))
     return cache_class(model_or_config, max_cache_length=max_cache_length, **options)
-
-
-def _left_padding(attention_mask: Tensor | None) -> tuple[Tensor | None, int | None]:
-    """Pads of every row, `(B,)`, and the columns of the mask."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
-        return None, None
-    # cumsum is zero exactly over the leading zeros
-    return (attention_mask.long().cumsum(-1) == 0).sum(-1), attention_mask.shape[1]

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
-__all__ = ["Padding"]
+__all__ = ["Padding", "left_padding"]
 
 
 class Padding:
@@ -125,3 +125,11 @@ class Padding:
         offsets = self.starts(states)[:, None] + torch.arange(self.sink_length, device=states.device) - start
         rows, columns = ((offsets >= 0) & (offsets < states.shape[2])).nonzero(as_tuple=True)
         return rows, columns, offsets[rows, columns]
+
+
+def left_padding(attention_mask: Tensor | None) -> tuple[Tensor | None, int | None]:
+    """Return the pads of every row of a mask `(B, T)`, `(B,)`, and `T`; `None` of both for other masks."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        return None, None
+    # cumsum is zero exactly over the leading zeros
+    return (attention_mask.long().cumsum(-1) == 0).sum(-1), attention_mask.shape[1]
