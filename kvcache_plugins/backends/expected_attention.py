@@ -63,10 +63,6 @@ class ExpectedAttentionConfig(EvictingConfig):
                 f"{self.epsilon!r}."
             )
 
-    @classmethod
-    def tiny(cls) -> ExpectedAttentionConfig:
-        return cls(budget=8192, sink_length=0, storage={"backend": "int8"})
-
 
 class ExpectedAttentionLayer(EvictingLayer):
     """Worth of a token: the attention expected of the next queries, times the length of its value.

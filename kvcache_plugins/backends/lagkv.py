@@ -44,10 +44,6 @@ class LagKVConfig(EvictingConfig):
         """Tokens of a partition, where `budget` tokens are kept."""
         return max(2, min(_LAG_SIZE, budget // 8)) if self.lag_size is None else self.lag_size
 
-    @classmethod
-    def tiny(cls) -> LagKVConfig:
-        return cls(budget=8192, sink_length=0, storage={"backend": "int8"})
-
 
 class LagKVLayer(EvictingLayer):
     """Worth of a token: its rank in its partition, as a fraction of it.
