@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from ..artifacts.files import write_tensors
 from ..errors import ArtifactError
 from ..evaluation.journal import check_settings
 from .histograms import Histogram
@@ -114,10 +114,7 @@ class Statistics:
             for index, layer in self.layers.items()
             for name, tensor in layer.tensors().items()
         }
-        unfinished = self._path.with_name(f"{_FILE}.unfinished")
-        facts = {"settings": json.dumps(self._settings), "steps": str(self.steps)}
-        save_file(held, unfinished, metadata=facts)
-        unfinished.replace(self._path)
+        write_tensors(self._path, held, {"settings": json.dumps(self._settings), "steps": str(self.steps)})
 
     def _load(self) -> None:
         try:

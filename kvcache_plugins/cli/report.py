@@ -30,15 +30,15 @@ def run(args: argparse.Namespace) -> int:
     if output.is_dir():
         raise ValueError(f"--output must be a file, got the directory {str(output)!r}.")
 
+    from ..artifacts.files import replaced
     from ..evaluation.pages.documents import find_results
     from ..evaluation.pages.page import render_page
 
     files, refused = find_results(directory)
     page = render_page(files, refused, directory.resolve().name or str(directory))
     output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(f"{output.name}.unfinished")
-    unfinished.write_text(page, encoding="utf-8", errors="replace")
-    unfinished.replace(output)
+    with replaced(output) as unfinished:
+        unfinished.write_text(page, encoding="utf-8", errors="replace")
     for entry in refused:
         print(f"left out {entry.path}: {entry.reason}")
     print(f"{len(files)} result file{'' if len(files) == 1 else 's'}: {output}")

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...artifacts.files import read_json, write_json
+from ...artifacts.files import read_json, replaced, write_json
 from ..journal import append_line
 from ..labels import DENSE, cache_label
 from .json_lines import read_rows
@@ -71,9 +71,8 @@ def append_prediction(path: Path, row: Mapping[str, Any]) -> None:
 
 def rewrite_predictions(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write a whole file, under a temporary name until it is complete."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text("".join(f"{_line(row)}\n" for row in rows), encoding="utf-8")
-    unfinished.replace(path)
+    with replaced(path) as unfinished:
+        unfinished.write_text("".join(f"{_line(row)}\n" for row in rows), encoding="utf-8")
 
 
 def read_predictions(path: Path, task: Task, *, longbench_e: bool = False) -> list[dict[str, Any]]:
