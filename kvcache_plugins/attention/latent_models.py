@@ -76,6 +76,8 @@ def _handing_on(original: Method) -> Method:
                 _obstacles[self] = _compare(projection, make, latents, rotated)
             obstacle = _obstacles[self]
             if obstacle is None:
+                weights = self.get_submodule("kv_b_proj").parameters()
+                latents.sources = (*latents.sources, *weights)
                 return Expansion(latents, rotated, projection, make).handles()
         layer, reason = latents.layer, f"all latents are expanded at every step: {obstacle}"
         if layer.config.kernel == "native":

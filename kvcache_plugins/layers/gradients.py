@@ -38,9 +38,10 @@ def refusing_gradients(made: Tensor, *sources: Tensor) -> Tensor:
 
     Args:
         made (`torch.Tensor`): What the model goes on with.
-        sources (`torch.Tensor`): What the model gave. If none of them needs a gradient, none is refused.
+        sources (`torch.Tensor`): What the model gave, and weights. If none of them needs a gradient, none is
+            refused.
     """
-    if not torch.is_grad_enabled() or not any(source.requires_grad for source in sources):
+    if not torch.is_grad_enabled():
         return made
     refusing: Tensor = _Refusal.apply(made, *sources)  # type: ignore[no-untyped-call]  # torch declares no types here
     return refusing

@@ -74,10 +74,13 @@ def test_a_gradient_through_stored_tokens_is_refused(name: str, attention: str) 
         loss.backward()
 
 
-@pytest.mark.parametrize("weight", ["k_proj", "v_proj"])
+NEEDED = [(name, weight) for name in set(REFUSED) - {"latents"} for weight in ("k_proj", "v_proj")]
+NEEDED += [("latents", weight) for weight in ("kv_a_proj_with_mqa", "kv_b_proj")]
+
+
 @pytest.mark.parametrize("is_decoded", [False, True], ids=["", "decoded"])
-@pytest.mark.parametrize("name", ["packed", "exact", "evicted", "evicted-by-attention"])
-def test_also_if_only_new_keys_or_values_need_it(name: str, is_decoded: bool, weight: str) -> None:
+@pytest.mark.parametrize(("name", "weight"), sorted(NEEDED))
+def test_also_if_only_new_keys_or_values_need_it(name: str, weight: str, is_decoded: bool) -> None:
     family, config = REFUSED[name]
     model = tiny_model(family, attn_implementation="eager" if is_decoded else "sdpa").requires_grad_(False)
     cache = kvp.build_cache(model, config)
