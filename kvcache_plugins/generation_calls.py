@@ -135,8 +135,7 @@ def bind_cache(
     _check_use(model, generation_config, f"past_key_values, of the backend {kv_cache.backend!r},")
     _check_checkpointing(model, kv_cache)
     prompt_length = _prompt_length(generation_config, model_kwargs)
-    if soft_prompt_kind(model) is None:  # which the cache has seen, and the mask does not count
-        _check_news(kv_cache, prompt_length)
+    _check_news(kv_cache, prompt_length)
     kv_cache.bind(
         model,
         attention_mask=model_kwargs.get("attention_mask"),

@@ -101,6 +101,15 @@ def test_an_evicting_cache_reads_the_prompt_whole(model: Any) -> None:
     torch.testing.assert_close(ours, logits(model, 0)[0], atol=1e-5, rtol=1e-5)
 
 
+def test_a_turn_shorter_than_the_soft_prompt_is_refused(model: Any) -> None:
+    # the cache has seen more tokens than the mask has columns, and PEFT would read the last of the new alone
+    cache = kvp.build_cache(model, {"backend": "int8"})
+    first = model.generate(**inputs_of(0), past_key_values=cache, max_new_tokens=NEW)
+    turn = torch.cat([first, first[:, :5]], dim=1)
+    with pytest.raises(ValueError, match=r"has 107 tokens, and its cache has seen 121 before"):
+        model.generate(turn, attention_mask=torch.ones_like(turn), past_key_values=cache, max_new_tokens=NEW)
+
+
 def test_an_evicting_cache_must_know_the_pads(model: Any) -> None:
     with pytest.raises(
         kvp.UnsupportedOperationError, match=r"110 tokens .* 90 columns.* prompts without padding"
