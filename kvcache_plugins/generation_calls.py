@@ -5,6 +5,7 @@ Nothing of transformers is imported at the top, because importing this package c
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from .prompt_chunks import soft_prompt_kind, why_read_whole
 from .registry import TRANSFORMERS_BACKENDS, get_backend, list_backends
 
-__all__ = ["bind_cache", "check_request", "kept_whole", "let_assistant_keep_its_cache"]
+__all__ = ["bind_cache", "check_request", "choose_cache_of_assistant", "kept_whole"]
 
 _WITHOUT_CACHE = ("flaubert", "openai-gpt", "xlm")
 """Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
@@ -72,24 +73,65 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
 
 def _check_not_forgotten(model: Any, cache_config: Any) -> None:
     """Refuse a backend of ours without the word that has transformers look at `cache_config` at all."""
-    backend = cache_config.get("backend") if isinstance(cache_config, Mapping) else None
-    default = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
-    if default == "quantized" or str(backend).lower() not in list_backends():
+    if not _names_ours(cache_config) or _own_choice(model)[0] == "quantized":
         return  # None was given to turn the model's own choice off
     raise ValueError(
-        f"cache_config names the backend {backend!r}, which would be ignored: cache_implementation is None. "
-        "Allowed is cache_implementation='quantized'."
+        f"cache_config names the backend {cache_config['backend']!r}, which would be ignored: "
+        "cache_implementation is None. Allowed is cache_implementation='quantized'."
     )
 
 
-def let_assistant_keep_its_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Let a drafting model go on with the cache of its last round.
+def _names_ours(cache_config: Any) -> bool:
+    backend = cache_config.get("backend") if isinstance(cache_config, Mapping) else None
+    return str(backend).lower() in list_backends()
 
-    It runs with a copy of the target's configuration, so from the second round on it is given both
-    `cache_implementation` and the cache that came of it, which transformers refuses.
+
+def _own_choice(model: Any) -> tuple[Any, Any]:
+    """`cache_implementation` and `cache_config` of a model's own generation configuration."""
+    own = getattr(model, "generation_config", None)
+    return getattr(own, "cache_implementation", None), getattr(own, "cache_config", None)
+
+
+def choose_cache_of_assistant(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
+    """Give a drafting model the cache its own configuration names, else one like its target's if that fits.
+
+    It runs with a copy of the target's configuration, whose `cache_config` may name layers and artifacts of
+    the target alone. From the second round on it is given the cache of the last one as well, which
+    transformers refuses beside `cache_implementation`.
+
+    Args:
+        model (`PreTrainedModel`): What generates; nothing is done to others than assistants.
+        generation_config (`GenerationConfig`): The call's own copy, which is written to.
+        model_kwargs (`dict`): The call's arguments.
     """
-    if getattr(generation_config, "is_assistant", False) and _is_ours(model_kwargs.get("past_key_values")):
-        generation_config.cache_implementation = None  # this object is the call's own copy
+    cache_config = getattr(generation_config, "cache_config", None)
+    if not getattr(generation_config, "is_assistant", False) or not _names_ours(cache_config):
+        return
+    implementation, own_config = _own_choice(model)
+    if model_kwargs.get("past_key_values") is not None:
+        generation_config.cache_implementation = None
+    elif implementation is not None:
+        generation_config.cache_implementation = implementation
+        generation_config.cache_config = own_config
+    elif (reason := _why_not(model, generation_config, model_kwargs)) is not None:
+        warnings.warn(
+            f"The assistant {type(model).__name__} drafts with a dense cache, as its target's does not fit: "
+            f"{reason} The assistant's own generation_config may name another.",
+            stacklevel=3,
+        )
+        generation_config.cache_implementation = generation_config.cache_config = None
+
+
+def _why_not(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> str | None:
+    """Why a model cannot have the cache that is asked for; `None` if it can."""
+    from .cache import build_cache
+
+    try:
+        check_request(model, generation_config, model_kwargs)
+        build_cache(model.config, generation_config.cache_config)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from typing import Any
 
 from .config import drop_legacy_keys
 from .errors import IncompatibleTransformersError
-from .generation_calls import bind_cache, check_request, kept_whole, let_assistant_keep_its_cache
+from .generation_calls import bind_cache, check_request, choose_cache_of_assistant, kept_whole
 from .registry import TRANSFORMERS_BACKENDS, get_backend
 
 __all__ = ["install", "uninstall"]
@@ -130,8 +130,9 @@ def _generation_seam(module: ModuleType) -> None:
     @wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
-        check_request(self, bound["generation_config"], bound["model_kwargs"])
-        let_assistant_keep_its_cache(bound["generation_config"], bound["model_kwargs"])
+        call = self, bound["generation_config"], bound["model_kwargs"]
+        choose_cache_of_assistant(*call)
+        check_request(*call)
         with kept_whole(bound["generation_config"]):
             result = original(self, *args, **kwargs)
         bind_cache(self, **{name: bound[name] for name in _TOLD})

@@ -225,7 +225,7 @@ def test_generation_that_is_to_use_no_cache_is_refused(model: Any) -> None:
 
 def test_a_backend_that_nothing_would_look_at_is_refused(model: Any, no_forward: None) -> None:
     with pytest.raises(ValueError, match=r"'KIVI', which would be ignored.*cache_implementation='quantized'"):
-        model.generate(INPUTS, cache_config={"backend": "KIVI"})
+        model.generate(INPUTS, max_new_tokens=4, cache_config={"backend": "KIVI"})
 
 
 def test_a_backend_is_no_mistake_where_another_cache_is_chosen(model: Any) -> None:
@@ -251,13 +251,13 @@ def test_a_cache_that_would_not_be_used_is_refused(how: str, is_given: bool) -> 
         cache = {"past_key_values": kvp.build_cache(model, {"backend": "int8"})}
     if how == "use_cache":
         with pytest.raises(ValueError, match=r"use_cache is False.*'int8'.* of no use.*use_cache=True"):
-            model.generate(INPUTS, use_cache=False, **cache)
+            model.generate(INPUTS, max_new_tokens=4, use_cache=False, **cache)
         return
     expected = model.generate(INPUTS, max_new_tokens=4, do_sample=False)
     model.train()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     with pytest.raises(ValueError, match=r"training mode with gradient checkpointing.*'int8'.*model.eval"):
-        model.generate(INPUTS, **cache)
+        model.generate(INPUTS, max_new_tokens=4, **cache)
     model.eval()  # as transformers' Trainer does before it generates
     assert torch.equal(model.generate(INPUTS, max_new_tokens=4, do_sample=False, **cache), expected)
 
@@ -287,7 +287,7 @@ def test_a_cache_of_another_model_is_refused(model: Any) -> None:
     ):
         cache = kvp.build_cache(other, {"backend": "int8"})
         with pytest.raises(ValueError, match=rf"{said}.*cache of its own"):
-            model.generate(INPUTS, past_key_values=cache)
+            model.generate(INPUTS, past_key_values=cache, max_new_tokens=4)
     cache = kvp.build_cache(copy.deepcopy(model.config), {"backend": "int8"})
     model.generate(INPUTS, past_key_values=cache, max_new_tokens=2)
     assert cache.get_seq_length() == 41
@@ -514,6 +514,48 @@ def test_a_call_without_drafts_packs_again_after_one_with_them(model: Any, backe
     for one, other in zip(drafted.packed_layers, plain.packed_layers, strict=True):
         assert one.key_stream_.packed_length == other.key_stream_.packed_length > 0
         assert one.held_length == other.held_length
+
+
+@pytest.mark.allow_deprecation(
+    "Passing .generation_config. together", reason="transformers drafts in this way"
+)
+@pytest.mark.parametrize(
+    ("own", "cache_config", "used", "said"),
+    [
+        (None, {"backend": "int8"}, {"int8"}, None),
+        (None, {"backend": "int8", "skip_layers": [2]}, set(), "skip_layers must name layers from -2 to 1"),
+        ("quantized", {"backend": "int8", "skip_layers": [2]}, {"float8"}, None),
+        ("dynamic", {"backend": "int8", "skip_layers": [2]}, set(), None),
+        ("none", {"backend": "int8"}, set(), "keeps its past in a class of its own"),
+    ],
+    ids=["of-its-target", "no-such-layer", "its-own", "dense", "of-another-class"],
+)
+def test_an_assistant_has_a_cache_that_fits_it(
+    own: str | None, cache_config: Any, used: set[str], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, assistant = tiny_model("llama", num_hidden_layers=3), tiny_model("llama", seed=1)
+    if own == "none":
+        monkeypatch.setattr(assistant, "_supports_default_dynamic_cache", lambda: False)
+    elif own is not None:
+        assistant.generation_config.cache_implementation = own
+        assistant.generation_config.cache_config = {"backend": "float8"} if own == "quantized" else None
+    bound: dict[int, set[str]] = {id(target): set(), id(assistant): set()}
+    bind = kvp.KVCache.bind
+
+    def watched(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        bound[id(model)].add(self.backend)
+        return bind(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(kvp.KVCache, "bind", watched)
+    settings = {"cache_implementation": "quantized", "cache_config": cache_config}
+    run = functools.partial(target.generate, INPUTS, max_new_tokens=9, do_sample=False, **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        drafted = run(assistant_model=assistant)
+    assert torch.equal(drafted, run())
+    assert (bound[id(target)], bound[id(assistant)]) == ({"int8"}, used)
+    found = [str(one.message) for one in caught if "LlamaForCausalLM drafts" in str(one.message)]
+    assert len(found) == (said is not None) and all(str(said) in text for text in found)
 
 
 def test_other_caches_are_left_alone(model: Any) -> None:
