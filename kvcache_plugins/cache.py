@@ -30,6 +30,7 @@ from .layers.padding import left_padding
 from .layers.recurrent import with_recurrent_branch
 from .layers.storing import storing
 from .layers.windowed import WindowedLayer, pays_off, with_window
+from .models.encoder_states import refuse_encoder_states
 from .models.facts import (
     LayerFacts,
     check_attention_function,
@@ -97,7 +98,7 @@ class KVCache(Cache):
             cross_reason=self._cross_reason(),
         )
         if model is not None:
-            self._let_latents_pass(model)
+            self._prepare_model(model)
         layers: list[Any] = []
         for layer_idx, plan in enumerate(self._plans):
             is_limited = plan.window is not None or plan.is_cross_attention
@@ -195,7 +196,7 @@ class KVCache(Cache):
         check_owner(self.model_config, model, [layer.layer_idx for layer in self.packed_layers])
         check_in_step(self._text_layers)
         check_attention_function(model)
-        self._let_latents_pass(model)
+        self._prepare_model(model)
         self._select_kernel(model)
         self._choose_frequencies(model, prompt_length, max_cache_length)
         with follow_cache(model, self):
@@ -220,11 +221,7 @@ class KVCache(Cache):
 
     def report(self) -> CacheReport:
         """Return the state of the cache as a [`CacheReport`]; `print` it for a table."""
-        values, dense_bytes = 0, 0
-        for layer in self.layers:
-            layer_values, layer_bytes = dense_size(layer)
-            values += layer_values
-            dense_bytes += layer_bytes
+        sizes = [dense_size(layer) for layer in self.layers]
         packed = self.packed_layers
         of_text = self._text_layers
         unlimited = [layer for layer in of_text if not isinstance(layer, WindowedLayer)]
@@ -241,13 +238,13 @@ class KVCache(Cache):
             tokens_seen=seen,
             tokens_held=max((layer.held_length for layer in unlimited or of_text), default=0),
             kv_bytes=self.kv_bytes(),
-            dense_bytes=dense_bytes,
+            dense_bytes=sum(dense_bytes for _, dense_bytes in sizes),
             kernel=[layer.kernel if isinstance(layer, PackedLayer) else "dense" for layer in self.layers],
             dense_layers={
                 i: str(p.dense_reason) for i, p in enumerate(self._plans) if p.dense_reason is not None
             },
             fallback_reads=sum(layer.fallback_reads for layer in packed),
-            values=values,
+            values=sum(values for values, _ in sizes),
             kernel_reasons={
                 layer.layer_idx: layer.kernel_reason for layer in packed if layer.kernel_reason is not None
             },
@@ -290,7 +287,8 @@ class KVCache(Cache):
                 stacklevel=4,
             )
 
-    def _let_latents_pass(self, model: nn.Module) -> None:
+    def _prepare_model(self, model: nn.Module) -> None:
+        refuse_encoder_states(model)
         if caches_latents(self.model_config):
             let_latents_pass(model)
 

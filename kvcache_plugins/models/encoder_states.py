@@ -1,0 +1,40 @@
+"""Decoders that can attend to an encoder: what they are given of it must not reach a cache of text."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from .facts import decoder_of
+from .hooks import add_hooks
+
+__all__ = ["refuse_encoder_states"]
+
+_STATES = "encoder_hidden_states"
+_SEPARATING_FAMILIES = frozenset({"gpt2"})
+"""Families that keep what is of an encoder in a cache of its own, beside the one they are given."""
+
+
+def refuse_encoder_states(model: nn.Module) -> None:
+    """Refuse later calls of `model` that give it a cache of ours and states of an encoder; not twice.
+
+    Without a second cache, such models store keys and values of the encoder among those of the text.
+    """
+    decoder = decoder_of(model)
+    family = getattr(getattr(decoder, "config", None), "model_type", None)
+    if family not in _SEPARATING_FAMILIES and _STATES in inspect.signature(decoder.forward).parameters:
+        add_hooks(decoder, before=_refuse)
+
+
+def _refuse(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    kv_cache: Any = kwargs.get("past_key_values")
+    if kwargs.get(_STATES) is None or not hasattr(kv_cache, "kv_bytes"):
+        return
+    raise ValueError(
+        f"The backend {kv_cache.backend!r} serves decoder-only models; {type(decoder).__name__} was given "
+        f"`{_STATES}`, of which it would store keys and values among those of the text. Allowed are calls "
+        "without them; in loops of your own EncoderDecoderCache(past_key_values, DynamicCache()), where the "
+        "model takes one."
+    )
