@@ -16,6 +16,7 @@ from ..models.facts import (
     exchanges_attention,
     masks_all_seen,
     split_model_or_config,
+    weighs_rotated_keys,
 )
 from ..models.layer_plan import LayerPlan, caches_latents, key_value_heads
 from ..registry import get_backend
@@ -208,10 +209,12 @@ class EvictingCache(KVCache):
     def _check_compact(self, layers: list[EvictingLayer]) -> None:
         name = type(self.config).__name__
         num_attending = sum(plan.has_keys and not plan.is_cross_attention for plan in self._plans)
-        if layers and all(layer.facts.rotary is None for layer in layers):
+        is_known = any(layer.facts.rotary is not None for layer in layers)
+        if layers and (not is_known or weighs_rotated_keys(self.model_config)):
             raise ValueError(
-                f"{name}.positions='compact' needs rotary position embeddings of a known layout, which this "
-                "model does not have; allowed is 'absolute'."
+                f"{name}.positions='compact' needs rotary position embeddings of a known layout, and nothing "
+                f"done to keys after them, which {self.model_config.model_type!r} does not have; allowed is "
+                "'absolute'."
             )
         if any(layer.is_ragged for layer in layers) or len(layers) < num_attending:
             raise ValueError(

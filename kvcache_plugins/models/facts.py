@@ -24,6 +24,7 @@ __all__ = [
     "exchanges_attention",
     "masks_all_seen",
     "split_model_or_config",
+    "weighs_rotated_keys",
 ]
 
 _BIASED_FAMILIES = frozenset(
@@ -45,6 +46,14 @@ _BIAS_FLAGS = ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias")
 _OWN_CROSS_CACHES = frozenset({"blip_text_model"})
 """Families that put keys of images beside those of text only if the cache they are given is transformers'."""
 _DISTANCE_BIASED_FAMILIES = frozenset({"bloom", "cpmant", "inkling2_text", "inkling_text", "mpt"})
+_ROTATING_WINDOWS = frozenset({"afmoe", "cohere2", "cohere2_moe", "flint"})
+"""Families whose layers of full attention do not rotate their keys."""
+_ROTATING_WINDOWS_IF_ANY = frozenset({"exaone4", "exaone_moe", "kolibri1"})
+"""Families whose layers of full attention do not rotate their keys in models that have windows as well."""
+_FAMILIES_OF_THETAS = frozenset({"granite_swa", "granitemoe_swa"})
+"""Families with rotary frequencies of their own for every layer, by `layer_rope_theta`; others only say by it
+which layers rotate."""
+_WEIGHING_FAMILIES = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"})
 _MASKING_FAMILIES = frozenset({"kosmos_2_text_model"})
 _KEY_PROJECTIONS = ("k_proj", "key", "k")
 _FUSED_PROJECTIONS = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
@@ -111,6 +120,8 @@ def decoder_of(model: nn.Module) -> nn.Module:
     The towers of a multimodal model have attention layers of their own.
     """
     found = getattr(model, "get_decoder", lambda: None)()
+    if isinstance(found, nn.Module) and not hasattr(found, "config"):  # ModernBERT calls its head so
+        found = getattr(model, "base_model", None)
     return found if isinstance(found, nn.Module) else model
 
 
@@ -170,6 +181,11 @@ def check_owner(config: Any, model: nn.Module, layer_indices: Sequence[int]) -> 
         )
 
 
+def weighs_rotated_keys(config: Any) -> bool:
+    """Whether keys are multiplied with weights after they were rotated, so that no rotation moves them."""
+    return config.model_type in _WEIGHING_FAMILIES
+
+
 def exchanges_attention(model: nn.Module) -> bool:
     """Whether a model asks transformers for its attention function, and has not written it into itself."""
     return hasattr(sys.modules.get(type(decoder_of(model)).__module__), "ALL_ATTENTION_FUNCTIONS")
@@ -186,7 +202,11 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
     if model is not None:
         model = decoder_of(model)
     kinds = [
-        (plan.layer_type, key_value_heads(config, layer_idx)[1] if plan.has_keys else 0)
+        (
+            plan.layer_type,
+            key_value_heads(config, layer_idx)[1] if plan.has_keys else 0,
+            _theta(config, layer_idx),
+        )
         for layer_idx, plan in enumerate(plans)
     ]
     rotaries = {kind: find_rotary(model, config, *kind) for kind in set(kinds) if kind[1]}
@@ -202,6 +222,13 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
             has_bias, largest = _config_has_key_bias(config), None
         facts.append(LayerFacts(rotaries.get(kind) if rotates else None, has_bias, largest))
     return facts
+
+
+def _theta(config: Any, layer_idx: int) -> float | None:
+    """The base of the frequencies of one layer, where layers have bases of their own."""
+    if config.model_type not in _FAMILIES_OF_THETAS:
+        return None
+    return config.layer_rope_theta[layer_idx] or None
 
 
 def _attention_modules(model: nn.Module) -> dict[int, nn.Module]:
@@ -239,9 +266,17 @@ def _uses_rotary(attention: nn.Module | None, config: Any, layer_idx: int, layer
         return bool(attention.use_rope)
     if getattr(config, "alibi", False):  # Falcon then has a rotary module and does not call it
         return False
-    rope_layers = getattr(config, "no_rope_layers", None)  # despite its name, 1 means the layer does rotate
-    if rope_layers:
-        return bool(rope_layers[layer_idx])
-    if config.model_type in ("cohere2", "exaone4") and getattr(config, "sliding_window", None) is not None:
-        return layer_type != "full_attention"
-    return True
+    family = config.model_type
+    if not getattr(config, "use_mem_rope", True):  # Zamba2
+        return False
+    if family == "granitemoehybrid" and config.position_embedding_type != "rope":
+        return False
+    # despite its name, 1 means the layer does rotate
+    per_layer = getattr(config, "no_rope_layers", None) or getattr(config, "layer_rope_theta", None)
+    if per_layer:
+        return bool(per_layer[layer_idx])
+    has_prefix = family == "cohere2_moe" and config.prefix_dense_sliding_window_pattern == 1
+    if has_prefix and config.mlp_layer_types[layer_idx] == "dense":
+        return True
+    is_hybrid = family in _ROTATING_WINDOWS_IF_ANY and config.sliding_window is not None
+    return layer_type != "full_attention" if is_hybrid or family in _ROTATING_WINDOWS else True

@@ -9,7 +9,9 @@ benefit of the un-rotated form shrinks.
 
 from __future__ import annotations
 
+import copy
 import importlib
+import sys
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -77,11 +79,16 @@ def modeling_module(config: Any) -> ModuleType | None:
         return None
     try:
         return importlib.import_module(name.replace(".configuration_", ".modeling_"))
-    except ImportError:
-        return None
+    except ImportError:  # InternLM3 is a Llama with a configuration of its own
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        return sys.modules.get(getattr(model_class, "__module__", ""))
 
 
-def find_rotary(model: nn.Module | None, config: Any, layer_type: str | None, head_dim: int) -> Rotary | None:
+def find_rotary(
+    model: nn.Module | None, config: Any, layer_type: str | None, head_dim: int, theta: float | None = None
+) -> Rotary | None:
     """Find how a layer's keys are rotated.
 
     Args:
@@ -90,12 +97,16 @@ def find_rotary(model: nn.Module | None, config: Any, layer_type: str | None, he
         config (`PreTrainedConfig`): The decoder's configuration.
         layer_type (`str`, *optional*): Such as `"full_attention"`, where frequencies depend on it (Gemma 3).
         head_dim (`int`): Channels of a key.
+        theta (`float`, *optional*): Base of its frequencies, where layers have bases of their own.
 
     Returns:
         `Rotary | None`: `None` if the model has no rotary embedding, or one whose layout is not known.
     """
     if caches_latents(config):  # what is cached as key is not rotated
         return None
+    if theta is not None:
+        model, config = None, copy.deepcopy(config)
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
     holder = rotary_module(model) if model is not None else _build_rotary_module(config)
     if holder is None:
         return None

@@ -142,8 +142,10 @@ class NotSmall(Exception):
     """A family whose configuration does not take our sizes."""
 
 
-def small_model(name: str, most: int = 12_000_000) -> PreTrainedModel:
+def small_model(name: str, most: int = 12_000_000, **overrides: Any) -> PreTrainedModel:
     """Builds a model of `model_type` `name` with `most` parameters at most, in evaluation mode.
+
+    `overrides` are fields of the family's configuration, by their own names.
 
     Raises:
         NotSmall: If it would have more, or is made of several models, whose decoder is a family of its own.
@@ -160,7 +162,7 @@ def small_model(name: str, most: int = 12_000_000) -> PreTrainedModel:
     depth = aliases.get("num_hidden_layers", "num_hidden_layers")
     if name in _OWN and "layer_types" in sizes:
         sizes |= {"layer_types": sizes["layer_types"] * 2, depth: 4}
-    config = config_class(**sizes)
+    config = config_class(**sizes | overrides)
     if config.get_text_config(decoder=True) is not config:
         raise NotSmall(f"{name} is half of an encoder-decoder")
     if (getattr(config, "hidden_size", None) or 64) > 1024:

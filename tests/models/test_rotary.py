@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig
 
+from kvcache_plugins import build_cache
 from kvcache_plugins.models.facts import LayerFacts, decoder_config, describe_layers
 from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
 from kvcache_plugins.models.rotary import Rotary, find_rotary, modeling_module
 from kvcache_plugins.testing.models import tiny_model
+from tests.models.families import NAMES, small_model
 
 FAMILIES: dict[str, tuple[int, bool]] = {
     # rotating channels of 16 (qwen3: 32), interleaved
@@ -121,6 +123,67 @@ def test_layers_without_a_rotation(name: str, rotating: list[bool]) -> None:
     model = tiny_model(name, num_hidden_layers=4)
     for from_config in (False, True):
         assert [f.rotary is not None for f in described(model, from_config=from_config)] == rotating
+
+
+LAYERS = ["full_attention"] * 4
+PREFIX = {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("afmoe", {}),
+    "cohere2": ("cohere2", {}),
+    "cohere2 without windows": ("cohere2", {"layer_types": LAYERS}),
+    "cohere2_moe": ("cohere2_moe", {}),
+    "cohere2_moe with": ("cohere2_moe", {"prefix_dense_sliding_window_pattern": 1, **PREFIX}),
+    "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": LAYERS[:2]}),
+    "exaone_moe": ("exaone_moe", {}),
+    "flint": ("flint", {}),
+    "granite_swa": ("granite_swa", {"layer_rope_theta": [1e4, 0]}),
+    "granite_swa of two bases": ("granite_swa", {"layer_rope_theta": [1e6, 1e3]}),
+    "granitemoe_swa": ("granitemoe_swa", {"layer_rope_theta": [0, 1e3]}),
+    "granitemoehybrid": ("granitemoehybrid", {}),
+    "granitemoehybrid without": ("granitemoehybrid", {"position_embedding_type": "nope"}),
+    "granitemoehybrid with": ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    "internlm3": ("internlm3", {}),
+    "iquestcoder": ("iquestcoder", {}),
+    "kolibri1": ("kolibri1", {}),
+    "modernbert-decoder": ("modernbert-decoder", {}),
+    "zamba2": ("zamba2", {}),
+    "zamba2 with": ("zamba2", {"use_mem_rope": True}),
+}
+
+
+@pytest.mark.parametrize("from_config", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_moving_a_text_turns_the_keys_that_are_said_to_rotate(name: str, from_config: bool) -> None:
+    family, own = OTHERS[name]
+    if family not in NAMES:
+        pytest.skip("this release of transformers does not have it")
+    model = small_model(family, **own)
+    tokens = torch.randint(5, 100, (1, 12), generator=torch.Generator().manual_seed(0))
+    caches = []
+    for start in (0, 3):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(tokens, position_ids=torch.arange(start, start + 12)[None], past_key_values=cache)
+        caches.append(cache)
+    attending = [index for index, plan in enumerate(plan_layers(model.config)) if plan.has_keys]
+    assert attending
+    for index in attending:
+        before, after = (cache.layers[index].keys for cache in caches)
+        rotary = described(model, from_config=from_config)[index].rotary
+        if rotary is not None:
+            assert (before - after).norm() > 0.1 * before.norm()
+            before = rotary.rotate(before, torch.full((12,), 3))
+        assert (before - after).norm() < 1e-5 * before.norm()
+
+
+def test_keys_that_are_weighed_after_their_rotation_cannot_be_moved() -> None:
+    if "hunyuan_v1_dense" not in NAMES:
+        pytest.skip("this release of transformers does not have it")
+    model = small_model("hunyuan_v1_dense")
+    options = {"backend": "knorm", "budget": 64}
+    assert build_cache(model, options)
+    with pytest.raises(ValueError, match=r"nothing done to keys after them, which .*'hunyuan_v1_dense'"):
+        build_cache(model, {**options, "positions": "compact"})
 
 
 def test_key_biases() -> None:
