@@ -249,6 +249,7 @@ class KVCache(Cache):
                 layer.layer_idx: layer.kernel_reason for layer in packed if layer.kernel_reason is not None
             },
             whole_prompt_reason=self.whole_prompt_reason,
+            dropped_outliers=sum(layer.dropped_outliers for layer in packed),
         )
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:

@@ -26,6 +26,8 @@ class CacheReport:
             kernel, with the reason.
         whole_prompt_reason (`str`, *optional*): Why the latest prompt was read in one call, although chunks
             would have bounded memory.
+        dropped_outliers (`int`): Numbers that are no longer exact, because too many outliers of tokens that
+            moved came into one block.
     """
 
     backend: str
@@ -39,6 +41,7 @@ class CacheReport:
     values: int = 0
     kernel_reasons: dict[int, str] = field(default_factory=dict)
     whole_prompt_reason: str | None = None
+    dropped_outliers: int = 0
 
     @property
     def memory_fraction(self) -> float:
@@ -66,6 +69,8 @@ class CacheReport:
         rows += _by_reason(lambda index: "dense", self.dense_layers)
         if self.whole_prompt_reason is not None:
             rows.append(("prompt read whole", self.whole_prompt_reason))
+        if self.dropped_outliers:
+            rows.append(("outliers dropped", f"{self.dropped_outliers:,}"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

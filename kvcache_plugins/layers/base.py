@@ -323,6 +323,12 @@ class PackedLayer(CacheLayerMixin):
                 owned |= {f"{stream.side}_{name}": tensor for name, tensor in stream.tensors().items()}
         return owned if self.padding.lengths is None else owned | {"padding": self.padding.lengths}
 
+    @property
+    def dropped_outliers(self) -> int:
+        """Outliers that found no room in the longest list there can be, when tokens moved."""
+        lists = [stream.outliers for stream in self.streams] if self.is_initialized else []
+        return sum(store.dropped for store in lists if store is not None)
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors in use and plain facts, from which `load_state` rebuilds this layer."""
         if not self.is_initialized:

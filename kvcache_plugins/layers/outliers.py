@@ -20,11 +20,16 @@ class OutlierStore:
         batch_size (`int`), num_heads (`int`): Of the states.
         capacity (`int`): Entries of a block; lists of tokens that moved may need more.
         device (`torch.device`): Where they live.
+
+    Attributes:
+        dropped (`int`): Entries that found no room in the longest list there can be, when tokens moved.
     """
 
     def __init__(self, batch_size: int, num_heads: int, capacity: int, device: torch.device) -> None:
-        _check(capacity)
+        if capacity > MAX_CAPACITY:
+            raise ValueError(f"A block holds at most {MAX_CAPACITY} outliers, {capacity} would be kept.")
         self.capacity = capacity
+        self.dropped = 0
         self.entries = torch.zeros(batch_size, 0, capacity, dtype=torch.int32, device=device)
         self.starts = torch.zeros(batch_size, 0, num_heads + 1, dtype=torch.int16, device=device)
 
@@ -61,10 +66,9 @@ class OutlierStore:
             chosen.entries = self.entries.new_zeros(batch_size, blocks, self.capacity)
             chosen.starts = self.starts.new_zeros(batch_size, blocks, self.starts.shape[2])
         else:
-            chosen.entries, chosen.starts = gather_outliers(
-                Outliers(self.entries, self.starts), index, self.capacity
-            )
-            _check(chosen.entries.shape[2])
+            found, dropped = gather_outliers(Outliers(self.entries, self.starts), index, self.capacity)
+            chosen.entries, chosen.starts = found
+            chosen.dropped += dropped
         chosen.ensure(num_blocks)
         return chosen
 
@@ -98,8 +102,3 @@ def _moved_up(old: Tensor, count: int, num_blocks: int) -> Tensor:
     kept = min(old.shape[1] - count, num_blocks)
     moved[:, :kept] = old[:, count : count + kept]
     return moved
-
-
-def _check(capacity: int) -> None:
-    if capacity > MAX_CAPACITY:
-        raise ValueError(f"A block holds at most {MAX_CAPACITY} outliers, {capacity} would be kept.")

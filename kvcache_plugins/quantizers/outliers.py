@@ -82,7 +82,7 @@ def add_outliers(states: Tensor, outliers: Outliers) -> Tensor:
     head, is_real = _heads_of(outliers)
     place = entries >> 16
     token, channel = place >> _CHANNEL_BITS & (BLOCK_TOKENS - 1), place & ((1 << _CHANNEL_BITS) - 1)
-    residual = (entries & 0xFFFF).to(torch.int16).view(torch.float16).float()
+    residual = _residuals(entries)
     block = torch.arange(entries.shape[1], device=entries.device)[None, :, None]
     row = torch.arange(batch, device=entries.device)[:, None, None]
     flat = ((row * heads + head) * tokens + block * BLOCK_TOKENS + token) * channels + channel
@@ -90,16 +90,23 @@ def add_outliers(states: Tensor, outliers: Outliers) -> Tensor:
     return states
 
 
-def gather_outliers(outliers: Outliers, index: Tensor, capacity: int) -> Outliers:
-    """List the outliers of chosen tokens anew: none is left out, and none changes.
+def gather_outliers(
+    outliers: Outliers, index: Tensor, capacity: int, most: int = MAX_CAPACITY
+) -> tuple[Outliers, int]:
+    """List the outliers of chosen tokens anew: none changes.
 
     Heads choose for themselves, so what they choose from several blocks may be more than a list holds; all
-    lists then get as long as the longest.
+    lists then get as long as the longest. None is left out unless that is longer than a list can be: then
+    those of the smallest residuals, of equal ones the later.
 
     Args:
         outliers (`Outliers`): Lists of the blocks they come from.
         index (`torch.Tensor` of shape `(B, H, 64 n)`): int64, slots of these blocks, ascending, none twice.
         capacity (`int`): Entries of a list, at least.
+        most (`int`): Entries of a list, at most.
+
+    Returns:
+        `tuple[Outliers, int]`: The lists, and how many entries were left out.
     """
     batch, heads, count = index.shape
     blocks = count // BLOCK_TOKENS
@@ -114,14 +121,34 @@ def gather_outliers(outliers: Outliers, index: Tensor, capacity: int) -> Outlier
     entries = entries & ((1 << _TOKEN_SHIFT) - 1) | (slot % BLOCK_TOKENS).int() << _TOKEN_SHIFT
     # slots ascend within a head as they did, so only blocks and heads have to be put in order
     part, order = (((row * blocks + slot // BLOCK_TOKENS) * heads) + head).sort(stable=True)
+    entries = entries[order]
+    is_kept = _are_largest(entries, part // heads, batch * blocks, most)
+    part, entries = part[is_kept], entries[is_kept]
     counts = torch.bincount(part, minlength=batch * blocks * heads).view(batch * blocks, heads)
     ends = counts.sum(1).cumsum(0)
     place = torch.arange(len(part), device=part.device) - (ends - counts.sum(1))[part // heads]
     capacity = max(capacity, int(counts.sum(1).max()) if counts.numel() else 0)
     listed = entries.new_zeros(batch * blocks, capacity)
-    listed[part // heads, place] = entries[order]
+    listed[part // heads, place] = entries
     starts = torch.nn.functional.pad(counts.cumsum(1), (1, 0)).to(torch.int16)
-    return Outliers(listed.view(batch, blocks, capacity), starts.view(batch, blocks, heads + 1))
+    lists = Outliers(listed.view(batch, blocks, capacity), starts.view(batch, blocks, heads + 1))
+    return lists, len(is_kept) - len(part)
+
+
+def _are_largest(entries: Tensor, lists: Tensor, count: int, most: int) -> Tensor:
+    """Which of the `entries` are among the `most` largest of their list; `lists` ascend, of `count`."""
+    lengths = torch.bincount(lists, minlength=count)
+    is_kept = torch.ones_like(lists, dtype=torch.bool)
+    if int(lengths.max() if count else 0) > most:
+        by_size = _residuals(entries).abs().sort(descending=True, stable=True).indices
+        by_size = by_size[lists[by_size].sort(stable=True).indices]
+        rank = torch.arange(len(lists), device=lists.device) - (lengths.cumsum(0) - lengths)[lists]
+        is_kept[by_size] = rank < most
+    return is_kept
+
+
+def _residuals(entries: Tensor) -> Tensor:
+    return (entries & 0xFFFF).to(torch.int16).view(torch.float16).float()
 
 
 def _heads_of(outliers: Outliers) -> tuple[Tensor, Tensor]:

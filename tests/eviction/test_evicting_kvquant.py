@@ -212,6 +212,32 @@ def test_heads_that_choose_alike_need_longer_lists() -> None:
     assert counts.max() == store.entries.shape[2] > store.capacity
 
 
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_outliers_that_no_list_can_address_are_dropped_and_reported(kernel: str) -> None:
+    # All outliers of a token are in one head, and that head keeps it: 8 heads of 102 for each of 64 tokens.
+    model = model_of("gpt2", hidden_size=1024, num_attention_heads=8, num_hidden_layers=1)
+    storage = STORAGE | {"residual_length": 0}
+    cache = bound_cache(
+        model, _config(positions="absolute", storage=storage, kernel=kernel, sink_length=1), 1800
+    )
+    layer = cache.evicting_layers[0]
+    generator = torch.Generator().manual_seed(3)
+    keys, values = (torch.randn(1, 8, 1800, 128, generator=generator) for _ in range(2))
+    is_large = torch.arange(1800)[:, None] % 8 == torch.arange(8)[:, None, None]
+    values *= torch.where(is_large, 100.0, 1.0)
+    keys *= torch.where(is_large, 0.1, 1.0)  # small keys are kept
+    layer.update(keys, values)
+    store = layer.value_stream_.outliers
+    assert store is not None and int(store.starts[..., -1].max()) == store.entries.shape[2] == 32767
+    packed = layer.ledger.positions[0, :, : layer.value_stream_.packed_length]
+    listed = 102 * int((packed % 8 == torch.arange(8)[:, None]).sum())
+    # sinks, which are exact, are listed nowhere
+    assert layer.dropped_outliers == pytest.approx(listed - 3 * 32767, rel=0.01)
+    assert f"outliers dropped      {layer.dropped_outliers:,}" in str(cache.report())
+    decoded, expected = _dense(layer)[1], _at(values, layer.ledger.positions)
+    assert (decoded - expected).norm() < 0.3 * expected.norm()  # what is left lacks least
+
+
 def _check_positions(layer: EvictingLayer, keys: Tensor) -> None:
     """What is read are the keys of the tokens that are held, rotated to where they are now."""
     assert layer.facts.rotary is not None

@@ -99,7 +99,8 @@ def test_chosen_tokens_are_listed_anew(share: float) -> None:
     outliers = choose_outliers(residuals, qualifies, capacity=2000)
     generator = torch.Generator().manual_seed(2)
     index = torch.rand(3, 4, 320, generator=generator).topk(128).indices.sort().values
-    moved = gather_outliers(outliers, index, 10)
+    moved, dropped = gather_outliers(outliers, index, 10)
+    assert dropped == 0
     got = add_outliers(torch.zeros(3, 4, 128, 16), moved)
     everything = add_outliers(torch.zeros(3, 4, 320, 16), outliers)
     chosen = index[..., None].expand(-1, -1, -1, 16)
@@ -135,13 +136,41 @@ def test_a_store_keeps_chosen_tokens_and_takes_new_ones() -> None:
     assert chosen.capacity == 60 and chosen.entries.shape[2] >= 67
 
 
-def test_lists_that_grow_too_long_are_refused() -> None:
+def test_of_a_list_that_would_grow_too_long_the_least_are_dropped() -> None:
+    residuals, qualifies = sparse(2, 3, 4, 16, 0.4)
+    residuals[0, :, 64:] = residuals[0, :, 64:].sign() * residuals[0, :, 64:].abs().ceil()  # many alike
+    qualifies[1, :, 32:] = False
+    outliers = choose_outliers(residuals, qualifies, capacity=2000)
+    slots = torch.arange(0, 256, 2).expand(2, 3, -1).clone()
+    whole, none = gather_outliers(outliers, slots, 10)
+    most = 400
+    moved, dropped = gather_outliers(outliers, slots, 10, most)
+    assert moved.entries.shape[2] == most < int(whole.starts[..., -1].max()) and none == 0
+    before, after = (add_outliers(torch.zeros(2, 3, 128, 16), found) for found in (whole, moved))
+    lost = 0
+    for row in range(2):
+        for tokens in (slice(0, 64), slice(64, 128)):
+            entries, kept = before[row, :, tokens].flatten(), after[row, :, tokens].flatten()
+            sizes = entries.abs().sort(descending=True, stable=True)
+            expected = torch.zeros_like(entries)
+            expected[sizes.indices[:most]] = entries[sizes.indices[:most]]
+            assert torch.equal(kept, expected)
+            lost += int((entries != 0).sum() - (expected != 0).sum())
+    assert dropped == lost > 0
+    assert int((after[1] != 0).sum()) == int((before[1] != 0).sum())  # of a row whose lists fit, none
+
+
+def test_a_store_drops_what_no_list_can_address() -> None:
     residuals = torch.ones(1, 8, 128, 64)
+    residuals[0, 5, 64, 7] = 0.5
     store = OutlierStore(1, 8, 32767, torch.device("cpu"))
     store.ensure(2)
     qualifies = torch.zeros_like(residuals, dtype=torch.bool)
-    qualifies[:, :, ::2] = True  # 16384 of each block: together they do not fit one
+    qualifies[:, :, ::2] = True  # 16384 of each block: together they do not fit one, by one
     store.write(0, choose_outliers(residuals, qualifies, 32767))
     slots = torch.arange(0, 128, 2).expand(1, 8, -1)
-    with pytest.raises(ValueError, match="at most 32767 outliers, 32768 would be kept"):
-        store.gathered(slots, 1)
+    chosen = store.gathered(slots, 1)
+    assert (store.dropped, chosen.dropped) == (0, 1)
+    got = add_outliers(torch.zeros(1, 8, 64, 64), chosen.read(0, 1))
+    assert got[0, 5, 32, 7] == 0 and int(got.sum()) == 8 * 64 * 64 - 1
+    assert chosen.gathered(slots[..., :0], 1).dropped == 1
