@@ -1,9 +1,9 @@
 """What the loss of one layer's keys, or values, costs the model: all else is exact.
 
-A sample is read as a prompt, with the ordinary cache, and then in blocks of tokens. For each candidate, the
-blocks are read again with one side of one layer packed as its backend would; its loss is the mean divergence
-(Kullback-Leibler, nats per token) of the predictions from those of the ordinary cache. The prompt is the same
-for all, so it is read once.
+A sample is read as a prompt, with the ordinary cache, and then in blocks of tokens (of one token where layers
+are recurrent). For each candidate, the blocks are read again with one side of one layer packed as its backend
+would; its loss is the mean divergence (Kullback-Leibler, nats per token) of the predictions from those of the
+ordinary cache. The prompt is the same for all, so it is read once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache import build_cache
+from ..evaluation.perplexity_blocks import longest_block
 from ..layers.base import PackedLayer
 from ..layers.crossing import CrossAttentionLayer
 from ..layers.handle import KVHandle
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 BLOCK_TOKENS = 64
-"""Tokens read at once after the prompt."""
+"""Tokens read at once after the prompt, at most."""
 _SIDES = ("key", "value")
 _DECIDED = ("nbits", "key_bits", "value_bits", "layer_overrides")
 
@@ -189,7 +190,7 @@ def measure_candidates(
     prompt_length = sample.shape[1] // 2
     prompt = DynamicCache(config=decoder_config(model.config))
     model.base_model(input_ids=sample[:, :prompt_length], past_key_values=prompt, use_cache=True)
-    blocks = sample[:, prompt_length:].split(BLOCK_TOKENS, dim=1)
+    blocks = sample[:, prompt_length:].split(longest_block(prompt, BLOCK_TOKENS), dim=1)
     exact = _predictions(model, blocks, copy.deepcopy(prompt))
     for candidate in candidates:
         packed = _packed_layer(model, cache_config, candidate)

@@ -41,7 +41,7 @@ from ..layers.base import PackedLayer
 from ..layers.crossing import CrossAttentionLayer
 from ..layers.windowed import WindowedLayer
 
-__all__ = ["Block", "exact_blocks", "packed_shares", "room"]
+__all__ = ["Block", "exact_blocks", "longest_block", "packed_shares", "room"]
 
 # Both came with releases after 5.17.
 _QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer)
@@ -72,8 +72,7 @@ def exact_blocks(
         block_length (`int`): Most tokens of a block.
         approximate (`bool`): Cut no block; those that should have been cut are not called exact.
     """
-    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
-        block_length = 1
+    block_length = longest_block(cache, block_length)
     while start < stop:
         limit = min(block_length, stop - start)
         rooms = [room(layer, limit) for layer in cache.layers]
@@ -81,6 +80,12 @@ def exact_blocks(
         count = limit if approximate else exact
         yield Block(start, start + count, count == 1 or (count <= exact and None not in rooms))
         start += count
+
+
+def longest_block(cache: Any, block_length: int) -> int:
+    """Return how many tokens may be read at once, of `block_length`: one where layers are recurrent."""
+    is_recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    return 1 if is_recurrent else block_length
 
 
 def room(layer: Any, limit: int) -> int | None:

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins import KVCache, build_cache
-from kvcache_plugins.calibration import precision
+from kvcache_plugins.calibration import precision, sensitivity
 from kvcache_plugins.calibration.precision import choose_precision
 from kvcache_plugins.calibration.sensitivity import (
     BLOCK_TOKENS,
@@ -24,6 +24,7 @@ from kvcache_plugins.calibration.sensitivity import (
     measure_candidates,
 )
 from kvcache_plugins.testing import tiny_model
+from tests.models.families import small_model
 
 KIVI = {"backend": "kivi", "residual_length": 32}
 
@@ -245,3 +246,21 @@ def test_finished_measurements_are_not_repeated(
     assert len(seen) == 2 * 18 - 7
     for name in ("cache_config.json", "precision.json"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize("family", ["jamba", "falcon_h1", "llama"])
+def test_recurrent_layers_are_read_one_token_at_a_time(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jamba begins anew in a call of several tokens, which would hide what a cache loses."""
+    model = small_model("jamba") if family == "jamba" else tiny_model(family)
+    sample = torch.randint(3, 120, (1, 160), generator=torch.Generator().manual_seed(2))
+    candidates = candidates_of(model, KIVI, (2,))[:2]
+    calls: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    found = dict(measure_candidates(model, sample, KIVI, candidates))
+    hook.remove()
+    assert max(calls) == (BLOCK_TOKENS if family == "llama" else 1)
+    monkeypatch.setattr(sensitivity, "BLOCK_TOKENS", 1)
+    singly = dict(measure_candidates(model, sample, KIVI, candidates))
+    assert (found == singly) == (family != "llama") and min(found.values()) > 0
