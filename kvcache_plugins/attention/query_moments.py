@@ -7,6 +7,7 @@ together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,6 +94,8 @@ def average_rotation(rotary: Rotary, first: Tensor, length: int) -> tuple[Tensor
         `tuple[torch.Tensor, torch.Tensor]`: Mean cosines and sines, fp32 `(B, rotary_dim / 2)`. They shorten
             what they turn, the fast pairs most.
     """
-    cos, sin = (table.mean(0) for table in rotary.tables(torch.arange(length, device=first.device)))
-    first_cos, first_sin = rotary.tables(first)
-    return first_cos * cos - first_sin * sin, first_sin * cos + first_cos * sin
+    half_turns = torch.tensor(rotary.inv_freq, dtype=torch.float64, device=first.device) / (2 * math.pi)
+    # the mean of exp(i w p), p < n, is exp(i w (n - 1) / 2) sin(n w / 2) / (n sin(w / 2))
+    shortened = (torch.sinc(length * half_turns) / torch.sinc(half_turns)).float()
+    cos, sin = rotary.tables(first.double() + (length - 1) / 2)
+    return cos * shortened, sin * shortened

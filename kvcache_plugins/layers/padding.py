@@ -111,18 +111,18 @@ class Padding:
         """Copy the sinks found in `states` `(B, H, n, D)`, whose first slot is `start`, into `sinks`."""
         if states.is_meta:
             return
-        rows, columns, offsets = self._sink_places(states, start)
+        rows, columns, offsets = self._sink_places(states, start, sinks.shape[2])
         sinks[rows, :, columns] = states[rows, :, offsets].to(sinks.dtype)
 
     def write_sinks(self, states: Tensor, start: int, sinks: Tensor) -> None:
         """Copy `sinks` over their places in `states`, in place."""
         if start < self.first_plain_slot:
-            rows, columns, offsets = self._sink_places(states, start)
+            rows, columns, offsets = self._sink_places(states, start, sinks.shape[2])
             states[rows, :, offsets] = sinks[rows, :, columns].to(states.dtype)
 
-    def _sink_places(self, states: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, sink numbers and offsets into `states` of the sinks it contains."""
-        offsets = self.starts(states)[:, None] + torch.arange(self.sink_length, device=states.device) - start
+    def _sink_places(self, states: Tensor, start: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, sink numbers and offsets into `states` of those of the first `count` sinks it contains."""
+        offsets = self.starts(states)[:, None] + torch.arange(count, device=states.device) - start
         rows, columns = ((offsets >= 0) & (offsets < states.shape[2])).nonzero(as_tuple=True)
         return rows, columns, offsets[rows, columns]
 

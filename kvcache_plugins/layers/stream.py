@@ -32,7 +32,7 @@ from .native_encoding import NativeEncoder
 from .outliers import OutlierStore
 from .padding import Padding
 from .ranges import block_runs, cut
-from .records import Records
+from .records import Records, size_class
 from .storing import storing
 from .tail import Tail
 from .view import StreamView
@@ -321,13 +321,12 @@ class Stream:
         self.is_calibrated = True
 
     def _keep_sinks(self, source: StreamView, start: int, stop: int) -> None:
-        if self.sinks is None:
-            batch_size, num_heads = self.records.data.shape[:2]
-            shape = (batch_size, num_heads, self.padding.sink_length, self.head_dim)
-            self.sinks = torch.zeros(shape, dtype=self.tail.buffer.dtype, device=self.records.data.device)
-        self.padding.read_sinks(
-            source.read(start, min(stop, self.padding.first_plain_slot)), start, self.sinks
-        )
+        # no more than there are tokens
+        room = min(self.padding.sink_length, size_class(stop + self.padding.dropped))
+        sinks = self.tail.buffer[:, :, :0] if self.sinks is None else self.sinks
+        self.sinks = torch.nn.functional.pad(sinks, (0, 0, 0, max(0, room - sinks.shape[2])))
+        found = source.read(start, min(stop, self.padding.first_plain_slot))
+        self.padding.read_sinks(found, start, self.sinks)
 
     def _write(self, start: int, encoded: Encoded) -> None:
         """Write a run of encoded tokens, completing partial blocks with a bitwise or."""

@@ -105,6 +105,18 @@ def test_the_average_of_rotations(name: str) -> None:
     assert torch.equal(alone, mean)
 
 
+@pytest.mark.parametrize("name", ROTARIES)
+def test_the_average_of_many_rotations(name: str) -> None:
+    rotary, first = ROTARIES[name], torch.tensor([3, 10**8])
+    cos, sin = average_rotation(rotary, first, 10**5)
+    for row in range(2):
+        tables = rotary.tables(torch.arange(int(first[row]), int(first[row]) + 10**5))
+        for found, table in zip((cos, sin), tables, strict=True):
+            torch.testing.assert_close(found[row], table.double().mean(0).float(), atol=1e-6, rtol=0.0)
+    cos, sin = average_rotation(rotary, first, 10**9)  # which nothing of that length is made for
+    assert torch.all(cos.square() + sin.square() <= 1.0) and float(cos[:, 0].abs().max()) < 1e-8
+
+
 def _spread(query_heads: int, scale: float = 1.0, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Queries `(B, Hq, 40, D)`, their mean and their covariance."""
     generator = torch.Generator().manual_seed(seed)
