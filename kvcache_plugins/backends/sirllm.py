@@ -16,7 +16,7 @@ from ..eviction.layer import EvictingLayer
 from ..eviction.model_calls import CallWatchingCache
 from ..eviction.options import EvictingConfig
 from ..layers.storing import storing
-from ..models.logits import LogitRule, find_logit_rule
+from ..models.logits import LogitRule, find_logit_rule, outputs_of_head
 from ..registry import register_backend
 
 __all__ = ["SirLLMCache", "SirLLMConfig", "SirLLMLayer"]
@@ -104,7 +104,7 @@ class SirLLMCache(CallWatchingCache):
         if not layers:
             return
         if self.logit_rule is None or token_ids.shape[1] > 1:  # not waiting for a device at every step
-            outputs = model.get_output_embeddings()(states[:, index, None])[:, 0]
+            outputs = outputs_of_head(model, states[:, index, None])[:, 0]
             self.logit_rule = find_logit_rule(model, outputs, logits)
         # the state that predicted the first of these tokens follows the batch with the first layer
         before = layers[0].companions.get(_LAST_STATE)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .facts import decoder_config
 
-__all__ = ["LogitRule", "find_logit_rule"]
+__all__ = ["LogitRule", "find_logit_rule", "outputs_of_head"]
 
 _FACTORS = (
     "logit_scale",
@@ -48,6 +48,24 @@ class LogitRule:
         """Return the logits `(..., vocab_size)`, fp32, of outputs of the head `(..., V)`."""
         logits = outputs[..., : self.vocab_size].float() * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def outputs_of_head(model: Any, states: Tensor) -> Tensor:
+    """Return what a model's head gives `(B, n, V)` of the states `(B, n, D)` of its decoder.
+
+    Raises:
+        ValueError: Naming the model, if its head takes something else than these states.
+    """
+    head = model.get_output_embeddings()
+    width = getattr(head, "in_features", states.shape[-1])
+    if width != states.shape[-1]:
+        raise ValueError(
+            f"The logits of {type(model).__name__} (model_type={model.config.model_type!r}) are not what its "
+            f"head gives of its decoder's states, which have {states.shape[-1]} channels where it takes "
+            f"{width}. Allowed are models whose logits are."
+        )
+    found: Tensor = head(states)
+    return found
 
 
 def find_logit_rule(model: Any, outputs: Tensor, logits: Tensor) -> LogitRule:

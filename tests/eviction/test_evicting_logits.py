@@ -19,6 +19,7 @@ from kvcache_plugins.testing.models import tiny_model
 from tests.eviction.feeding import feed, model_of
 from tests.models.families import small_model
 from tests.models.multimodal import subject
+from tests.models.showing import TEXT, make
 
 CONFIG = {"backend": "sirllm", "budget": 100, "chunk_size": None}
 TOKENS = torch.randint(3, 120, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -76,9 +77,22 @@ def test_rounding_hides_nothing(family: str) -> None:
     assert cache.logit_rule == FAMILIES[family][1]
 
 
-def test_a_family_that_does_something_else_is_refused() -> None:
-    model = small_model("bert")  # which has a layer between its decoder and the embeddings of its outputs
-    with pytest.raises(ValueError, match=r"logits of BertLMHeadModel \(model_type='bert'\) are not what its"):
+# Between their decoder and the embeddings of their outputs is a layer, of the last two to another width.
+@pytest.mark.parametrize("name", ["bert", "modernbert-decoder", "electra", "rembert"])
+def test_a_family_that_does_something_else_is_refused(name: str) -> None:
+    model = small_model(name)
+    match = rf"logits of {type(model).__name__} \(model_type='{name}'\) are not what its"
+    with pytest.raises(ValueError, match=match):
+        model(TOKENS, past_key_values=new_cache(model))
+
+
+def test_logits_that_a_model_overwrites_are_refused() -> None:
+    text = {key: value for key, value in TEXT.items() if key != "head_dim"}
+    pictures = {"embed_dim": 16, "num_embeddings": 32, "base_channels": 32, "latent_channels": 16}
+    names = {"<image>": 125} | {f"IMGIMGA{chr(65 + i)}Z": 90 + i for i in range(26)}
+    config = CONFIG_MAPPING["chameleon"](**text, vq_config=pictures, vocabulary_map=names)
+    model = make(config)
+    with pytest.raises(ValueError, match=r"logits of Chameleon.* are not what its head gives"):
         model(TOKENS, past_key_values=new_cache(model))
 
 
