@@ -14,6 +14,7 @@ from ..models.facts import (
     decoder_config,
     decoder_of,
     exchanges_attention,
+    masks_all_columns,
     masks_all_seen,
     split_model_or_config,
     weighs_rotated_keys,
@@ -49,11 +50,16 @@ class EvictingCache(KVCache):
 
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
         _, config = split_model_or_config(model_or_config)
+        reason = None
         if biases_by_distance(decoder_config(config)):
+            reason = "add a bias to every logit that they work out from its token's distance,"
+        elif masks_all_columns(decoder_config(config)):
+            reason = "make their masks, in this release of transformers,"
+        if reason is not None:
             raise ValueError(
-                f"The backend {self.backend!r} evicts tokens, and models of type {config.model_type!r} add a "
-                "bias to every logit that they work out from its token's distance, as if all were still "
-                "held. Allowed for this model are backends that keep every token, such as 'int8' and 'kivi'."
+                f"The backend {self.backend!r} evicts tokens, and models of type {config.model_type!r} "
+                f"{reason} as if all were still held. Allowed for this model are backends that keep every "
+                "token, such as 'int8' and 'kivi'."
             )
         super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
         self._check_pooling(None)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .layer_plan import LayerPlan, key_value_heads
-from .rotary import Rotary, find_rotary
+from .rotary import Rotary, find_rotary, modeling_module
 
 __all__ = [
     "LayerFacts",
@@ -22,6 +22,7 @@ __all__ = [
     "decoder_of",
     "describe_layers",
     "exchanges_attention",
+    "masks_all_columns",
     "masks_all_seen",
     "split_model_or_config",
     "weighs_rotated_keys",
@@ -137,6 +138,15 @@ def biases_by_distance(config: Any) -> bool:
 def masks_all_seen(config: Any) -> bool:
     """Whether a model makes its masks for every token seen, and does not ask the cache how many it holds."""
     return config.model_type in _MASKING_FAMILIES
+
+
+def masks_all_columns(config: Any) -> bool:
+    """Whether a model's masks are as wide as its text, and the model cannot be told that less is held.
+
+    Encoders that serve as decoders have such in some releases of transformers.
+    """
+    source = modeling_module(config)
+    return hasattr(source, "create_bidirectional_mask") and not hasattr(source, "create_causal_mask")
 
 
 def check_attention_function(model: nn.Module) -> None:
