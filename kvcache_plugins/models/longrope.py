@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -20,8 +21,6 @@ from .hooks import add_hooks
 from .rotary import rotary_module
 
 __all__ = ["follow_cache", "switch_length"]
-
-_ATTRIBUTE = "_kvcache_plugins_frequencies"
 
 
 def switch_length(model: nn.Module) -> int | None:
@@ -41,11 +40,10 @@ def follow_cache(model: nn.Module, cache: Any) -> Iterator[None]:
         cache (`Cache`): Decides by its attribute `reads_long_text`.
     """
     decoder = decoder_of(model)
-    rotary = _long_rotary(decoder) if _reads_long_text(cache) else None
-    if rotary is None:
+    if not _reads_long_text(cache) or _long_rotary(decoder) is None:
         yield
         return
-    frequencies = decoder.__dict__.setdefault(_ATTRIBUTE, _Frequencies(rotary))
+    frequencies = _of(decoder)
     add_hooks(decoder, before=_choose, after=_put_back)
     frequencies.choose(long=True)
     try:
@@ -78,12 +76,22 @@ class _Frequencies:
             self.is_long = long
 
 
+_known: WeakKeyDictionary[nn.Module, _Frequencies] = WeakKeyDictionary()
+"""Of decoders; beside them, so that nothing of ours stays on a model. Copies begin with hooks alone."""
+
+
+def _of(decoder: nn.Module) -> _Frequencies:
+    if decoder not in _known:
+        _known[decoder] = _Frequencies(_long_rotary(decoder))
+    return _known[decoder]
+
+
 def _choose(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    decoder.__dict__[_ATTRIBUTE].choose(long=_reads_long_text(kwargs.get("past_key_values")))
+    _of(decoder).choose(long=_reads_long_text(kwargs.get("past_key_values")))
 
 
 def _put_back(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    decoder.__dict__[_ATTRIBUTE].choose(long=False)
+    _of(decoder).choose(long=False)
 
 
 def _reads_long_text(cache: Any) -> bool:

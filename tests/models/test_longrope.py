@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,21 @@ def test_a_copy_of_the_model_has_frequencies_of_its_own(copied: Callable[[Any], 
         assert torch.equal(generate(twin, 20).sequences, short.sequences)
     finally:
         install()
+
+
+def test_nothing_of_ours_stays_on_the_model() -> None:
+    model = phi3()
+    before = set(vars(model.model))
+    generate(model, 90, **quantized(backend="knorm", budget=60, chunk_size=16))
+    uninstall()
+    try:
+        assert set(vars(model.model)) == before
+        assert b"kvcache_plugins" not in pickle.dumps(model)
+    finally:
+        install()
+    decoder = weakref.ref(model.model)
+    del model
+    assert decoder() is None
 
 
 def test_crossing_the_change_is_announced(model: Any) -> None:
