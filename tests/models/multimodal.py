@@ -314,6 +314,32 @@ def _qwen2_5_omni() -> Subject:
     return Subject(make(config), prompt, "input_features")
 
 
+def _kimi_k25() -> Subject:
+    """Its text model caches latents."""
+    config = CONFIG_MAPPING["kimi_k25"](
+        text_config={
+            **TEXT,
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 2,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+        vision_config={**TOWER, "pos_emb_height": 8, "pos_emb_width": 8},
+        projection_hidden_size=64,
+        image_token_id=IMAGE,
+        video_token_id=6,
+        vision_start_token_id=START,
+        vision_end_token_id=STOP,
+    )
+    prompt = prompt_of(16, pixel_values=noise(128, 3, 14, 14))
+    prompt["image_grid_thw"] = torch.tensor([[1, 8, 8]] * 2)
+    return Subject(make(config), prompt)
+
+
 def _video_llama_3() -> Subject:
     """Tokens of a video that look like those of the frame before are left out; here none is."""
     config = CONFIG_MAPPING["video_llama_3"](
@@ -347,6 +373,7 @@ _BUILDERS: dict[str, Callable[[], Subject]] = {
     "granite4_vision": _granite4_vision,
     "idefics3": _idefics3,
     "internvl": _internvl,
+    "kimi_k25": _kimi_k25,
     "kosmos-2": _kosmos2,
     "llava": _llava,
     "mistral3": _mistral3,
