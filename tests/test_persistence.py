@@ -132,6 +132,17 @@ def test_the_dtype_is_the_models(tmp_path: Path) -> None:
     assert loaded.packed_layers[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    "config", [KIVI, INT8, {"backend": "knorm", "budget": 64}], ids=lambda c: c["backend"]
+)
+def test_a_model_of_another_dtype(config: dict[str, Any], tmp_path: Path) -> None:
+    cache = prefilled(tiny_model("llama", dtype=torch.bfloat16), config)
+    cache.save_pretrained(tmp_path)
+    model = tiny_model("llama")
+    loaded = continued(model, KVCache.from_pretrained(tmp_path, model))
+    assert torch.equal(loaded, continued(model, cache)) and loaded.dtype == torch.float32
+
+
 def test_an_empty_cache(tmp_path: Path) -> None:
     model = tiny_model("llama")
     build_cache(model, KIVI).save_pretrained(tmp_path)

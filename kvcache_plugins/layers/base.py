@@ -172,10 +172,18 @@ class PackedLayer(CacheLayerMixin):
             if views is not None:
                 return views
         with storing():
+            self._follow(key_states.dtype, value_states.dtype)
             return (
                 self.key_stream_.append(key_states, defer=defer),
                 self.value_stream_.append(value_states, defer=defer),
             )
+
+    def _follow(self, *dtypes: torch.dtype) -> None:
+        """Keep exact tokens in the dtypes of new ones: the model was cast, is another, or autocast began."""
+        self.dtype = dtypes[0]
+        for stream, dtype in zip(self.streams, dtypes, strict=True):
+            stream.tail.buffer = stream.tail.buffer.to(dtype)
+            stream.sinks = None if stream.sinks is None else stream.sinks.to(dtype)
 
     def room(self, limit: int) -> int:
         """Tokens, from 1 to `limit`, that may come in one call and are read as if they came one by one."""

@@ -40,6 +40,7 @@ class IndexedLayer(ShownLayer):
                     rows, 1, width, _UNBOUNDED, indexer_key_states.dtype, indexer_key_states.device
                 )
         with storing():
+            self._indexer.buffer = self._indexer.buffer.to(indexer_key_states.dtype)  # the model may be cast
             self._indexer.append(
                 indexer_key_states[:, None], self._indexer.length + indexer_key_states.shape[1]
             )

@@ -1,7 +1,8 @@
-"""Autograd modes and autocast: what a cache stores and computes does not depend on them."""
+"""Autograd modes, autocast, casts of the model: what a cache stores and computes does not depend on them."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -117,3 +118,57 @@ def test_autocast_does_not_round_the_attention_over_codes(model: Any) -> None:
         assert torch.equal(
             plain, torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
         )
+
+
+# nothing of 120 tokens is packed, and nothing goes
+EXACT: dict[str, dict[str, Any]] = {
+    "kivi": {"backend": "kivi", "residual_length": 128},
+    "knorm": {"backend": "knorm", "budget": 128, "kernel": "torch"},
+    "tova": {"backend": "tova", "budget": 128, "kernel": "torch"},
+}
+
+
+@torch.no_grad()
+def stepped(model: Any, cache: Any, *counts: int) -> Tensor:
+    """Logits of the calls of so many tokens, all of which are the same with every cache."""
+    tokens = torch.randint(3, 120, (2, 60), generator=torch.Generator().manual_seed(cache.get_seq_length()))
+    return torch.cat([model(part, past_key_values=cache).logits for part in tokens.split(counts, dim=1)], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_tokens_follow_a_model_that_is_cast(model: Any, name: str, dtype: torch.dtype) -> None:
+    cast = copy.deepcopy(model).to(dtype)
+    cache, dense = kvp.build_cache(model, EXACT[name]), DynamicCache(config=model.config)
+    for each in (cache, dense):
+        stepped(model, each, 38, 1, 21)
+    for layer in dense.layers:  # transformers' own caches are not cast by themselves
+        layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
+    assert torch.equal(stepped(cast, cache, 1, 1, 58), stepped(cast, dense, 1, 1, 58))
+    assert {layer.dtype for layer in cache.packed_layers} == {dtype}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_cache_filled_in_autocast_continues_outside(model: Any, name: str) -> None:
+    logits = []
+    for cache in (kvp.build_cache(model, EXACT[name]), DynamicCache(config=model.config)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            stepped(model, cache, 38, 1, 21)
+        logits.append(stepped(model, cache, 1, 1, 58))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_exact_tokens_beside_packed_ones_follow_too(family: str) -> None:
+    model = tiny_model(family)
+    cache = kvp.build_cache(model, {"backend": "kivi", "residual_length": 32, "sink_length": 4})
+    stepped(model, cache, 58, 1, 1)
+    cast = model.to(torch.bfloat16)
+    assert stepped(cast, cache, 1, 59).isfinite().all()
+    exact = {
+        name: tensor.dtype
+        for layer in cache.packed_layers
+        for name, tensor in layer.tensors().items()
+        if name.endswith(("_tail", "_sinks"))
+    }
+    assert exact == dict.fromkeys(("key_tail", "key_sinks", "value_tail", "value_sinks"), torch.bfloat16)

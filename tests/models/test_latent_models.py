@@ -212,6 +212,17 @@ def test_the_verbs_of_an_indexed_layer(name: str) -> None:
     assert ours.indexer_keys is None and ours.keys is None and not ours.is_indexer_initialized
 
 
+@pytest.mark.parametrize("name", [name for name in ("deepseek_v32",) if name in FAMILIES])
+def test_indexer_keys_follow_a_model_that_is_cast(name: str) -> None:
+    model = small_model(name)
+    ids = padded_prompt((60, 60))["input_ids"]
+    cache = kvp.build_cache(model, {"backend": "int4"})
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+        logits = model.to(torch.bfloat16)(ids[:, 40:], past_key_values=cache).logits
+    assert cache.layers[0].indexer_keys.dtype == torch.bfloat16 and logits.isfinite().all()
+
+
 @pytest.mark.parametrize("backend", ["expected_attention", "h2o", "snapkv", "tova"])
 @pytest.mark.parametrize("storage", [None, {"backend": "int8"}])
 def test_evicting_by_attention(backend: str, storage: Any, model: PreTrainedModel) -> None:
