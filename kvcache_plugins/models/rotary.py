@@ -108,6 +108,8 @@ def find_rotary(
         model, config = None, copy.deepcopy(config)
         config.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
     holder = rotary_module(model) if model is not None else _build_rotary_module(config)
+    if holder is not None and all(buffer.is_meta for buffer in holder.buffers()):  # a model without data
+        holder = _build_rotary_module(config)
     if holder is None:
         return None
     interleaved = _layout_is_interleaved(_attention_module_name(model, config))
@@ -145,7 +147,7 @@ def _build_rotary_module(config: Any) -> nn.Module | None:
     source = modeling_module(config)
     for name in dir(source) if source is not None else ():
         if name.endswith("RotaryEmbedding") and _rotates_text(name):
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), torch.device("cpu"):
                 warnings.simplefilter("ignore")
                 try:
                     return getattr(source, name)(config)  # type: ignore[no-any-return]
@@ -168,7 +170,7 @@ def _layout_is_interleaved(module_name: str | None) -> bool | None:
     """Tell the pairing by applying the family's own `rotate_half` to a ramp; `None` if unknown."""
     module = importlib.import_module(module_name) if module_name else None
     if hasattr(module, "rotate_half"):
-        ramp = torch.arange(1.0, 9.0).view(1, 1, 1, 8)
+        ramp = torch.arange(1.0, 9.0, device="cpu").view(1, 1, 1, 8)
         turned = module.rotate_half(ramp).flatten().tolist()  # type: ignore[union-attr]
         return {
             (-5.0, -6.0, -7.0, -8.0, 1.0, 2.0, 3.0, 4.0): False,

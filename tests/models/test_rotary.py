@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvcache_plugins import build_cache
 from kvcache_plugins.models.facts import LayerFacts, decoder_config, describe_layers
 from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
-from kvcache_plugins.models.rotary import Rotary, find_rotary, modeling_module
+from kvcache_plugins.models.rotary import Rotary, _layout_is_interleaved, find_rotary, modeling_module
 from kvcache_plugins.testing.models import tiny_model
 from tests.models.families import NAMES, small_model
 
@@ -74,6 +74,18 @@ def test_dimensions_and_layout(name: str) -> None:
     assert (rotary.rotary_dim, rotary.interleaved) == FAMILIES[name]
     assert rotary.inv_freq[0] == pytest.approx(1.0, rel=0.05)
     assert list(rotary.inv_freq) == sorted(rotary.inv_freq, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_neox", "gpt_oss", "llama", "phi3"])
+def test_a_model_without_data_says_the_same(name: str) -> None:
+    model = tiny_model(name)
+    expected = [facts.rotary for facts in described(model)]
+    assert any(expected)
+    _layout_is_interleaved.cache_clear()
+    with torch.device("meta"):  # as models that are too large to be made are
+        empty = AutoModelForCausalLM.from_config(model.config)
+        assert [facts.rotary for facts in described(empty)] == expected
+    assert [facts.rotary for facts in described(empty)] == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)
