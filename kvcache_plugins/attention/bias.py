@@ -144,7 +144,7 @@ def _as_boolean(mask: Tensor) -> Tensor | None:
 def _reduced(visible: Tensor, beside: LogitBias, window: int | None) -> tuple[Tensor, LogitBias]:
     """A mask of many queries as one row for all, if beside that it is causal only, or a sliding window."""
     query_length, length = visible.shape[2:]
-    slots = torch.arange(length)
+    slots = torch.arange(length, device=visible.device)
     own = slots[length - query_length :, None]
     row = visible.any(2, keepdim=True)
     if torch.equal(visible, row & (slots <= own)):

@@ -113,4 +113,4 @@ def _of_heads(static_scale: Tensor, heads: int) -> Tensor:
 @lru_cache(maxsize=64)
 def _frequencies(rotary: Rotary) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(rotary.inv_freq, dtype=torch.float64)
+        return torch.tensor(rotary.inv_freq, dtype=torch.float64, device="cpu")

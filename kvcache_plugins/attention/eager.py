@@ -142,7 +142,7 @@ def _compare(eager: AttentionFunction, call: _Call) -> str | None:
 
     def numbers(states: Tensor, tokens: int) -> Tensor:
         shape = (1, states.shape[1], tokens, states.shape[3])
-        return torch.randn(shape, generator=generator, dtype=torch.float32).to(query.device)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(query.device)
 
     scales = torch.tensor(_SCALES, dtype=torch.float32, device=query.device)[:, None]
     queries, keys = numbers(query, len(_SCALES)) * scales, numbers(call.key, _TOKENS)

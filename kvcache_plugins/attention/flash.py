@@ -68,7 +68,9 @@ def why_no_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str
 def _fault(device: torch.device, dtype: torch.dtype) -> str | None:
     """What is wrong with it on a device, found on numbers that no generator was asked for."""
     given = [
-        (torch.arange(2 * count * 64) ** 2 * step % 1009 / 504.5 - 1).view(1, 2, count, 64).to(dtype)
+        (torch.arange(2 * count * 64, device="cpu") ** 2 * step % 1009 / 504.5 - 1)
+        .view(1, 2, count, 64)
+        .to(dtype)
         for count, step in ((70, 37), (130, 61), (130, 83))
     ]
     try:

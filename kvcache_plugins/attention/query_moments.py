@@ -55,7 +55,7 @@ class QueryMoments:
         states = states.masked_fill(hidden, 0.0)
         mean = states.sum(2) / number.clamp_min(1)[:, None, None]
         shift = mean - self.mean
-        share = (number / (self.count + number).clamp_min(1))[:, None, None]
+        share = (number.float() / (self.count + number).clamp_min(1))[:, None, None]
         if self.scatter is not None:
             deviations = (states - mean[:, :, None]).masked_fill_(hidden, 0.0)
             # the distance of both means, as one more row of the product

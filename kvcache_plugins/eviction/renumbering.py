@@ -51,7 +51,7 @@ def next_positions(layer: EvictingLayer, batch_size: int, count: int, device: to
     """Positions `(B, count)` of the next tokens: distances from the first real token that is held."""
     slots = torch.arange(layer.held_length, layer.held_length + count, device=device)
     pads = layer.padding.lengths
-    first = torch.zeros(1, dtype=torch.long) if pads is None else pads
+    first = torch.zeros(1, dtype=torch.long, device="cpu") if pads is None else pads
     return (slots - first.to(device)[:, None]).clamp_min(0).expand(batch_size, -1)
 
 

@@ -45,7 +45,7 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 def rotation_tables(rotary: Rotary, period: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the first `period` positions, as `encode_tokens` takes them."""
     with torch.inference_mode(False):
-        cos, sin = rotary.tables(torch.arange(period))
+        cos, sin = rotary.tables(torch.arange(period, device="cpu"))
         return cos.to(device), sin.to(device)
 
 

@@ -256,7 +256,7 @@ class RotatedCodec(WrappedCodec):
     def __init__(self, inner: Codec, rotary: Rotary, period: int) -> None:
         super().__init__(inner)
         self.rotary, self.period = rotary, period
-        self._tables = rotary.tables(torch.arange(period))
+        self._tables = rotary.tables(torch.arange(period, device="cpu"))
 
     def _turn(self, states: Tensor, position: int, *, undo: bool) -> Tensor:
         if self._tables[0].device != states.device:

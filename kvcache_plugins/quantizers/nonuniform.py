@@ -31,8 +31,8 @@ def normal_float_codebook(nbits: int) -> Tensor:
         `torch.Tensor` of shape `(2 ** nbits,)`: fp32, increasing.
     """
     half = 2 ** (nbits - 1)
-    negative = torch.linspace(1 - _LARGEST_QUANTILE, 0.5, half + 1, dtype=torch.float64)[:-1]
-    positive = torch.linspace(0.5, _LARGEST_QUANTILE, half, dtype=torch.float64)
+    negative = torch.linspace(1 - _LARGEST_QUANTILE, 0.5, half + 1, dtype=torch.float64, device="cpu")[:-1]
+    positive = torch.linspace(0.5, _LARGEST_QUANTILE, half, dtype=torch.float64, device="cpu")
     low, high = torch.special.ndtri(negative), torch.special.ndtri(positive)
     return torch.cat([low / low[0].abs(), high / high[-1].clamp_min(1e-12)]).float()
 

@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..artifacts.files import read_json, read_tensors
 from ..artifacts.folders import check_finite, locate, stamps
 from ..errors import ArtifactError
@@ -69,7 +71,8 @@ def _load(folder: Path, name: str) -> RetainingHeads:
     tensors = read_tensors(folder / WEIGHTS_FILE)
     check_finite(folder / WEIGHTS_FILE, tensors)
     try:
-        heads: Any = RetainingHeads(RetainingHeadsConfig.from_dict(facts))
+        with torch.device("cpu"):
+            heads: Any = RetainingHeads(RetainingHeadsConfig.from_dict(facts))
         if tensors:
             heads.to(next(iter(tensors.values())).dtype)
         heads.load_state_dict(tensors)

@@ -1,0 +1,99 @@
+"""The device and the dtype that a user makes the default of torch change nothing that a cache computes.
+
+The device is "meta", where nothing can be read, and stands for any on which the model is not.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvcache_plugins  # noqa: F401  (the import installs the dispatch)
+from kvcache_plugins.attention import description
+from kvcache_plugins.kernels import cuda_inputs
+from kvcache_plugins.models import rotary
+from kvcache_plugins.testing import tiny_model
+from tests.eviction.locret_feeding import heads_of
+from tests.kernels import fresh_process
+
+EVICTING = {"budget": 40, "chunk_size": 16}
+PACKED = {"backend": "int4", "residual_length": 8}
+CACHES: dict[str, dict[str, Any]] = {
+    "float8": {"backend": "float8"},
+    "int4-smooth": {"backend": "int4", "smooth": 0.5},
+    "kivi-block": {"backend": "kivi", "residual_length": 32, "rope_mode": "block", "sink_length": 4},
+    "kvquant": {"backend": "kvquant", "calibration": "normal_float", "residual_length": 32},
+    "snapkv-packed": {**EVICTING, "backend": "snapkv", "storage": PACKED},
+    "expected": {**EVICTING, "backend": "expected_attention"},
+    "h2o-compact": {**EVICTING, "backend": "h2o", "positions": "compact"},
+    "merged": {**EVICTING, "backend": "lagkv", "pool": "merge"},
+    "sirllm": {**EVICTING, "backend": "sirllm"},
+}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+DEFAULTS = {
+    "device": lambda: torch.device("meta"),
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+}
+
+
+def logits(model: Any, config: dict[str, Any]) -> Tensor:
+    tokens = torch.randint(3, 120, (2, 90), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    mask = torch.ones_like(tokens)
+    mask[1, :9] = 0
+    # made anew: what is learnt of a model, its heads or its attention is remembered with it
+    output = copy.deepcopy(model).generate(
+        tokens, attention_mask=mask, cache_implementation="quantized", cache_config=config, max_new_tokens=12,
+        do_sample=False, return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    return torch.stack(output.logits)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("name", CACHES)
+def test_the_same_numbers(name: str, default: str, attention: str, kernel: str) -> None:
+    for remembered in (description._frequencies, cuda_inputs.rotation_tables, rotary._layout_is_interleaved):
+        remembered.cache_clear()
+    model = tiny_model("llama", attn_implementation=attention)
+    config = {**CACHES[name], "kernel": kernel}
+    with DEFAULTS[default]():
+        got = logits(model, config)
+    assert torch.equal(got, logits(model, config))
+
+
+LOAD_HEADS = """
+import torch
+
+from kvcache_plugins.retaining.loading import load_heads
+
+with torch.device("meta"):
+    heads = load_heads({folder!r})
+assert {{parameter.device.type for parameter in heads.parameters()}} == {{"cpu"}}
+"""
+
+
+def test_retaining_heads_are_read_where_they_can_be() -> None:
+    # in another process: here `torch.empty` is not the function that the default device is known to
+    script = LOAD_HEADS.format(folder=heads_of(tiny_model("llama")))
+    done = fresh_process.run(script, os.environ)
+    assert done.returncode == 0, done.stderr
