@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from ..errors import ArtifactError
 from ..models.facts import decoder_config
@@ -17,6 +19,9 @@ __all__ = ["check_model", "check_rotary", "model_facts", "rotary_facts"]
 
 _SAME_FREQUENCY = 1e-5
 """Relative difference of frequencies that fp32 on another device may cause; real differences are larger."""
+
+_HELD_AS = (torch.float64, torch.bfloat16, torch.float16)
+"""What frequencies may have been rounded to: `model.half()` and `model.to()` cast them with the weights."""
 
 
 def model_facts(config: Any) -> dict[str, Any]:
@@ -76,14 +81,19 @@ def check_rotary(source: str, layer_idx: int, facts: Mapping[str, Any] | None, r
     if facts is None and rotary is None:
         return
     if facts is not None and rotary is not None and bool(facts["interleaved"]) == rotary.interleaved:
-        made, used = facts["inv_freq"], rotary.inv_freq
-        if len(made) == len(used) and all(
-            math.isclose(a, b, rel_tol=_SAME_FREQUENCY) for a, b in zip(made, used, strict=True)
-        ):
+        made = torch.tensor(facts["inv_freq"], dtype=torch.float64, device="cpu")
+        if any(_are_same(made.to(dtype).tolist(), rotary.inv_freq) for dtype in _HELD_AS):
             return
     raise ArtifactError(
         f"{source} was made for other rotary parameters in layer {layer_idx}: {_shown(facts)}; "
         f"the model's are {_shown(rotary_facts(rotary))}."
+    )
+
+
+def _are_same(made: Sequence[float], used: Sequence[float]) -> bool:
+    """Whether two lists of frequencies agree as far as devices compute them alike."""
+    return len(made) == len(used) and all(
+        math.isclose(a, b, rel_tol=_SAME_FREQUENCY) for a, b in zip(made, used, strict=True)
     )
 
 

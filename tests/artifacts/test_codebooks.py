@@ -179,6 +179,16 @@ def test_the_same_rotation_computed_elsewhere(artifact: Path) -> None:
     layer_of(load_codebooks(str(artifact)), rotary=replace(ROTARY, inv_freq=rounded))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_same_rotation_in_a_model_that_was_cast(artifact: Path, dtype: torch.dtype) -> None:
+    cast = torch.tensor(ROTARY.inv_freq).to(dtype)
+    assert cast.tolist() != pytest.approx(ROTARY.inv_freq, rel=1e-4)
+    layer_of(load_codebooks(str(artifact)), rotary=replace(ROTARY, inv_freq=tuple(cast.tolist())))
+    other = (1.0, *torch.nextafter(cast, torch.ones_like(cast))[1:].tolist())
+    with pytest.raises(ArtifactError, match="other rotary parameters"):
+        layer_of(load_codebooks(str(artifact)), rotary=replace(ROTARY, inv_freq=other))
+
+
 def test_a_rotation_where_there_was_none(artifact: Path) -> None:
     with pytest.raises(ArtifactError, match=r"layer 1: no rotary embedding.*the model's are half-split"):
         layer_of(load_codebooks(str(artifact)), 1)
