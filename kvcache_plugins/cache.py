@@ -395,4 +395,5 @@ def build_cache(
     if "backend" not in options:
         raise ValueError(f"`cache_config` needs a 'backend', got only {sorted(options, key=str)}.")
     cache_class = get_backend(options.pop("backend"))
+    cache_class.config_class.from_dict(options)  # refuses names that Python would, or would take for its own
     return cache_class(model_or_config, max_cache_length=max_cache_length, **options)

@@ -83,7 +83,8 @@ def check_path_or_id(owner: object, name: str, value: object, what: str) -> None
     """
     if not isinstance(value, str) or not value:
         raise ValueError(
-            f"{type(owner).__name__}.{name} must be the directory or hub id of {what}, got {value!r}."
+            f"{type(owner).__name__}.{name} must be the directory or hub id of {what}, as a string, got "
+            f"{value!r}."
         )
 
 

@@ -55,7 +55,7 @@ def estimate(
     config = decoder_config(config)
     if dtype is None:
         dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
-    if str(cache_config.get("backend")).lower() == "dense":
+    if isinstance(cache_config, Mapping) and str(cache_config.get("backend")).lower() == "dense":
         layers: list[Any] = [plan.build_dense() for plan in plan_layers(config)]
     else:
         layers = build_cache(model_or_config, cache_config, max_cache_length=max_cache_length).layers

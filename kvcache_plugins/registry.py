@@ -109,6 +109,11 @@ def get_backend(name: str) -> type[KVCache]:
             importlib.import_module(f"{__package__}.backends.{key}")
         elif key in _entry_points():
             _entry_points()[key].load()
+        elif key in TRANSFORMERS_BACKENDS:
+            raise ValueError(
+                f"The backend {name!r} is transformers' own, built by `generate()` and by "
+                f"`QuantizedCache({key!r}, config)`. Allowed here are {list_backends()}."
+            )
         else:
             allowed = [*list_backends(), *TRANSFORMERS_BACKENDS]
             raise ValueError(

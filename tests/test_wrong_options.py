@@ -6,12 +6,13 @@ import functools
 import inspect
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvcache_plugins import KVCache, build_cache, list_backends
+from kvcache_plugins import KVCache, build_cache, estimate, list_backends
 from kvcache_plugins.eviction.options import EvictingConfig
 from kvcache_plugins.registry import get_backend
 from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
@@ -87,6 +88,19 @@ def test_a_value_of_any_type_serves_or_is_refused_by_name(backend: str, option: 
         ("float8", {"scale": "head", "calibration": ""}, r"Float8Config\.calibration must be .*, got ''"),
         ("int8", {"calibration": ""}, r"Int8Config\.calibration must be the directory .*, got ''"),
         ("kvquant", {"calibration": ""}, r"KVQuantConfig\.calibration must be .*'normal_float'.*, got ''"),
+        (
+            "locret",
+            {"heads": Path("x")},
+            r"heads must be .*, as a string, got (Posix|Windows)Path",
+        ),
+        (
+            "knorm",
+            {"storage": {"backend": "hqq"}},
+            r"'hqq' is transformers' own.*QuantizedCache\('hqq'",
+        ),
+        ("int8", {"max_cache_length": 9}, r"'max_cache_length' is not an option of Int8Config"),
+        ("int8", {"model_or_config": 9}, r"'model_or_config' is not an option of Int8Config"),
+        ("int8", {3: 4}, r"3 is not an option of Int8Config.*got 3=4"),
         ("locret", {"heads": ""}, r"LocretConfig\.heads must be the directory or hub id .*, got ''"),
         ("int4", {"layer_overrides": {1.7: {"nbits": 8}}}, r"layer_overrides must name layers .* got 1\.7"),
         ("kivi", {"layer_overrides": {True: {"nbits": 8}}}, r"layer_overrides must name layers .* got True"),
@@ -107,6 +121,18 @@ def test_wrong_options_say_what_is_allowed(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         build_cache(model(), {**_needed(backend, heads), **options})
+
+
+def test_backends_of_transformers_are_not_said_to_be_unknown() -> None:
+    with pytest.raises(ValueError, match=r"'Quanto' is transformers' own.*Allowed here are .*'kivi'"):
+        build_cache(model(), {"backend": "Quanto"})
+
+
+@pytest.mark.parametrize("given", [None, "kivi", [("backend", "dense")]])
+def test_options_that_are_no_dict(given: Any) -> None:
+    for function in (build_cache, functools.partial(estimate, tokens=9)):
+        with pytest.raises(ValueError, match=r"`cache_config` must be a dict such as .*got"):
+            function(model(), given)
 
 
 @pytest.mark.parametrize("evicts", [False, True])
