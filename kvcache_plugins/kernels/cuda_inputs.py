@@ -127,7 +127,8 @@ def _are_values_fast(side: Side) -> bool:
         is_per_token = min(layout.scale_offset, layout.minimum_offset) >= 0
         is_per_token = is_per_token and layout.width == layout.group_tokens == 1
         return is_per_token and side.factors is None and layout.packed_length % BLOCK_TOKENS == 0
-    return side.outliers is None and layout.head_dim // layout.width % 16 == 0
+    has_minima = layout.format != FORMATS["affine"] or layout.minimum_offset >= 0
+    return side.outliers is None and layout.head_dim // layout.width % 16 == 0 and has_minima
 
 
 def _fast_bytes(keys: Side, values: Side) -> int:
@@ -137,8 +138,9 @@ def _fast_bytes(keys: Side, values: Side) -> int:
     ring = max(8 * _aligned(unit), 128 * (value_dim + 6)) + 4096 + 128
     if keys.layout.format != FORMATS["nonuniform"]:
         turns = _aligned(8 * keys.layout.period * (pairs + 4)) if keys.cos is not None else 0
-        queries = 64 if keys.layout.width > 1 and keys.cos is None else 32
-        return queries * pairs + turns + ring
+        has_two_sizes = keys.layout.width > 1 and keys.layout.nbits == 8 and keys.cos is None
+        has_two_sizes = has_two_sizes and keys.layout.format == FORMATS["affine"]
+        return (64 if has_two_sizes else 32) * pairs + turns + ring
     has_outliers = keys.outliers is not None or values.outliers is not None
     patches = 4 * (4096 if value_dim <= 128 else 8192) if has_outliers else 0
     turns = 32 * 16 * (pairs // 2 + 4)

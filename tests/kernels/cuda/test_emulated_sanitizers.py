@@ -102,8 +102,8 @@ MUTATIONS = {
     ),
     "copies beyond a unit": Mutation(
         "unit_ring.cuh",
-        "done < bytes; done",
-        "done < bytes + 512; done",
+        "left = copy.bytes - copy.code_bytes - first;",
+        "left = copy.bytes + 512 - copy.code_bytes - first;",
         "attend_8_rows",
         "8 rows",
         COPY,

@@ -54,6 +54,14 @@ struct Records {
   }
 };
 
+// The part of a record that is its keys or its values, from their codes on, and how these are spread in shared memory.
+struct UnitCopy {
+  static constexpr int kSteps = 4, kStepBytes = 512;  // what a loop copies at once; what a warp copies at once
+  int32_t codes_offset, code_bytes, bytes, swizzle;
+  int32_t scale, minimum;  // where these lie from the codes on, if there are any
+  int32_t step_bits[kSteps], further_bits;  // `swizzle_bits` of every step, and of as many steps together
+};
+
 struct AttentionArguments {
   Records records;
   Side key, value;
@@ -71,15 +79,18 @@ struct AttentionArguments {
   // The plan: which thread block attends to which 64-slot blocks.
   int32_t fast_begin, fast_end, fast_splits;           // packed blocks, by tensor cores
   int64_t fast_stop;                                   // their last slots may be left to `general`: those from here on
+  int32_t whole_end;               // blocks from here on hold slots that are left to it
+  int32_t plain_begin, plain_end;  // products of these blocks are logits: nothing is hidden, added or capped
   int32_t general_begin, general_end, general_splits;  // everything else
   int32_t sink_splits;  // 1 if one more thread block attends to what `fast` leaves out because it holds sinks
-  int32_t key_copy, value_copy;  // bytes of a record that are its keys' and its values', from their codes on
-  // Of the fast path: room for either, and how to lay them down.
-  int32_t unit_bytes, key_swizzle, value_swizzle;
+  UnitCopy key_copy, value_copy;
+  int32_t unit_bytes;  // of the fast path: room for either
   int32_t unit_slots;  // units of a warp in shared memory: one that is worked on, one or two on the way
   // What follows from `key` and `value`, for the fast path, which is short of registers: steps and chunks of 16
   // channels; a row of metadata is shared by 2^shift tokens (at most 64), or by 2^shift tiles of 16.
   int32_t key_steps, key_group_shift, key_tile_shift, value_chunks, value_chunks_per_group, value_group_shift;
+  int32_t value_groups;        // numbers of every token where code is made for as many, and for the chunks, or 0
+  int32_t are_values_aligned;  // see AlignedCodes
   // Results of every split: [rows][splits] maximum and sum, [rows][splits][value.head_dim]
   float *partial_sums, *partial_outputs;
   void* output;

@@ -55,6 +55,11 @@ KVCACHE_BOTH uint32_t read_plane(const uint8_t* plane, int bits, int dim, bool i
   return word >> place.shift & ((1u << bits) - 1);
 }
 
+// Byte `offset` of the codes in shared memory. Lanes of different t would meet in the same banks; the exclusive or
+// spreads them. Copies write 16 bytes at a time, loads read 8, and both stay together.
+KVCACHE_BOTH int swizzle_bits(int offset, int swizzle) { return offset << 5 >> (4 + swizzle) & 0x60; }
+KVCACHE_BOTH int swizzled(int offset, int swizzle) { return offset ^ swizzle_bits(offset, swizzle); }
+
 // A token and channel of a block.
 struct CodeOwner {
   int32_t token, channel;

@@ -61,15 +61,29 @@ bool are_values_fast(const Side& side, int64_t record_bytes) {
   if (side.format == kNonUniform)
     return side.packed_length % kBlockTokens == 0 && side.width == 1 && side.group_tokens == 1 &&
            side.scale_offset >= 0 && side.minimum_offset >= 0 && side.factors == nullptr;
-  return side.outliers == nullptr && side.head_dim / side.width % 16 == 0;
+  return side.outliers == nullptr && side.head_dim / side.width % 16 == 0 &&
+         (side.format != kAffine || side.minimum_offset >= 0);
 }
 
-// How far lanes of neighbouring t lie apart in the codes, as the power of two that `swizzled` takes.
+// How far lanes of neighbouring t lie apart in the codes, as the power of two that `swizzled` takes: 2 to 6.
 int swizzle_of(const Side& side, bool is_key) {
   if (is_key) return side.nbits == 8 ? 4 : 3;
   const int chunks = side.head_dim / 16;
   const int apart = side.nbits == 8 ? 4 * chunks : side.nbits == 4 ? 2 * chunks : chunks;  // in 16 bytes
   return std::max(2, trailing_zeros(apart));
+}
+
+UnitCopy copy_of(const Side& side, bool is_key) {
+  UnitCopy copy{};
+  copy.codes_offset = side.codes_offset;
+  copy.code_bytes = plane_bytes(1, side.padded_dim) * side.nbits;
+  copy.bytes = unit_bytes(side);
+  copy.swizzle = swizzle_of(side, is_key);
+  copy.scale = side.scale_offset - side.codes_offset;
+  copy.minimum = side.minimum_offset - side.codes_offset;
+  for (int i = 0; i < UnitCopy::kSteps; ++i) copy.step_bits[i] = swizzle_bits(i * UnitCopy::kStepBytes, copy.swizzle);
+  copy.further_bits = swizzle_bits(UnitCopy::kSteps * UnitCopy::kStepBytes, copy.swizzle);
+  return copy;
 }
 
 // Splits of `count` blocks for each of `row_groups` that take least time if thread blocks run `places` at a time and
@@ -112,18 +126,20 @@ int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& devic
   };
   const int64_t processors = device.multiprocessors();
   int resident = 2;  // thread blocks on a multiprocessor
-  a.key_copy = unit_bytes(a.key);
-  a.value_copy = unit_bytes(a.value);
+  a.key_copy = copy_of(a.key, true);
+  a.value_copy = copy_of(a.value, false);
   if (columns > 0) {
-    a.unit_bytes = (std::max(a.key_copy, a.value_copy) + 127) / 128 * 128;
-    a.key_swizzle = swizzle_of(a.key, true);
-    a.value_swizzle = swizzle_of(a.value, false);
+    a.unit_bytes = (std::max(a.key_copy.bytes, a.value_copy.bytes) + 127) / 128 * 128;
     a.key_steps = a.key.head_dim / 16;
     a.key_group_shift = power_of(a.key.group_tokens);
     a.key_tile_shift = std::clamp(a.key_group_shift - 4, 0, 2);
     a.value_chunks = a.value.head_dim / 16;
     a.value_chunks_per_group = a.value_chunks / a.value.width;
     a.value_group_shift = power_of(a.value.group_tokens);
+    const int chunks = a.value_chunks, most_groups = a.value.nbits == 8 ? 1 : 8;
+    const bool are_known = (chunks == 4 || chunks == 8 || chunks == 16) && a.value.group_tokens == 1;
+    a.value_groups = are_known && a.value.width <= most_groups ? a.value.width : 0;
+    a.are_values_aligned = a.value.nbits == 8 || chunks % (a.value.nbits == 4 ? 4 : 8) == 0 || a.value_groups > 0;
   }
   for (; columns > 0; --columns) {  // fewer rows at once need less memory
     a.chunk_rows = rows_at_once(columns);
@@ -154,6 +170,13 @@ int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& devic
     a.fast_stop = packed;
     a.fast_end = static_cast<int32_t>((packed + kBlockTokens - 1) / kBlockTokens);
     a.general_begin = static_cast<int32_t>(std::max(first, packed / kBlockTokens));
+    a.whole_end = static_cast<int32_t>(packed / kBlockTokens);
+    if (a.softcap <= 0 && a.alibi == nullptr && a.bias == nullptr) {
+      const int64_t seen = a.is_causal != 0 ? std::min(packed, a.length - a.query_length + 1) : packed;
+      a.plain_end = static_cast<int32_t>(seen / kBlockTokens);
+      const int64_t hidden = a.window > 0 ? std::max<int64_t>(0, a.length - a.window) : 0;  // from the last query
+      a.plain_begin = static_cast<int32_t>((hidden + kBlockTokens - 1) / kBlockTokens);
+    }
     a.fast_splits = static_cast<int32_t>(even_splits(a.fast_end - first, row_groups, places));
     a.sink_splits = a.key.sink_length > 0 || a.value.sink_length > 0;
   }

@@ -4,9 +4,9 @@
 // values of a block travel as two units, contiguous bytes of its record, through a ring of two or three places in
 // shared memory: the others are on the way while one is worked on. Queries are fp16 numbers, scaled by a power of two
 // per row so that none of weight is lost; products are summed in fp32. Bound: the bytes of the records, as long as at
-// least 30 KB a multiprocessor are on the way (two units of 4 to 8 KB per warp, 8 to 12 warps); not measured. In the
-// machine code for sm_90, a block of KIVI's 2 bits (groups of 32, 128 channels) is 1260 instructions of a warp: 770 for
-// the products, 160 from logits to weights, 200 for copies, 130 for all else.
+// least 30 KB a multiprocessor are on the way (two units of 4 to 8 KB per warp, 8 to 12 warps); not measured. On its
+// way through the machine code for sm_90, a warp takes 1350 instructions for a block of KIVI's 2 bits (groups of 32, 128
+// channels): 780 in the loops of the products, 120 from logits to weights, 220 for copies, 230 for all else.
 #pragma once
 
 #include "fast_keys.cuh"
@@ -68,13 +68,13 @@ struct WarpState {
   }
   // Turns sums of codes as they were multiplied into sums of what the codes stand for; symmetric ones are 128 too
   // large.
-  KVCACHE_DEVICE void place_chunks(const Side& values) {
+  KVCACHE_DEVICE void place_chunks(const Side& values, bool is_aligned) {
     const float bias = values.format == kSymmetric ? -128.0f : 1.0f;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) {
-        const float place = chunk_place(values, u);
+        const float place = chunk_place(values, is_aligned, u);
 #pragma unroll
         for (int i = 0; i < 4; ++i) output[n][u][i] *= place;
       }
@@ -125,7 +125,7 @@ KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& row
     for (int d = lane; is_used && d < dim; d += 32)
       largest = fmaxf(largest, fabsf(rows.query(a, row, d) * (factors != nullptr ? factors[d] : 1.0f)));
     for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
-    const int exponent = exponent_of(largest, kQueryShift - 1);
+    const int exponent = exponent_of(largest, query_size(a.key));
     const float shrink = bits_float(static_cast<uint32_t>(127 - exponent) << 23);
     float sum = 0.0f;
     for (int d = lane; d < dim; d += 32) {
@@ -146,7 +146,7 @@ KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& row
       }
       const int at = ((row / 8 * (dim / 16) + step) * 32 + row % 8 * 4 + quad) * 4 + place;
       fragments[at] = bits;
-      if (has_channel_scales(a.key)) small_fragments[at] = float_half(half_float(bits) / (1 << kQueryShift));
+      if (has_two_sizes(a.key)) small_fragments[at] = float_half(half_float(bits) / (1 << kQueryShift));
     }
     for (int mask = 16; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
     if (lane == 0) {
@@ -196,7 +196,7 @@ KVCACHE_DEVICE void place_tokens(const AttentionArguments& a, const KeyUnit& uni
       for (int i = 0; i < 4; ++i) c[n][k][i] *= i < 2 ? half_low(scales) : half_high(scales);
     }
   }
-  if (unit.minimum == nullptr) return;
+  if (a.key.minimum_offset < 0) return;
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     const uint32_t minima = load_token_pair(unit.minimum, 16 * k + 2 * g, a.key_group_shift);
@@ -236,15 +236,10 @@ KVCACHE_DEVICE void adjust(const AttentionArguments& a, const Rows& rows, int64_
 // Turns logits into weights: c[n][k] holds tokens 16k + 2g (0, 1) and the next (2, 3), query rows 8n + 2t and the
 // next. The weights go to shared memory as fragments for the values.
 template <int kColumns, int kTiles>
-KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, int64_t start, float (&c)[kColumns][4][4],
+KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, int block, float (&c)[kColumns][4][4],
                           WarpState<kColumns, kTiles>& state, uint2* weights) {
   const int lane = opaque_lane();
-  const int64_t oldest = a.length - a.query_length;
-  const bool is_plain = a.softcap <= 0.0f && a.alibi == nullptr && a.bias == nullptr &&
-                        start + kBlockTokens <= a.fast_stop &&
-                        (a.is_causal == 0 || start + kBlockTokens - 1 <= oldest) &&
-                        (a.window == 0 || start > a.length - 1 - a.window);
-  if (!is_plain) adjust(a, rows, start, c);
+  if (block < a.plain_begin || block >= a.plain_end) adjust(a, rows, static_cast<int64_t>(block) * kBlockTokens, c);
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
     float best[2] = {-infinity(), -infinity()};
@@ -376,7 +371,7 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
   key.period = a.key.period;
   key.steps = a.key_steps;
   key.dim = a.key.head_dim;
-  key.swizzle = a.key_swizzle;
+  key.swizzle = a.key_copy.swizzle;
   key.tile_shift = a.key_tile_shift;
   key.interleaved = a.key.interleaved != 0;
   ValueUnit value{};
@@ -385,40 +380,42 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
   value.width = a.value.width;
   value.chunks_per_group = a.value_chunks_per_group;
   value.group_shift = a.value_group_shift;
-  value.swizzle = a.value_swizzle;
+  value.swizzle = a.value_copy.swizzle;
+  value.groups = a.value_groups;
+  value.has_scales = a.value.scale_offset >= 0;
+  value.is_aligned = a.are_values_aligned != 0;
 
   WarpState<kColumns, kTiles> state;
   state.clear();
   for (int block = ring.begin; block < ring.end; block += kWarps) {
     const bool is_left_out = holds_sinks(a, rows.batch, block);
-    const int64_t start = static_cast<int64_t>(block) * kBlockTokens;
-    const bool is_partial = start + kBlockTokens > a.fast_stop;
-    uint8_t* place_of_unit = ring.next(block, true);
+    const bool is_partial = block >= a.whole_end;
+    const int held = static_cast<int>(a.fast_stop) - block * kBlockTokens;  // slots fit 32 bits
+    uint8_t* place_of_unit = ring.next<true>(block);
     key.codes = place_of_unit;
     if (!is_left_out) {
-      if (is_partial) clear_metadata(a.key, place_of_unit, static_cast<int>(a.fast_stop - start));
-      key.scale = a.key.scale_offset >= 0 ? key.codes + (a.key.scale_offset - a.key.codes_offset) : nullptr;
-      key.minimum = a.key.minimum_offset >= 0 ? key.codes + (a.key.minimum_offset - a.key.codes_offset) : nullptr;
-      key.phase = a.key.cos != nullptr ? static_cast<int>(start) % a.key.period : 0;
+      if (is_partial) clear_metadata(a.key, place_of_unit, held);
+      key.scale = key.codes + a.key_copy.scale;
+      key.minimum = key.codes + a.key_copy.minimum;
+      key.phase = a.key.cos != nullptr ? block * kBlockTokens % a.key.period : 0;
       float products[kColumns][4][4] = {};
       multiply_keys(a.key, key, products);
-      if (key.scale != nullptr && a.key.width == 1) place_tokens(a, key, products);
-      weigh(a, rows, start, products, state, weights);
+      if (a.key.scale_offset >= 0 && a.key.width == 1) place_tokens(a, key, products);
+      weigh(a, rows, block, products, state, weights);
     }
-    place_of_unit = ring.next(block, false);  // its barrier also shows every lane the weights
+    place_of_unit = ring.next<false>(block);  // its barrier also shows every lane the weights
     value.codes = place_of_unit;
     if (!is_left_out) {
-      if (is_partial) clear_metadata(a.value, place_of_unit, static_cast<int>(a.fast_stop - start));
-      value.scale = a.value.scale_offset >= 0 ? value.codes + (a.value.scale_offset - a.value.codes_offset) : nullptr;
-      value.minimum =
-          a.value.minimum_offset >= 0 ? value.codes + (a.value.minimum_offset - a.value.codes_offset) : nullptr;
+      if (is_partial) clear_metadata(a.value, place_of_unit, held);
+      value.scale = value.codes + a.value_copy.scale;
+      value.minimum = value.codes + a.value_copy.minimum;
       value.shrink = state.raise_exponent(scale_exponent(value));
       multiply_values(a.value, value, state.output, state.minima);
     }
   }
   copy_wait<0>();
 
-  state.place_chunks(a.value);
+  state.place_chunks(a.value, value.is_aligned);
   if (a.value.minimum_offset >= 0 || a.value.format == kSymmetric) add_minima(value, state);
   const float grow = a.value.scale_offset >= 0 ? bits_float(static_cast<uint32_t>(127 + state.exponent) << 23)
                                                : a.value.static_scale[rows.head];

@@ -19,10 +19,6 @@ namespace kvcache {
 constexpr uint32_t kHalf1024 = 0x64006400u, kMinus1024 = 0xE400E400u;
 constexpr uint32_t kMinus1152 = 0xE480E480u;  // 1024 + 128
 
-// Byte `offset` of the codes in shared memory. Lanes of different t would meet in the same banks; the XOR spreads
-// them. Copies write 16 bytes at a time, loads read 8, and both stay together.
-KVCACHE_BOTH int swizzled(int offset, int swizzle) { return offset ^ ((offset >> (4 + swizzle) & 3) << 5); }
-
 KVCACHE_DEVICE uint2 load_8(const uint8_t* codes, int offset, int swizzle) {
   return *reinterpret_cast<const uint2*>(codes + swizzled(offset, swizzle));
 }
@@ -40,7 +36,7 @@ KVCACHE_DEVICE uint32_t fold_field(const uint8_t* field, int count, Fold fold) {
     const uint4 words = *reinterpret_cast<const uint4*>(field + offset);
     found = fold(fold(found, fold(words.x, words.y)), fold(words.z, words.w));
   }
-  if (lane < count % 8) found = fold(found, load_2(field + (count / 8 * 8 + lane) * 2));
+  if (count % 8 != 0 && lane < count % 8) found = fold(found, load_2(field + (count / 8 * 8 + lane) * 2));
   return found;
 }
 
@@ -124,9 +120,17 @@ KVCACHE_DEVICE constexpr float place_of(int k) {
   return static_cast<float>(1 << (24 - shift));
 }
 
-// Whether scales per channel meet the queries; see scaled_keys.cuh.
-KVCACHE_BOTH bool has_channel_scales(const Side& keys) { return keys.width > 1 && keys.cos == nullptr; }
-constexpr int kQueryShift = 14;  // between the queries and the small ones
+// Scales per channel meet the queries (scaled_keys.cuh), which no scale may take out of the range of fp16: the largest
+// number of a query row becomes 2^size to 2^(size + 1), less than 1 then. Where codes of 8 bits have such scales, keys
+// of a thousandth would be lost in fp16's subnormal numbers: there are large queries and small ones.
+constexpr int kQueryShift = 14;  // between these
+KVCACHE_BOTH bool has_channel_scales(const Side& keys) {
+  return keys.width > 1 && keys.format == kAffine && keys.cos == nullptr;
+}
+KVCACHE_BOTH bool has_two_sizes(const Side& keys) { return has_channel_scales(keys) && keys.nbits == 8; }
+KVCACHE_BOTH int query_size(const Side& keys) {
+  return has_channel_scales(keys) && keys.nbits < 8 ? -1 : kQueryShift - 1;
+}
 
 // Numbers of a row where the warps' outputs are merged: pairs of eight lanes' channels lie in different banks.
 KVCACHE_BOTH int merge_stride(int value_dim) { return value_dim + 4; }
@@ -144,7 +148,7 @@ struct FastMemory {
   KVCACHE_BOTH FastMemory(const AttentionArguments& a, int columns) {
     fragments = 0;
     small_fragments = fragments + columns * a.key.head_dim / 16 * 256;
-    row_scale = small_fragments + (has_channel_scales(a.key) ? small_fragments - fragments : 0);
+    row_scale = small_fragments + (has_two_sizes(a.key) ? small_fragments - fragments : 0);
     row_sum = row_scale + 4 * kMostRows;
     rotations = row_sum + 4 * kMostRows;
     rotation_stride = a.key.head_dim / 2 + 4;

@@ -5,7 +5,7 @@
 // are added to the channels of the group at the end. So are the 128 that symmetric codes are too large by: their matrix
 // is of ones. Weights are powers of two smaller or larger than they should be, so that they times the largest scale fit
 // fp16 (`exponent`); the accumulators follow when that changes, which is rare. About 1.1 instructions per code of 2, 4
-// or 8 bits with one scale per token, 1.6 with four; of 3 bits 0.8 more. By count in the machine code for sm_90; not
+// or 8 bits with one scale per token, 1.5 with four; of 3 bits 0.8 more. By count in the machine code for sm_90; not
 // measured.
 #pragma once
 
@@ -14,21 +14,26 @@
 namespace kvcache {
 
 struct ValueUnit {
-  const uint8_t *codes, *scale, *minimum;  // `scale` or `minimum` null where there are none
+  const uint8_t *codes, *scale, *minimum;  // minima of affine codes alone
   const uint2* weights;                    // [columns][tile][lane], as `b`
   int chunks;                              // of 16 channels
   int width, chunks_per_group, swizzle;
+  int groups;                              // `width` if that and `chunks` are known to some code, or 0
   int group_shift;                         // 2^group_shift tokens share a row of metadata
   uint32_t shrink;                         // 2^-exponent, twice
+  bool has_scales, is_aligned;             // whether codes are unpacked with AlignedCodes
 };
 
-// The numbers of a field for tokens 4 quad .. 4 quad + 3 and one group: two pairs.
+// The numbers of a field for tokens 4 quad .. 4 quad + 3 and one group: two pairs. `kGroups`: numbers of every token, 0
+// if that is not known.
+template <int kGroups>
 KVCACHE_DEVICE uint2 load_tokens(const ValueUnit& unit, const uint8_t* field, int quad, int group) {
-  if (unit.width == 1 && unit.group_shift == 0) return *reinterpret_cast<const uint2*>(field + 8 * quad);
-  const int row = 2 * unit.width;  // bytes
-  const uint8_t* first = field + (4 * quad >> unit.group_shift) * row + 2 * group;
-  return {load_2(first) | load_2(first + (1 >> unit.group_shift) * row) << 16,
-          load_2(first + (2 >> unit.group_shift) * row) | load_2(first + (3 >> unit.group_shift) * row) << 16};
+  const int width = kGroups > 0 ? kGroups : unit.width, shift = kGroups > 0 ? 0 : unit.group_shift;
+  if (width == 1 && shift == 0) return *reinterpret_cast<const uint2*>(field + 8 * quad);
+  const int row = 2 * width;  // bytes
+  const uint8_t* first = field + (4 * quad >> shift) * row + 2 * group;
+  return {load_2(first) | load_2(first + (1 >> shift) * row) << 16,
+          load_2(first + (2 >> shift) * row) | load_2(first + (3 >> shift) * row) << 16};
 }
 
 // The same for all groups at once, of rows of two, four or eight numbers, one per token; or for none.
@@ -66,7 +71,7 @@ KVCACHE_DEVICE uint32_t larger_half(uint32_t pair) {
 
 // Smallest exponent by which weights of up to 256, shrunk, and then times the scales, fit fp16. -7 to 14.
 KVCACHE_DEVICE int scale_exponent(const ValueUnit& unit) {
-  if (unit.scale == nullptr) return 0;
+  if (!unit.has_scales) return 0;
   const int count = (kBlockTokens >> unit.group_shift) * unit.width;
   const uint32_t largest = fold_field(unit.scale, count, larger_halves);
   const int exponent = static_cast<int>(warp_max(larger_half(largest)) >> 10) - 15;
@@ -97,12 +102,12 @@ KVCACHE_DEVICE void load_narrow(const ValueUnit& unit, int quad, int chunk, int 
   }
 }
 
-// Where a lane finds words of codes, 64 bytes times `index` from the first of its quad in tile 0, if every chunk is
-// there: how words are spread over the banks is known then.
-template <int kBits, int kTiles>
+// Where a lane finds words of codes, 64 bytes times `index` from the first of its quad in tile 0, if it is known how
+// many chunks there are, and so how words are spread over the banks.
+template <int kBits, int kChunks>
 struct LaneValues {
-  static constexpr int kQuadBytes = kTiles * 8 * (kBits == 3 ? 2 : kBits);
-  static constexpr int kSwizzle = (kBits == 8 ? 2 : kBits == 4 ? 1 : 0) + (kTiles == 16 ? 4 : 3);
+  static constexpr int kQuadBytes = kChunks * 8 * (kBits == 3 ? 2 : kBits);
+  static constexpr int kSwizzle = (kBits == 8 ? 2 : kBits == 4 ? 1 : 0) + (kChunks == 16 ? 4 : kChunks == 8 ? 3 : 2);
   const uint8_t *even, *odd;
 
   KVCACHE_DEVICE LaneValues(const ValueUnit& unit, int g, int t)
@@ -114,7 +119,7 @@ struct LaneValues {
 };
 
 // Words of the codes of two pairs of tokens, 16 / kBits chunks each (8 of 3 bits), where they begin with the first
-// chunk of as many, so that places are known.
+// chunk of as many, so that places are known; or one word of four chunks of either pair.
 template <int kBits>
 struct AlignedCodes {
   static constexpr int kPerWord = kBits == 4 ? 4 : 8;
@@ -129,20 +134,22 @@ struct AlignedCodes {
       if (kBits == 3) complete(unit, chunks, word, g, pair);
     }
   }
-  template <int kTiles>
-  KVCACHE_DEVICE void load(const ValueUnit& unit, const LaneValues<kBits, kTiles>& lane, int k, int chunk, int g,
+  template <int kChunks>
+  KVCACHE_DEVICE void load(const ValueUnit& unit, const LaneValues<kBits, kChunks>& lane, int k, int chunk, int g,
                            int t) {
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
-      const int index = (pair * kTiles + chunk) / kPerWord;
+      const int index = (pair * kChunks + chunk) / kPerWord;
       words[pair] = lane.load(k, index);
-      if (kBits == 3) complete(unit, kTiles, (4 * k + t) * 2 * kTiles / kPerWord + index, g, pair);
+      if (kBits == 3) complete(unit, kChunks, (4 * k + t) * 2 * kChunks / kPerWord + index, g, pair);
     }
   }
-  KVCACHE_DEVICE void unpack(int place, uint32_t (&a)[4]) const {
+  // Codes of a chunk, `further` places further of the second pair.
+  KVCACHE_DEVICE void unpack(int chunk, int further, uint32_t (&a)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t word = i % 2 == 0 ? words[i / 2].x : words[i / 2].y;
+      const int place = (chunk + i / 2 * further) % kPerWord;
       if (kBits == 4) {
         a[i] = subnormal_codes<4>(word, place);
       } else if (kBits == 3) {
@@ -170,17 +177,17 @@ KVCACHE_DEVICE void add_groups(float (&minima)[kColumns][4], uint2 low, uint2 hi
     multiply_accumulate(minima[n], low.x, high.x, low.y, high.y, weights[n].x, weights[n].y);
 }
 
-// o[column][chunk] += codes * weights, minima[column] += minima * weights; `kAligned`: see AlignedCodes; `kGroups`: 1,
-// 2, 4 or 8 if every token has as many scales (and minima), and all chunks are there, 0 if that is not known.
-template <int kBits, int kFormat, bool kAligned, int kGroups, int kColumns, int kTiles>
+// o[column][chunk] += codes * weights, minima[column] += minima * weights; `kAligned`: see AlignedCodes; `kChunks` and
+// `kGroups`: if there are as many chunks, and every token has as many scales (and minima): 1, 2, 4 or 8; both 0 if that
+// is not known.
+template <int kBits, int kFormat, bool kAligned, int kChunks, int kGroups, int kColumns, int kTiles>
 KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
                                    float (&minima)[kColumns][4]) {
   constexpr uint32_t kOnes = 0x3C003C00u;
   const int lane = opaque_lane(), g = lane / 4, t = lane % 4;
-  constexpr bool kIsWhole = kGroups > 0, kHasMany = kGroups > 1;
-  constexpr int kGroupTiles = kTiles / (kIsWhole ? kGroups : 1);
-  const int chunks = kIsWhole ? kTiles : unit.chunks;
-  const LaneValues<kBits, kTiles> places(unit, g, t);
+  constexpr bool kIsKnown = kChunks > 0, kHasMany = kGroups > 1;
+  constexpr int kGroupChunks = kIsKnown ? kChunks / kGroups : 1;
+  const LaneValues<kBits, kIsKnown ? kChunks : kTiles> places(unit, g, t);
 #pragma unroll 1
   for (int k = 0; k < 4; ++k) {
     const int quad = 4 * k + t;
@@ -190,11 +197,11 @@ KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][k
       const uint2 weights = unit.weights[(n * 4 + k) * 32 + lane];
       scaled[n] = plain[n] = {half2_multiply(weights.x, unit.shrink), half2_multiply(weights.y, unit.shrink)};
     }
-    if (unit.minimum != nullptr) {  // one row per group of channels; rows beyond are never looked at
-      const uint2 low = load_tokens(unit, unit.minimum, quad, g < unit.width ? g : 0);
+    if (kFormat == kAffine) {  // one row per group of channels; rows beyond are never looked at
+      const int width = kIsKnown ? kGroups : unit.width;
+      const uint2 low = load_tokens<kGroups>(unit, unit.minimum, quad, g < width ? g : 0);
       uint2 high = low;
-      if (!kIsWhole && unit.width > 8)
-        high = load_tokens(unit, unit.minimum, quad, g + 8 < unit.width ? g + 8 : 0);
+      if (width > 8) high = load_tokens<kGroups>(unit, unit.minimum, quad, g + 8 < width ? g + 8 : 0);
       add_groups(minima, low, high, plain);
     }
     int next = 0, group = 0;
@@ -203,10 +210,11 @@ KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][k
     load_groups(unit.scale, quad, groups);
 #pragma unroll
     for (int u = 0; u < kTiles; ++u) {
-      if (kIsWhole || u < unit.chunks) {
-        if (kIsWhole ? u % kGroupTiles == 0 : u == next) {
-          if (kHasMany || unit.scale != nullptr) {
-            const uint2 numbers = kHasMany ? groups[u / kGroupTiles] : load_tokens(unit, unit.scale, quad, group);
+      if (kIsKnown ? u < kChunks : u < unit.chunks) {
+        if (kIsKnown ? u % kGroupChunks == 0 : u == next) {
+          if (kHasMany || unit.has_scales) {
+            const uint2 numbers =
+                kHasMany ? groups[u / kGroupChunks] : load_tokens<kGroups>(unit, unit.scale, quad, group);
 #pragma unroll
             for (int n = 0; n < kColumns; ++n)
               scaled[n] = {half2_multiply(plain[n].x, numbers.x), half2_multiply(plain[n].y, numbers.y)};
@@ -220,7 +228,7 @@ KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][k
         }
         uint32_t a[4];
         if (kBits == 8) {
-          const uint2 words = kIsWhole ? places.load(k, u)
+          const uint2 words = kIsKnown ? places.load(k, u)
                                        : load_8(unit.codes, (quad * unit.chunks + u) * 64 + 8 * g, unit.swizzle);
           a[0] = subnormal_bytes<kFormat>(words.x, false);
           a[1] = subnormal_bytes<kFormat>(words.y, false);
@@ -228,13 +236,13 @@ KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][k
           a[3] = subnormal_bytes<kFormat>(words.y, true);
         } else if (kAligned) {
           if (u % AlignedCodes<kBits>::kPerWord == 0) {
-            if (kIsWhole) {
+            if (kIsKnown) {
               codes.load(unit, places, k, u, g, t);
             } else {
-              codes.load(unit, chunks, quad, u, g);
+              codes.load(unit, unit.chunks, quad, u, g);
             }
           }
-          codes.unpack(u % AlignedCodes<kBits>::kPerWord, a);
+          codes.unpack(u, kChunks, a);
         } else {
           load_narrow<kBits>(unit, quad, u, g, a);
         }
@@ -246,51 +254,56 @@ KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][k
   }
 }
 
-// Whether codes are unpacked with AlignedCodes.
-KVCACHE_DEVICE bool has_aligned_words(const Side& values) {
-  return values.nbits == 8 || values.head_dim % (values.nbits == 4 ? 64 : 128) == 0;
+// As many chunks as `unit` has, and as many numbers of every token.
+template <int kBits, int kFormat, int kChunks, int kColumns, int kTiles>
+KVCACHE_DEVICE void multiply_known_values(const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
+                                          float (&minima)[kColumns][4]) {
+  if constexpr (kBits < 8) {
+    if (unit.groups == 2) return value_products<kBits, kFormat, true, kChunks, 2>(unit, o, minima);
+    if (unit.groups == 4) return value_products<kBits, kFormat, true, kChunks, 4>(unit, o, minima);
+    if constexpr (kChunks >= 8) {
+      if (unit.groups == 8) return value_products<kBits, kFormat, true, kChunks, 8>(unit, o, minima);
+    }
+  }
+  value_products<kBits, kFormat, true, kChunks, 1>(unit, o, minima);
 }
 
 template <int kBits, int kFormat, int kColumns, int kTiles>
 KVCACHE_DEVICE void multiply_aligned_values(const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
                                             float (&minima)[kColumns][4]) {
-  const bool is_whole = unit.chunks == kTiles && unit.group_shift == 0;
-  if (is_whole && unit.width == 1) return value_products<kBits, kFormat, true, 1>(unit, o, minima);
-  if constexpr (kBits < 8) {
-    if (is_whole && unit.width == 2) return value_products<kBits, kFormat, true, 2>(unit, o, minima);
-    if (is_whole && unit.width == 4) return value_products<kBits, kFormat, true, 4>(unit, o, minima);
-    if (is_whole && unit.width == 8) return value_products<kBits, kFormat, true, 8>(unit, o, minima);
+  if (unit.groups == 0) return value_products<kBits, kFormat, true, 0, 0>(unit, o, minima);
+  if constexpr (kTiles == 8) {
+    if (unit.chunks == 4) return multiply_known_values<kBits, kFormat, 4>(unit, o, minima);
   }
-  return value_products<kBits, kFormat, true, 0>(unit, o, minima);
+  multiply_known_values<kBits, kFormat, kTiles>(unit, o, minima);
 }
 
 template <int kColumns, int kTiles>
 KVCACHE_DEVICE void multiply_values(const Side& side, const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
                                     float (&minima)[kColumns][4]) {
-  if (side.format == kSymmetric) return multiply_aligned_values<8, kSymmetric>(unit, o, minima);
-  if (side.format == kE4M3) return multiply_aligned_values<8, kE4M3>(unit, o, minima);
-  if (side.format == kE5M2) return multiply_aligned_values<8, kE5M2>(unit, o, minima);
-  if (side.nbits == 8) return multiply_aligned_values<8, kAffine>(unit, o, minima);
-  const bool is_aligned = has_aligned_words(side);
-  if (side.nbits == 4) {
-    if (is_aligned) return multiply_aligned_values<4, kAffine>(unit, o, minima);
-    return value_products<4, kAffine, false, 0>(unit, o, minima);
+  if (side.nbits == 8) {
+    if (side.format == kSymmetric) return multiply_aligned_values<8, kSymmetric>(unit, o, minima);
+    if (side.format == kE4M3) return multiply_aligned_values<8, kE4M3>(unit, o, minima);
+    if (side.format == kE5M2) return multiply_aligned_values<8, kE5M2>(unit, o, minima);
+    return multiply_aligned_values<8, kAffine>(unit, o, minima);
   }
-  if (side.nbits == 3) {
-    if (is_aligned) return multiply_aligned_values<3, kAffine>(unit, o, minima);
-    return value_products<3, kAffine, false, 0>(unit, o, minima);
+  if (unit.is_aligned) {
+    if (side.nbits == 4) return multiply_aligned_values<4, kAffine>(unit, o, minima);
+    if (side.nbits == 3) return multiply_aligned_values<3, kAffine>(unit, o, minima);
+    return multiply_aligned_values<2, kAffine>(unit, o, minima);
   }
-  if (is_aligned) return multiply_aligned_values<2, kAffine>(unit, o, minima);
-  return value_products<2, kAffine, false, 0>(unit, o, minima);
+  if (side.nbits == 4) return value_products<4, kAffine, false, 0, 0>(unit, o, minima);
+  if (side.nbits == 3) return value_products<3, kAffine, false, 0, 0>(unit, o, minima);
+  value_products<2, kAffine, false, 0, 0>(unit, o, minima);
 }
 
 // What the accumulators of a chunk must be multiplied by, powers of two of the weights aside.
-KVCACHE_DEVICE float chunk_place(const Side& values, int chunk) {
+KVCACHE_DEVICE float chunk_place(const Side& values, bool is_aligned, int chunk) {
   if (values.format == kE4M3) return 256.0f;
   if (values.format == kE5M2) return 1.0f;
-  if (values.nbits == 4 && has_aligned_words(values)) return place_of<4, kAffine>(chunk);
-  if (values.nbits == 3 && has_aligned_words(values)) return place_of<3, kAffine>(chunk);
-  if (values.nbits == 2 && has_aligned_words(values)) return place_of<2, kAffine>(chunk);
+  if (values.nbits == 4 && is_aligned) return place_of<4, kAffine>(chunk);
+  if (values.nbits == 3 && is_aligned) return place_of<3, kAffine>(chunk);
+  if (values.nbits == 2 && is_aligned) return place_of<2, kAffine>(chunk);
   return place_of<8, kAffine>(0);
 }
 

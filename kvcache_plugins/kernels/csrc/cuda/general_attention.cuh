@@ -119,8 +119,8 @@ KVCACHE_DEVICE void prefetch_block(const AttentionArguments& a, const Rows& rows
                                    int64_t high) {
   const int64_t start = block * kBlockTokens, end = start + kBlockTokens;
   const int64_t first = low > start ? low : start, last = high < end ? high : end;
-  prefetch_tile(a.key, a.records, a.key_copy, rows.batch, rows.head, first, last);
-  prefetch_tile(a.value, a.records, a.value_copy, rows.batch, rows.head, first, last);
+  prefetch_tile(a.key, a.records, a.key_copy.bytes, rows.batch, rows.head, first, last);
+  prefetch_tile(a.value, a.records, a.value_copy.bytes, rows.batch, rows.head, first, last);
 }
 
 // One split of what the fast path leaves: split 0 .. general_splits - 1 a range of blocks, the one after those the

@@ -6,9 +6,9 @@
 namespace kvcache {
 
 struct KeyUnit {
-  const uint8_t *codes, *scale, *minimum;  // then metadata; `scale` or `minimum` null where there are none
+  const uint8_t *codes, *scale, *minimum;  // then metadata, where there are any
   const uint2* fragments;                  // the queries as `b`, [columns][steps][lane]
-  const uint2* small_fragments;            // the same times 2^-kQueryShift; only where scales are per channel
+  const uint2* small_fragments;            // the same times 2^-kQueryShift; only where `has_two_sizes`
   const float* row_scale;                  // of every query row: what its products are multiplied by
   const float* row_sum;                    // of every query row, so multiplied
   const uint4* rotations;                  // cos, cos, -sin, sin of two pairs: [period][pairs / 2], padded rows

@@ -103,7 +103,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   key.patches = shared + memory.patches + warp * memory.patch_bytes;
   key.steps = a.key_steps;
   key.dim = a.key.head_dim;
-  key.swizzle = a.key_swizzle;
+  key.swizzle = a.key_copy.swizzle;
   key.interleaved = a.key.interleaved != 0;
   LevelValueUnit value{};
   value.table = key.table + kLevelBytes;
@@ -111,8 +111,9 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   value.unit.weights = weights;
   value.unit.chunks = a.value_chunks;
   value.unit.width = 1;
+  value.unit.has_scales = true;
   value.unit.chunks_per_group = value.unit.chunks;
-  value.unit.swizzle = a.value_swizzle;
+  value.unit.swizzle = a.value_copy.swizzle;
 
   WarpState<1, kTiles> state;
   state.clear();
@@ -128,20 +129,20 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
     key_bounds = OutlierBounds(a.key, rows, heads, block + kWarps, has_next);
     const int64_t start = static_cast<int64_t>(block) * kBlockTokens;
     turn_block(frequencies, start + position, pairs, angles);
-    key.codes = ring.next(block, true);  // its barrier also shows every lane the angles
+    key.codes = ring.next<true>(block);  // its barrier also shows every lane the angles
     if (!is_left_out) {
       float products[1][4][4] = {};
       multiply_level_keys(a.key, key, of_keys, products[0]);
       of_values.load(a.value, value_bounds);
       scale_rows(row_scale, products);
-      weigh(a, rows, start, products, state, weights);
+      weigh(a, rows, block, products, state, weights);
     }
     of_keys.load(a.key, key_bounds);
     value_bounds = OutlierBounds(a.value, rows, heads, block + kWarps, has_next);
-    value.unit.codes = ring.next(block, false);  // its barrier also shows every lane the weights
+    value.unit.codes = ring.next<false>(block);  // its barrier also shows every lane the weights
     if (!is_left_out) {
-      value.unit.scale = value.unit.codes + (a.value.scale_offset - a.value.codes_offset);
-      value.unit.minimum = value.unit.codes + (a.value.minimum_offset - a.value.codes_offset);
+      value.unit.scale = value.unit.codes + a.value_copy.scale;
+      value.unit.minimum = value.unit.codes + a.value_copy.minimum;
       value.unit.shrink = state.raise_exponent(needed_exponent(value.unit, of_values.largest()));
       multiply_level_values(a.value, value, of_values, state.output[0], state.minima[0]);
     }

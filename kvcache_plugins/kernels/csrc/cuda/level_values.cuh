@@ -95,7 +95,7 @@ KVCACHE_DEVICE void level_value_products(const LevelValueUnit& value, const Outl
   for (int k = 0; k < 4; ++k) {
     const int quad = 4 * k + t;
     const uint2 plain = unit.weights[k * 32 + lane];
-    const uint2 scale = load_tokens(unit, unit.scale, quad, 0), offset = load_tokens(unit, unit.minimum, quad, 0);
+    const uint2 scale = load_tokens<1>(unit, unit.scale, quad, 0), offset = load_tokens<1>(unit, unit.minimum, quad, 0);
     const uint2 scaled{half2_multiply(plain.x, half2_multiply(scale.x, unit.shrink)),
                        half2_multiply(plain.y, half2_multiply(scale.y, unit.shrink))};
     multiply_accumulate(minima, g == 0 ? half2_multiply(offset.x, unit.shrink) : 0, 0,

@@ -16,7 +16,8 @@
 
 namespace kvcache {
 
-// Rows of scales of up to 2 leave queries of up to 2^14 in the range of fp16; beyond, the small ones are taken.
+// Rows of scales of up to 2 leave queries of up to 2^14 in the range of fp16; beyond, the small ones are taken. Scales
+// of 2 to 4 bits are not as small, and meet small queries alone.
 KVCACHE_DEVICE bool has_large_scales(const KeyUnit& unit, int rows) {
   const uint32_t seen = fold_field(unit.scale, rows * unit.dim, [](uint32_t x, uint32_t y) { return x | y; });
   return warp_any((seen & 0x40004000u) != 0);  // the highest bit of an exponent: 2 or more
@@ -123,7 +124,7 @@ struct LaneChannels {
 template <int kBits, int kFormat, int kRows, bool kTogether, int kColumns>
 KVCACHE_DEVICE void scaled_key_products(const KeyUnit& unit, float (&c)[kColumns][4][4]) {
   const int lane = opaque_lane(), g = lane / 4, t = lane % 4, row_bytes = 2 * unit.dim;
-  const bool is_large = kRows > 0 && has_large_scales(unit, kRows);
+  const bool is_large = kRows > 0 && kBits == 8 && has_large_scales(unit, kRows);
   const uint2* fragments = (is_large ? unit.small_fragments : unit.fragments) + lane;
   float minima[kColumns][4] = {};
   LaneKeys<kBits, kFormat> codes(unit, g, t);

@@ -5,25 +5,38 @@
 
 namespace kvcache {
 
-// Starts the copy of one unit by a warp, 16 bytes a lane at a time; `from` is where this lane's bytes begin. The codes
-// are spread over the banks: of the exclusive or that does it one part depends on the lane and one on the step of 512
-// bytes, so that few instructions are left of it.
-KVCACHE_DEVICE void copy_unit(uint8_t* to, const uint8_t* from, int code_bytes, int bytes, int swizzle) {
-  constexpr int kStep = 512;
-  const int first = opaque_lane() * 16, spread = swizzled(first, swizzle);
-  int done = 0;
-#pragma unroll 1
-  for (; done + 4 * kStep <= code_bytes; done += 4 * kStep) {
+// Starts the copy of one unit by a warp, 16 bytes a lane at a time; `to` is a multiple of 128 bytes, and `from` is
+// where this lane's bytes begin. The codes are spread over the banks: of the exclusive or that does it one part depends
+// on the lane and one on the step of 512 bytes, which is the same for every warp.
+KVCACHE_DEVICE void copy_unit(uint8_t* to, const uint8_t* from, const UnitCopy& copy) {
+  constexpr int kSteps = UnitCopy::kSteps, kStep = UnitCopy::kStepBytes;
+  const int lane = opaque_lane(), first = 16 * lane;
+  int places[kSteps];  // of this lane's bytes in the next steps, from where each of these begins
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      copy_async_16(to + (spread ^ swizzled(done + i * kStep, swizzle)), from + done + i * kStep);
+  for (int i = 0; i < kSteps; ++i) places[i] = swizzled(first, copy.swizzle) ^ copy.step_bits[i];
+  int left = copy.code_bytes;
+#pragma unroll 1
+  for (; left >= kSteps * kStep; left -= kSteps * kStep) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) copy_async_16(to + places[i] + i * kStep, from + i * kStep);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) places[i] ^= copy.further_bits;  // twice is not at all: of swizzles up to 6
+    to += kSteps * kStep;
+    from += kSteps * kStep;
   }
+  if (left > 0) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+      if (i * kStep + first < left) copy_async_16(to + places[i] + i * kStep, from + i * kStep);
+  }
+  to += left + first;
+  from += left;
 #pragma unroll 1
-  for (; done + first < code_bytes; done += kStep) copy_async_16(to + swizzled(done + first, swizzle), from + done);
-#pragma unroll 1
-  for (done = code_bytes + first; done < bytes; done += 2 * kStep) {
-    copy_async_16(to + done, from + done - first);
-    if (done + kStep < bytes) copy_async_16(to + done + kStep, from + done - first + kStep);
+  for (left = copy.bytes - copy.code_bytes - first; left > 0; left -= 2 * kStep) {
+    copy_async_16(to, from);
+    if (left > kStep) copy_async_16(to + kStep, from + kStep);
+    to += 2 * kStep;
+    from += 2 * kStep;
   }
 }
 
@@ -43,27 +56,34 @@ class UnitRing {
   }
   // Starts the first units: as many as may be on the way at once.
   KVCACHE_DEVICE void begin_copies() const {
-    for (int unit = 0; unit < a_.unit_slots - 1; ++unit) {
-      if (begin < end) start(record_, unit == 0, unit * a_.unit_bytes);
-      copy_commit();
-    }
+    if (begin < end) start(record_, a_.key_copy, 0);
+    copy_commit();
+    if (a_.unit_slots == 2) return;
+    if (begin < end) start(record_, a_.value_copy, a_.unit_bytes);
+    copy_commit();
   }
   // Waits for the keys or the values of `block`, and starts another unit in the place that the last one has left.
-  KVCACHE_DEVICE uint8_t* next(int block, bool are_keys) {
-    const bool is_one_ahead = a_.unit_slots == 2;
+  template <bool kAreKeys>
+  KVCACHE_DEVICE uint8_t* next(int block) {
+    const bool is_one_ahead = a_.unit_slots == 2, has_next = block + kWarps < end;
     if (is_one_ahead) {
       copy_wait<0>();
     } else {
       copy_wait<1>();
     }
     warp_barrier();  // every lane's copies have landed, and every lane is done with the place to be filled
-    const bool is_of_block = is_one_ahead && are_keys;
-    const int last = (a_.unit_slots - 1) * a_.unit_bytes, stride = kWarps * static_cast<int>(a_.records.record_bytes);
-    if (is_of_block || block + kWarps < end)
-      start(record_ + (is_of_block ? 0 : stride), is_one_ahead != are_keys,
-            used_ == 0 ? last : used_ - a_.unit_bytes);
+    const int last = (a_.unit_slots - 1) * a_.unit_bytes, place = used_ == 0 ? last : used_ - a_.unit_bytes;
+    const int stride = kWarps * static_cast<int>(a_.records.record_bytes);
+    // which side is known where it is written, so that what is known of it needs no registers
+    if (!is_one_ahead) {
+      if (has_next) start(record_ + stride, kAreKeys ? a_.key_copy : a_.value_copy, place);
+    } else if (kAreKeys) {
+      start(record_, a_.value_copy, place);
+    } else if (has_next) {
+      start(record_ + stride, a_.key_copy, place);
+    }
     copy_commit();
-    if (!are_keys) record_ += stride;
+    if (!kAreKeys) record_ += stride;
     uint8_t* const unit = places_ + used_;
     used_ = used_ == last ? 0 : used_ + a_.unit_bytes;
     return unit;
@@ -75,10 +95,8 @@ class UnitRing {
   uint8_t* places_;
   int used_ = 0;  // the next place to be used, in bytes; the one before it is the next to be filled
 
-  KVCACHE_DEVICE void start(const uint8_t* record, bool are_keys, int place) const {
-    const Side& side = are_keys ? a_.key : a_.value;
-    copy_unit(places_ + place, record + side.codes_offset, plane_bytes(1, side.padded_dim) * side.nbits,
-              are_keys ? a_.key_copy : a_.value_copy, are_keys ? a_.key_swizzle : a_.value_swizzle);
+  KVCACHE_DEVICE void start(const uint8_t* record, const UnitCopy& copy, int place) const {
+    copy_unit(places_ + place, record + copy.codes_offset, copy);
   }
 };
 
