@@ -96,7 +96,7 @@ def kvquant(nbits: int, fraction: float = 0.01) -> dict[str, Any]:
     return {"backend": "kvquant", "nbits": nbits, "outlier_fraction": fraction, "calibration": NORMAL_FLOAT}
 
 
-HEADS = 12
+HEADS = 16
 """So many that a head's tokens are not divided among thread blocks."""
 LENGTHS = (400, 656)
 INT8, INT4 = {"backend": "int8"}, {"backend": "int4"}
@@ -114,20 +114,20 @@ ATTENTION = {
     "kivi 2bit g32": Attention(2.9, kivi(2, 32), conflicts=16),
     "kivi 3bit g32": Attention(3.9, kivi(3, 32), conflicts=16),
     "kivi 4bit g32": Attention(3.1, kivi(4, 32), conflicts=16),
-    "kivi 2bit g64": Attention(2.65, kivi(2, 64)),
+    "kivi 2bit g64": Attention(2.7, kivi(2, 64)),
     "kivi 3bit g64": Attention(3.7, kivi(3, 64)),
     "kivi 4bit g64": Attention(2.9, kivi(4, 64)),
     "kivi 2bit g32 D64": Attention(4.35, kivi(2, 32), 64, conflicts=8),
-    "kivi 3bit g32 D64": Attention(5.65, kivi(3, 32), 64, conflicts=8),
-    "kivi 4bit g64 D64": Attention(4.25, kivi(4, 64), 64),
+    "kivi 3bit g32 D64": Attention(5.6, kivi(3, 32), 64, conflicts=8),
+    "kivi 4bit g64 D64": Attention(4.2, kivi(4, 64), 64),
     "kivi 2bit g32 D256": Attention(2.2, kivi(2, 32), 256, conflicts=112),
     "kivi 4bit g32 rotated": Attention(5.65, kivi(4, 32, rope_mode="block")),
-    "kvquant 2bit": Attention(8.15, kvquant(2), conflicts=46, list_sectors=33),
-    "kvquant 3bit": Attention(9.2, kvquant(3), conflicts=46, list_sectors=33),
-    "kvquant 4bit": Attention(9.9, kvquant(4), conflicts=46, list_sectors=33),
-    "kvquant 3bit D64": Attention(12.2, kvquant(3), 64, conflicts=26, list_sectors=20),
-    "kvquant 3bit D256": Attention(8.6, kvquant(3), 256, conflicts=112, list_sectors=63),
-    "kvquant 3bit without outliers": Attention(7.6, kvquant(3, 0.0)),
+    "kvquant 2bit": Attention(8.25, kvquant(2), conflicts=46, list_sectors=33),
+    "kvquant 3bit": Attention(9.3, kvquant(3), conflicts=46, list_sectors=33),
+    "kvquant 4bit": Attention(10.0, kvquant(4), conflicts=46, list_sectors=33),
+    "kvquant 3bit D64": Attention(12.4, kvquant(3), 64, conflicts=26, list_sectors=20),
+    "kvquant 3bit D256": Attention(8.55, kvquant(3), 256, conflicts=112, list_sectors=63),
+    "kvquant 3bit without outliers": Attention(7.7, kvquant(3, 0.0)),
 }
 
 

@@ -16,7 +16,7 @@ BARRIER = "    warp_barrier();  // every"
 MUTATIONS = {
     "a tile of the keys": ("fast_lanes.cuh", "bits = word >> (k / 2 * 8);", "bits = word;"),
     "the tokens of the weights": ("fast_attention.cuh", WEIGHTS, WEIGHTS.replace("7632", "5410")),
-    "a unit used before it is there": ("unit_ring.cuh", "copy_wait<1>();", "copy_wait<2>();"),
+    "a unit used before it is there": ("unit_ring.cuh", "copy_wait<0>();", "copy_wait<1>();"),
     "a missing barrier": ("unit_ring.cuh", BARRIER, "    if (used_ > 0) warp_barrier();  // every"),
     "sums of smaller logits": ("fast_attention.cuh", "total[n][column] *= decay[column];", ""),
     "a pair of channels": ("scaled_keys.cuh", "(first, second, 0x7632)", "(first, second, 0x5410)"),

@@ -51,7 +51,7 @@ MUTATIONS = {
         WRONG,
     ),
     "a copy not waited for": Mutation(
-        "attend_8_rows", "cp.async.wait_group 1", "cp.async.wait_group 2", r"to which thread \d+ copies"
+        "attend_8_rows", "cp.async.wait_group [01]", "cp.async.wait_group 2", r"to which thread \d+ copies"
     ),
     "a barrier of a warp": Mutation(
         "attend_8_rows", r"bar\.warp\.sync\s+-1;", "", "no barrier after|nobody has written"

@@ -62,6 +62,12 @@ struct UnitCopy {
   int32_t step_bits[kSteps], further_bits;  // `swizzle_bits` of every step, and of as many steps together
 };
 
+// Numbers of a row where the results of warps are merged: pairs of eight lanes' channels lie in different banks.
+KVCACHE_BOTH int merge_stride(int value_dim) { return value_dim + 4; }
+KVCACHE_BOTH int merge_bytes_of_warps(int value_dim, int columns) {
+  return 4 * kWarps * 8 * columns * (merge_stride(value_dim) + 2);
+}
+
 struct AttentionArguments {
   Records records;
   Side key, value;
@@ -84,8 +90,9 @@ struct AttentionArguments {
   int32_t general_begin, general_end, general_splits;  // everything else
   int32_t sink_splits;  // 1 if one more thread block attends to what `fast` leaves out because it holds sinks
   UnitCopy key_copy, value_copy;
-  int32_t unit_bytes;  // of the fast path: room for either
-  int32_t unit_slots;  // units of a warp in shared memory: one that is worked on, one or two on the way
+  // Of the fast path: room for either; units of a warp in shared memory, of which one is worked on and one or two are
+  // on the way; their bytes; and those from the start of shared memory on that hold all of them, or the results.
+  int32_t unit_bytes, unit_slots, warp_bytes, ring_bytes;
   // What follows from `key` and `value`, for the fast path, which is short of registers: steps and chunks of 16
   // channels; a row of metadata is shared by 2^shift tokens (at most 64), or by 2^shift tiles of 16.
   int32_t key_steps, key_group_shift, key_tile_shift, value_chunks, value_chunks_per_group, value_group_shift;
@@ -96,6 +103,8 @@ struct AttentionArguments {
   void* output;
 
   KVCACHE_BOTH int splits() const { return fast_splits + general_splits + sink_splits; }
+  // Of a block, those that are not left to `general`; slots fit 32 bits.
+  KVCACHE_BOTH int tokens_of(int block) const { return static_cast<int>(fast_stop) - block * kBlockTokens; }
 };
 
 // Slots [start, stop) of one side as numbers.

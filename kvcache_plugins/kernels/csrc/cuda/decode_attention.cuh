@@ -9,7 +9,7 @@ namespace kvcache {
 
 // Up to `8 kColumns` query rows, values of up to `16 kTiles` channels.
 template <int kColumns, int kTiles>
-KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 3 : 2)) attend_kernel(const AttentionArguments a) {
+KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 4 : 2)) attend_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
   const Rows rows = Rows::mine(a);
   // The general splits come first: they take longest, and would be waited for at the end.

@@ -104,6 +104,14 @@ int64_t even_splits(int64_t count, int64_t row_groups, int64_t places) {
   }
 }
 
+// Gives every warp `slots` units in shared memory.
+void lay_out_ring(AttentionArguments& a, int slots, int columns) {
+  a.unit_slots = slots;
+  a.warp_bytes = slots * a.unit_bytes;
+  a.ring_bytes = std::max(kWarps * a.warp_bytes, merge_bytes_of_warps(a.value.head_dim, columns));
+  a.ring_bytes = (a.ring_bytes + 127) / 128 * 128;
+}
+
 // Divides the slots among thread blocks; returns the columns of the fast path, 0 for none.
 int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& device) {
   const int64_t rows = static_cast<int64_t>(a.group) * a.query_length;
@@ -143,16 +151,17 @@ int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& devic
   }
   for (; columns > 0; --columns) {  // fewer rows at once need less memory
     a.chunk_rows = rows_at_once(columns);
-    const int most = columns == 1 && a.value.head_dim <= 128 && !are_levels ? 3 : 2;  // by registers
+    const int most = columns == 1 && a.value.head_dim <= 128 && !are_levels ? 4 : 2;  // by registers
     resident = 0;
     for (const int slots : {3, 2}) {  // three units of a warp unless two leave room for more thread blocks
-      const int32_t given = std::exchange(a.unit_slots, slots);
+      const int given = a.unit_slots;
+      lay_out_ring(a, slots, columns);
       // a multiprocessor has 1 KB more than a thread block may have, and takes 1 KB for each of them
       const int fitting = (device.shared_bytes() + 1024) / (attention_shared_bytes(a, columns) + 1024);
       if (std::min(fitting, most) > resident) {
         resident = std::min(fitting, most);
       } else {
-        a.unit_slots = given;
+        lay_out_ring(a, given, columns);
       }
     }
     if (resident > 0) break;

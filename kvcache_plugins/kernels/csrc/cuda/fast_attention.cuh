@@ -4,9 +4,9 @@
 // values of a block travel as two units, contiguous bytes of its record, through a ring of two or three places in
 // shared memory: the others are on the way while one is worked on. Queries are fp16 numbers, scaled by a power of two
 // per row so that none of weight is lost; products are summed in fp32. Bound: the bytes of the records, as long as at
-// least 30 KB a multiprocessor are on the way (two units of 4 to 8 KB per warp, 8 to 12 warps); not measured. On its
-// way through the machine code for sm_90, a warp takes 1350 instructions for a block of KIVI's 2 bits (groups of 32, 128
-// channels): 780 in the loops of the products, 120 from logits to weights, 220 for copies, 230 for all else.
+// least 30 KB a multiprocessor are on the way (two units of 4 to 8 KB per warp, 8 to 16 warps); not measured. On its
+// way through the machine code for sm_90, a warp takes 1370 instructions for a block of KIVI's 2 bits (groups of 32,
+// 128 channels): 780 in the loops of the products, 120 from logits to weights, 230 for copies, 240 for all else.
 #pragma once
 
 #include "fast_keys.cuh"
@@ -354,7 +354,7 @@ template <int kColumns, int kTiles>
 KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, uint8_t* shared, int split, int place) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const FastMemory memory(a, kColumns);
-  UnitRing ring(a, rows, shared + memory.ring, split);
+  UnitRing ring(a, rows, shared, split);
   ring.begin_copies();  // nothing else in shared memory has to wait for them
   prepare_queries(a, rows, shared, memory, kColumns);
   block_barrier();
@@ -389,12 +389,10 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
   state.clear();
   for (int block = ring.begin; block < ring.end; block += kWarps) {
     const bool is_left_out = holds_sinks(a, rows.batch, block);
-    const bool is_partial = block >= a.whole_end;
-    const int held = static_cast<int>(a.fast_stop) - block * kBlockTokens;  // slots fit 32 bits
     uint8_t* place_of_unit = ring.next<true>(block);
     key.codes = place_of_unit;
     if (!is_left_out) {
-      if (is_partial) clear_metadata(a.key, place_of_unit, held);
+      if (block >= a.whole_end) clear_metadata(a.key, place_of_unit, a.tokens_of(block));
       key.scale = key.codes + a.key_copy.scale;
       key.minimum = key.codes + a.key_copy.minimum;
       key.phase = a.key.cos != nullptr ? block * kBlockTokens % a.key.period : 0;
@@ -406,7 +404,7 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
     place_of_unit = ring.next<false>(block);  // its barrier also shows every lane the weights
     value.codes = place_of_unit;
     if (!is_left_out) {
-      if (is_partial) clear_metadata(a.value, place_of_unit, held);
+      if (block >= a.whole_end) clear_metadata(a.value, place_of_unit, a.tokens_of(block));
       value.scale = value.codes + a.value_copy.scale;
       value.minimum = value.codes + a.value_copy.minimum;
       value.shrink = state.raise_exponent(scale_exponent(value));
@@ -425,7 +423,7 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
       a.value.factors == nullptr
           ? nullptr
           : a.value.factors + (static_cast<int64_t>(rows.batch) * a.records.heads + rows.head) * a.value.head_dim;
-  merge_warps(a, rows, factors, shared + memory.ring, state, place);
+  merge_warps(a, rows, factors, shared, state, place);
 }
 
 }  // namespace kvcache

@@ -26,17 +26,18 @@ KVCACHE_DEVICE uint32_t load_4(const uint8_t* from) { return *reinterpret_cast<c
 KVCACHE_DEVICE uint32_t load_2(const uint8_t* from) { return *reinterpret_cast<const uint16_t*>(from); }
 
 // Folds `count` numbers of a field that begins at a multiple of 16 bytes, those of this lane, two at a time; 0 where it
-// has none.
-template <typename Fold>
+// has none. `kAreEights`: `count` is a multiple of eight.
+template <bool kAreEights, typename Fold>
 KVCACHE_DEVICE uint32_t fold_field(const uint8_t* field, int count, Fold fold) {
   const int lane = opaque_lane();
+  count = opaque(count);
   uint32_t found = 0;
 #pragma unroll 1
   for (int offset = 16 * lane; offset + 16 <= 2 * count; offset += 512) {
     const uint4 words = *reinterpret_cast<const uint4*>(field + offset);
     found = fold(fold(found, fold(words.x, words.y)), fold(words.z, words.w));
   }
-  if (count % 8 != 0 && lane < count % 8) found = fold(found, load_2(field + (count / 8 * 8 + lane) * 2));
+  if (!kAreEights && lane < count % 8) found = fold(found, load_2(field + (count / 8 * 8 + lane) * 2));
   return found;
 }
 
@@ -132,30 +133,23 @@ KVCACHE_BOTH int query_size(const Side& keys) {
   return has_channel_scales(keys) && keys.nbits < 8 ? -1 : kQueryShift - 1;
 }
 
-// Numbers of a row where the warps' outputs are merged: pairs of eight lanes' channels lie in different banks.
-KVCACHE_BOTH int merge_stride(int value_dim) { return value_dim + 4; }
-KVCACHE_BOTH int merge_bytes_of_warps(int value_dim, int columns) {
-  return 4 * kWarps * 8 * columns * (merge_stride(value_dim) + 2);
-}
-
-// Dynamic shared memory of the fast path, in bytes from its start.
+// Dynamic shared memory of the fast path, in bytes from its start. The ring is first, so that its places, which are
+// needed most, are worked out quickest.
 struct FastMemory {
-  int fragments, small_fragments, row_scale, row_sum, rotations, weights, ring, bytes;
+  int fragments, small_fragments, row_scale, row_sum, rotations, weights, bytes;
   int rotation_stride;  // entries of 8 bytes
 
   KVCACHE_BOTH static int aligned(int bytes) { return (bytes + 127) / 128 * 128; }
 
   KVCACHE_BOTH FastMemory(const AttentionArguments& a, int columns) {
-    fragments = 0;
+    fragments = a.ring_bytes;
     small_fragments = fragments + columns * a.key.head_dim / 16 * 256;
     row_scale = small_fragments + (has_two_sizes(a.key) ? small_fragments - fragments : 0);
     row_sum = row_scale + 4 * kMostRows;
     rotations = row_sum + 4 * kMostRows;
     rotation_stride = a.key.head_dim / 2 + 4;
     weights = rotations + (a.key.cos != nullptr ? aligned(a.key.period * rotation_stride * 8) : 0);
-    ring = weights + kWarps * columns * 1024;
-    const int units = kWarps * a.unit_slots * a.unit_bytes, results = merge_bytes_of_warps(a.value.head_dim, columns);
-    bytes = ring + (units > results ? units : results);
+    bytes = weights + kWarps * columns * 1024;
   }
 };
 

@@ -62,12 +62,11 @@ KVCACHE_DEVICE void soften(const GeneralMemory& m, int row, int count) {
 // Attends from this thread block's rows to those slots of one 64-slot block that lie in [low, high): as many as the
 // tile takes.
 template <bool kPositions, int kSlots>
-KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, const GeneralMemory& m, int64_t block,
-                                 int64_t low, int64_t high) {
+KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, const GeneralMemory& m, int block,
+                                 int low, int high) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  const int64_t start = block * kBlockTokens;
-  const int first = low > start ? static_cast<int>(low - start) : 0;
-  const int count = high - start < kBlockTokens ? static_cast<int>(high - start) : kBlockTokens;
+  const int start = block * kBlockTokens;
+  const int first = low > start ? low - start : 0, count = high - start < kBlockTokens ? high - start : kBlockTokens;
   const int key_dim = a.key.head_dim, value_dim = a.value.head_dim;
   float* const tile = kSlots < kBlockTokens ? m.tile - first / kSlots * kSlots * m.stride : m.tile;
   load_tile<kPositions>(a.key, a.records, true, rows.batch, rows.head, start, first, count, tile, m.stride);
@@ -108,17 +107,16 @@ KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, 
 }
 
 KVCACHE_DEVICE bool holds_sinks(const AttentionArguments& a, int batch, int64_t block) {
+  if (a.sink_splits == 0) return false;
   const int length = a.key.sink_length > a.value.sink_length ? a.key.sink_length : a.value.sink_length;
-  if (length == 0) return false;
   const int64_t first = a.records.sink_start != nullptr ? a.records.sink_start[batch] : 0;
   return block * kBlockTokens < first + length && (block + 1) * kBlockTokens > first;
 }
 
 // Asks for the keys and values that `attend_block` will read.
-KVCACHE_DEVICE void prefetch_block(const AttentionArguments& a, const Rows& rows, int64_t block, int64_t low,
-                                   int64_t high) {
-  const int64_t start = block * kBlockTokens, end = start + kBlockTokens;
-  const int64_t first = low > start ? low : start, last = high < end ? high : end;
+KVCACHE_DEVICE void prefetch_block(const AttentionArguments& a, const Rows& rows, int block, int low, int high) {
+  const int start = block * kBlockTokens, end = start + kBlockTokens;
+  const int first = low > start ? low : start, last = high < end ? high : end;
   prefetch_tile(a.key, a.records, a.key_copy.bytes, rows.batch, rows.head, first, last);
   prefetch_tile(a.value, a.records, a.value_copy.bytes, rows.batch, rows.head, first, last);
 }
@@ -131,21 +129,21 @@ KVCACHE_DEVICE void attend_general(const AttentionArguments& a, const Rows& rows
   const GeneralMemory m(a, shared);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int key_dim = a.key.head_dim, value_dim = a.value.head_dim;
-  // [begin, end): the blocks, [low, high): which of their slots
-  int64_t begin, end, low, high;
+  // [begin, end): the blocks, [low, high): which of their slots, which fit 32 bits as everywhere
+  int begin, end, low, high;
   if (split < a.general_splits) {
     const int blocks = a.general_end - a.general_begin;
     begin = a.general_begin + split * blocks / a.general_splits;  // at most 128 splits: fits 32 bits
     end = a.general_begin + (split + 1) * blocks / a.general_splits;
-    low = a.fast_stop;
-    high = a.length;
+    low = static_cast<int>(a.fast_stop);
+    high = static_cast<int>(a.length);
   } else {
     const int length = a.key.sink_length > a.value.sink_length ? a.key.sink_length : a.value.sink_length;
-    const int64_t first = a.records.sink_start != nullptr ? a.records.sink_start[rows.batch] : 0;
+    const int first = a.records.sink_start != nullptr ? static_cast<int>(a.records.sink_start[rows.batch]) : 0;
     begin = first / kBlockTokens > a.fast_begin ? first / kBlockTokens : a.fast_begin;
     end = (first + length - 1) / kBlockTokens + 1 < a.fast_end ? (first + length - 1) / kBlockTokens + 1 : a.fast_end;
     low = 0;
-    high = a.fast_stop;
+    high = static_cast<int>(a.fast_stop);
   }
   if (begin < end) prefetch_block(a, rows, begin, low, high);
   for (int i = thread; i < rows.count * key_dim; i += threads)
@@ -156,13 +154,13 @@ KVCACHE_DEVICE void attend_general(const AttentionArguments& a, const Rows& rows
     m.total[i] = 0.0f;
   }
   block_barrier();
-  for (int64_t block = begin; block < end; ++block) {
+  for (int block = begin; block < end; ++block) {
     if (block + 1 < end) prefetch_block(a, rows, block + 1, low, high);
     if constexpr (kSlots == kBlockTokens) {
       attend_block<kPositions, kSlots>(a, rows, m, block, low, high);
     } else {
-      for (int64_t slot = block * kBlockTokens; slot < (block + 1) * kBlockTokens; slot += kSlots) {
-        const int64_t from = low > slot ? low : slot, to = high < slot + kSlots ? high : slot + kSlots;
+      for (int slot = block * kBlockTokens; slot < (block + 1) * kBlockTokens; slot += kSlots) {
+        const int from = low > slot ? low : slot, to = high < slot + kSlots ? high : slot + kSlots;
         if (from < to) attend_block<kPositions, kSlots>(a, rows, m, block, from, to);
       }
     }

@@ -86,7 +86,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   prepare_level_tables(a, shared, memory);
   block_barrier();
 
-  UnitRing ring(a, rows, shared + memory.ring, split);
+  UnitRing ring(a, rows, shared, split);
   uint2* const weights = reinterpret_cast<uint2*>(shared + memory.weights) + warp * 128;
   uint32_t* const angles =
       reinterpret_cast<uint32_t*>(shared + memory.angles + warp * FastMemory::aligned(4 * pairs));
@@ -151,7 +151,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   add_minima(value.unit, state);
   const float grow = bits_float(static_cast<uint32_t>(127 + state.exponent) << 23);
   state.scale(0, grow, grow);
-  merge_warps(a, rows, nullptr, shared + memory.ring, state, place);
+  merge_warps(a, rows, nullptr, shared, state, place);
 }
 
 }  // namespace kvcache

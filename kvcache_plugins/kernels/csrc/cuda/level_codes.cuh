@@ -94,13 +94,13 @@ KVCACHE_DEVICE uint32_t level_pair(const LevelTable<kBits>& table, uint32_t code
 
 // Dynamic shared memory of the fast path for levels, in bytes from its start.
 struct LevelMemory {
-  int queries, row_scale, frequencies, levels, turns, angles, weights, patches, ring, bytes;
+  int queries, row_scale, frequencies, levels, turns, angles, weights, patches, bytes;
   int turn_row;     // entries of 16 bytes
   int patch_bytes;  // of a warp
 
   KVCACHE_BOTH explicit LevelMemory(const AttentionArguments& a) {
     const int pairs = a.key.head_dim / 2;
-    queries = 0;
+    queries = a.ring_bytes;
     row_scale = queries + pairs / 8 * 1024;
     frequencies = row_scale + FastMemory::aligned(4 * kMostRows);
     levels = frequencies + FastMemory::aligned(8 * pairs);
@@ -113,9 +113,7 @@ struct LevelMemory {
     patch_bytes = a.key.outliers == nullptr && a.value.outliers == nullptr ? 0
                   : a.value.head_dim <= 128                                ? 4096
                                                                            : 8192;
-    ring = patches + kWarps * patch_bytes;
-    const int units = kWarps * a.unit_slots * a.unit_bytes, results = merge_bytes_of_warps(a.value.head_dim, 1);
-    bytes = ring + (units > results ? units : results);
+    bytes = patches + kWarps * patch_bytes;
   }
 };
 

@@ -119,14 +119,14 @@ KVCACHE_DEVICE float power_of_two(float x) {  // 2 units in the last place, subn
 
 // ---- warps and blocks
 
-// The lane, as a number of which the compiler does not know where it comes from: what follows from it is worked out
-// where it is needed, and does not take up registers around a loop that holds the code of many formats.
-KVCACHE_DEVICE int opaque_lane() {
-  int lane = static_cast<int>(threadIdx.x) % 32;
-  asm volatile("" : "+r"(lane));
-  __builtin_assume(lane >= 0);  // or its quarter would take four instructions
-  return lane;
+// A number that is not negative, of which the compiler does not know where it comes from: what follows from it is
+// worked out where it is needed, and does not take up registers around a loop that holds the code of many formats.
+KVCACHE_DEVICE int opaque(int number) {
+  asm volatile("" : "+r"(number));
+  __builtin_assume(number >= 0);  // or its quarter would take four instructions
+  return number;
 }
+KVCACHE_DEVICE int opaque_lane() { return opaque(static_cast<int>(threadIdx.x) % 32); }
 KVCACHE_DEVICE void warp_barrier() { __syncwarp(); }
 KVCACHE_DEVICE void block_barrier() { __syncthreads(); }
 KVCACHE_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }

@@ -46,13 +46,13 @@ class UnitRing {
  public:
   int begin, end;  // blocks
 
-  KVCACHE_DEVICE UnitRing(const AttentionArguments& a, const Rows& rows, uint8_t* ring, int split) : a_(a) {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
+  KVCACHE_DEVICE UnitRing(const AttentionArguments& a, const Rows& rows, uint8_t* shared, int split) : a_(a) {
+    const int warp = static_cast<int>(threadIdx.x / 32);
     const int64_t blocks = a.fast_end - a.fast_begin;
     begin = a.fast_begin + static_cast<int>(split * blocks / a.fast_splits) + warp;
     end = a.fast_begin + static_cast<int>((split + 1) * blocks / a.fast_splits);
     record_ = a.records.of(rows.batch, rows.head) + begin * a.records.record_bytes + threadIdx.x % 32 * 16;
-    places_ = ring + warp * a.unit_slots * a.unit_bytes;
+    places_ = shared + warp * a.warp_bytes;
   }
   // Starts the first units: as many as may be on the way at once.
   KVCACHE_DEVICE void begin_copies() const {
@@ -72,7 +72,7 @@ class UnitRing {
       copy_wait<1>();
     }
     warp_barrier();  // every lane's copies have landed, and every lane is done with the place to be filled
-    const int last = (a_.unit_slots - 1) * a_.unit_bytes, place = used_ == 0 ? last : used_ - a_.unit_bytes;
+    const int last = a_.warp_bytes - a_.unit_bytes, place = used_ == 0 ? last : used_ - a_.unit_bytes;
     const int stride = kWarps * static_cast<int>(a_.records.record_bytes);
     // which side is known where it is written, so that what is known of it needs no registers
     if (!is_one_ahead) {

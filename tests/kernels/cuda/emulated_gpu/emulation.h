@@ -63,6 +63,7 @@ void wait_for_copies(int pending);
 
 namespace kvcache {
 
+inline int opaque(int number) { return number; }
 inline int opaque_lane() { return static_cast<int>(threadIdx.x) % 32; }
 void warp_barrier();
 void block_barrier();
