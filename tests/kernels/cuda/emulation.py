@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcache_plugins.attention.bias import logit_bias, per_head
-from kvcache_plugins.attention.description import describe
+from kvcache_plugins.attention.description import describe, first_sinks
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.kernels import compiler
 from kvcache_plugins.kernels.ops import SCHEMAS
@@ -204,8 +204,8 @@ def attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOpti
     """What `attention.native` does, by the emulated operator."""
     keys, values = describe(key.tokens), describe(value.tokens)
     assert keys is not None and values is not None
-    bias, is_causal, window = logit_bias(options, query.shape[2], key.tokens.length)
-    starts = key.tokens.stream.padding.lengths
+    tokens = key.tokens
+    bias, is_causal, window = logit_bias(options, query.shape[2], tokens.length, hidden=tokens.first)
     output: Tensor = torch.ops.kvcache_emulated.decode_attention(
         query,
         key.tokens.stream.records.data,
@@ -213,7 +213,7 @@ def attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOpti
         values.contiguous_rows(),
         keys.extras,
         values.extras,
-        None if starts is None else starts.to(torch.int64),
+        first_sinks(tokens, keys, values),
         keys.layout.integers(),
         values.layout.integers(),
         options.scaling if options.scaling is not None else query.shape[3] ** -0.5,

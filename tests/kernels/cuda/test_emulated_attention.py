@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvcache_plugins.artifacts.scales import Scales, save_scales
+from kvcache_plugins.attention.description import describe, first_sinks
 from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.layers.handle import KVHandle
+from kvcache_plugins.layers.windowed import with_window
 from kvcache_plugins.testing.comparison import relative_rms
 from tests.kernels.cuda import emulation
-from tests.kernels.decode_cases import CASES, FP32_ERROR, WIDE, build_layer, masks, step
+from tests.kernels.decode_cases import CASES, FP32_ERROR, WIDE, build_layer, masks, states, step
 
 pytestmark = pytest.mark.usefixtures("emulated")
 # fp16: queries and outputs have 11 bits, decoded keys and weights in between too
@@ -209,6 +211,24 @@ def test_what_changes_logits_of_wider_heads() -> None:
                 query, key, value,
                 AttentionOptions(mask=mask, is_causal=True, sliding_window=window, softcap=20.0),
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["int4-sinks", "kivi-sinks"])
+def test_a_window_has_left_the_sinks_of_one_row(name: str, dtype: torch.dtype) -> None:
+    plain = build_layer(CASES[name], 0, dtype=dtype)
+    layer = with_window(type(plain))(plain.config, 0, plain.facts)
+    layer.window = 400
+    layer.padding.set(torch.tensor([0, 300]))
+    for count in (555, *[1] * 20):
+        layer.update(*states(2, 2, count, 64, None, dtype))
+    query, key, value = step(layer, 3, 4)
+    first = first_sinks(key.tokens, *(describe(handle.tokens) for handle in (key, value)))
+    assert first is not None and first[0] > key.shape[2] > first[1] > 0
+    slots = torch.arange(key.shape[2])
+    own, pads = slots[-3:, None], torch.tensor([0, 300 - layer.padding.dropped])
+    mask = (slots <= own) & (slots > own - 400) & (slots >= pads[:, None, None, None])
+    check(query, key, value, AttentionOptions(mask=mask))
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (64, 96)])

@@ -139,7 +139,9 @@ KVCACHE_DEVICE void attend_general(const AttentionArguments& a, const Rows& rows
     high = static_cast<int>(a.length);
   } else {
     const int length = a.key.sink_length > a.value.sink_length ? a.key.sink_length : a.value.sink_length;
-    const int first = a.records.sink_start != nullptr ? static_cast<int>(a.records.sink_start[rows.batch]) : 0;
+    const int64_t start = a.records.sink_start != nullptr ? a.records.sink_start[rows.batch] : 0;
+    const int64_t beyond = static_cast<int64_t>(a.fast_end) * kBlockTokens;
+    const int first = static_cast<int>(start < beyond ? start : beyond);  // rows without sinks have them far away
     begin = first / kBlockTokens > a.fast_begin ? first / kBlockTokens : a.fast_begin;
     end = (first + length - 1) / kBlockTokens + 1 < a.fast_end ? (first + length - 1) / kBlockTokens + 1 : a.fast_end;
     low = 0;
