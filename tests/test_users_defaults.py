@@ -15,13 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcache_plugins  # noqa: F401  (the import installs the dispatch)
+from kvcache_plugins import build_cache
 from kvcache_plugins.attention import description
+from kvcache_plugins.attention.description import describe
+from kvcache_plugins.eviction.pooling.convolution import pool_evicted
+from kvcache_plugins.eviction.pooling.weights import LayerWeights
 from kvcache_plugins.kernels import cuda_inputs
+from kvcache_plugins.kernels.decoding import decode_side
 from kvcache_plugins.models import rotary
 from kvcache_plugins.testing import tiny_model
 from tests.eviction.locret_feeding import heads_of
 from tests.kernels import fresh_process
+from tests.kernels.decode_cases import CASES, build_layer, step
 
 EVICTING = {"budget": 40, "chunk_size": 16}
 PACKED = {"backend": "int4", "residual_length": 8}
@@ -79,6 +84,38 @@ def test_the_same_numbers(name: str, default: str, attention: str, kernel: str) 
     with DEFAULTS[default]():
         got = logits(model, config)
     assert torch.equal(got, logits(model, config))
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_rows_are_repeated(is_filled: bool) -> None:
+    layer = build_cache(tiny_model("falcon_h1"), PACKED).layers[0]
+    state = torch.randn(2, 8, 4)
+    layer.update_conv_state(state)
+    keys = torch.randn(2, 2, 5, 16)
+    if is_filled:
+        layer.update(keys, keys)
+    with torch.device("meta"):
+        layer.batch_repeat_interleave(3)
+    assert torch.equal(layer.conv_states[0], state.repeat_interleave(3, 0))
+    assert not is_filled or torch.equal(layer.keys, keys.repeat_interleave(3, 0))
+
+
+def test_evicted_tokens_are_convolved() -> None:
+    keys, scores = torch.randn(2, 2, 30, 8), torch.rand(2, 2, 30)
+    weights = LayerWeights(torch.randn(3, 16, 5), torch.randn(3), torch.tensor(0.3))
+    expected = pool_evicted(keys, keys, scores, 14, weights)
+    with torch.device("meta"):
+        found = pool_evicted(keys, keys, scores, 14, weights)
+    assert torch.equal(found.keys, expected.keys) and torch.equal(found.index, expected.index)
+
+
+def test_sinks_are_placed_by_the_operators_in_torch() -> None:
+    _, handle, _ = step(build_layer(CASES["kivi-sinks"], 200), 1, 1)
+    side, records = describe(handle.tokens), handle.tokens.stream.records.data
+    assert side is not None and side.sinks is not None
+    expected = decode_side(side, records, is_key=True, sink_start=None)
+    with torch.device("meta"):
+        assert torch.equal(decode_side(side, records, is_key=True, sink_start=None), expected)
 
 
 LOAD_HEADS = """

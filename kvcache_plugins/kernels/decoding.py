@@ -145,7 +145,7 @@ def _metadata(records: Tensor, layout: SideLayout, offset: int) -> Tensor:
 
 
 def _place_sinks(states: Tensor, sinks: Tensor, sink_start: Tensor | None) -> None:
-    starts = torch.zeros(len(states), dtype=torch.long) if sink_start is None else sink_start
+    starts = torch.zeros(len(states), dtype=torch.long, device="cpu") if sink_start is None else sink_start
     slots = starts.to(states.device)[:, None] + torch.arange(sinks.shape[2], device=states.device)
     rows, columns = (slots < states.shape[2]).nonzero(as_tuple=True)
     states[rows, :, slots[rows, columns]] = sinks[rows, :, columns].float()

@@ -91,7 +91,7 @@ class BranchedLayer(PackedLayer):
         if self.is_initialized or not rows:
             super().batch_repeat_interleave(repeats)
         else:
-            self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(rows, device="cpu").repeat_interleave(repeats))
 
     def offload(self) -> None:
         super().offload()

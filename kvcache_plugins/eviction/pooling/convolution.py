@@ -71,7 +71,7 @@ def pool_evicted(
         recent (`int`): Newest slots that stay.
     """
     pooled_length, length = weights.pooled_length, keys.shape[2]
-    first = torch.zeros(1, dtype=torch.long) if pads is None else pads
+    first = torch.zeros(1, dtype=torch.long, device="cpu") if pads is None else pads
     first = first.to(keys.device)
     whole = choose_slots(scores, count, pads=pads, sink_length=sink_length, recent=recent)
     heavy = choose_slots(scores, count - pooled_length, pads=pads, sink_length=sink_length, recent=recent)
