@@ -128,7 +128,7 @@ def _why_not(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]
 
     try:
         check_request(model, generation_config, model_kwargs)
-        build_cache(model.config, generation_config.cache_config)
+        build_cache(model.config, generation_config.cache_config).bind(model)
     except ValueError as error:
         return str(error)
     return None

@@ -558,6 +558,16 @@ def test_an_assistant_has_a_cache_that_fits_it(
     assert len(found) == (said is not None) and all(str(said) in text for text in found)
 
 
+@pytest.mark.allow_deprecation(
+    "Passing .generation_config. together", reason="transformers drafts in this way"
+)
+def test_an_assistant_that_cannot_show_its_queries_drafts_with_a_dense_cache(model: Any) -> None:
+    settings = {"cache_implementation": "quantized", "cache_config": {"backend": "tova", "budget": 30}}
+    run = functools.partial(model.generate, INPUTS[:1], max_new_tokens=9, do_sample=False, **settings)
+    with pytest.warns(UserWarning, match="GPTJForCausalLM drafts with a dense cache.* must see the queries"):
+        run(assistant_model=tiny_model("gptj"))
+
+
 def test_other_caches_are_left_alone(model: Any) -> None:
     cache = DynamicCache(config=model.config)
     model.generate(INPUTS, past_key_values=cache, max_new_tokens=3)
