@@ -81,9 +81,9 @@ _known: WeakKeyDictionary[nn.Module, _Frequencies] = WeakKeyDictionary()
 
 
 def _of(decoder: nn.Module) -> _Frequencies:
-    if decoder not in _known:
-        _known[decoder] = _Frequencies(_long_rotary(decoder))
-    return _known[decoder]
+    found = _known.get(decoder)
+    # of threads that come first together, one has made those that stay
+    return _known.setdefault(decoder, _Frequencies(_long_rotary(decoder))) if found is None else found
 
 
 def _choose(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from kvcache_plugins import ArtifactError, KVCache, build_cache, install, uninstall
+from kvcache_plugins.models import longrope
 
 SWITCH = 32
 
@@ -172,6 +173,20 @@ def test_nothing_of_ours_stays_on_the_model() -> None:
     decoder = weakref.ref(model.model)
     del model
     assert decoder() is None
+
+
+def test_threads_that_come_first_together_agree_on_the_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, made = phi3().model, longrope._Frequencies
+    short = decoder.rotary_emb.original_inv_freq.clone()
+
+    def overtaken(rotary: Any) -> Any:
+        monkeypatch.setattr(longrope, "_Frequencies", made)
+        longrope._of(decoder).choose(long=True)  # as another thread does meanwhile
+        return made(rotary)
+
+    monkeypatch.setattr(longrope, "_Frequencies", overtaken)
+    longrope._of(decoder).choose(long=False)
+    assert torch.equal(decoder.rotary_emb.original_inv_freq, short)
 
 
 def test_crossing_the_change_is_announced(model: Any) -> None:
