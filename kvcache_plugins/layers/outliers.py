@@ -12,6 +12,8 @@ from ..quantizers.packing import BLOCK_TOKENS
 
 __all__ = ["OutlierStore"]
 
+_DROPPED = "dropped_outliers"
+
 
 class OutlierStore:
     """The lists of one stream, one for every block of a row (see `quantizers.outliers`).
@@ -84,9 +86,15 @@ class OutlierStore:
         """Both tensors, by name."""
         return Outliers(self.entries, self.starts).named()
 
+    def saved_tensors(self, num_blocks: int) -> dict[str, Tensor]:
+        """The lists of the first `num_blocks` blocks by name, and how many entries were dropped, if any."""
+        saved = self.read(0, num_blocks).named()
+        return saved | ({_DROPPED: torch.tensor(self.dropped, device="cpu")} if self.dropped else {})
+
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `tensors` returned."""
+        """Take over what `saved_tensors` returned."""
         self.entries, self.starts = tensors["outliers"], tensors["outlier_starts"]
+        self.dropped = int(tensors[_DROPPED]) if _DROPPED in tensors else 0
 
     def index_batch(self, indices: Tensor) -> None:
         """Replace the rows of the batch by rows `indices`."""

@@ -246,7 +246,7 @@ class Stream:
         """The same, without what is allocated and not in use."""
         live = self.tensors() | {"tail": self.tail.view()}
         if self.outliers is not None:
-            live |= self.outliers.read(0, -(-self.packed_length // BLOCK_TOKENS)).named()
+            live |= self.outliers.saved_tensors(-(-self.packed_length // BLOCK_TOKENS))
         return live
 
     def load(self, tensors: dict[str, Tensor], packed_length: int, length: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kvcache_plugins
+from kvcache_plugins import KVCache
 from kvcache_plugins.errors import ArtifactError
 from kvcache_plugins.eviction.cache import EvictingCache
 from kvcache_plugins.eviction.layer import EvictingLayer
@@ -213,7 +215,7 @@ def test_heads_that_choose_alike_need_longer_lists() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
-def test_outliers_that_no_list_can_address_are_dropped_and_reported(kernel: str) -> None:
+def test_outliers_that_no_list_can_address_are_dropped_and_reported(kernel: str, tmp_path: Path) -> None:
     # All outliers of a token are in one head, and that head keeps it: 8 heads of 102 for each of 64 tokens.
     model = model_of("gpt2", hidden_size=1024, num_attention_heads=8, num_hidden_layers=1)
     storage = STORAGE | {"residual_length": 0}
@@ -236,6 +238,8 @@ def test_outliers_that_no_list_can_address_are_dropped_and_reported(kernel: str)
     assert f"outliers dropped      {layer.dropped_outliers:,}" in str(cache.report())
     decoded, expected = _dense(layer)[1], _at(values, layer.ledger.positions)
     assert (decoded - expected).norm() < 0.3 * expected.norm()  # what is left lacks least
+    cache.save_pretrained(tmp_path)
+    assert KVCache.from_pretrained(tmp_path, model).report() == cache.report()
 
 
 def _check_positions(layer: EvictingLayer, keys: Tensor) -> None:
