@@ -108,7 +108,7 @@ def find_rotary(
         model, config = None, copy.deepcopy(config)
         config.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
     holder = rotary_module(model) if model is not None else _build_rotary_module(config)
-    if holder is not None and all(buffer.is_meta for buffer in holder.buffers()):  # a model without data
+    if holder is not None and any(buffer.is_meta for buffer in holder.buffers()):  # a model without data
         holder = _build_rotary_module(config)
     if holder is None:
         return None

@@ -88,6 +88,17 @@ def test_a_model_without_data_says_the_same(name: str) -> None:
     assert [facts.rotary for facts in described(empty)] == expected
 
 
+def test_frequencies_that_are_no_buffers_are_the_models_own() -> None:
+    model = tiny_model("llama")
+    rotary = model.model.rotary_emb
+    frequencies = rotary.inv_freq / 2  # as code of a model's own may have them, and no configuration says
+    del rotary.inv_freq, rotary.original_inv_freq
+    rotary.inv_freq = frequencies
+    assert not list(rotary.buffers())
+    found = described(model)[0].rotary
+    assert found is not None and found.inv_freq == tuple(frequencies.double().tolist())
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_model_and_configuration_say_the_same(name: str) -> None:
     model = tiny_model(name, num_hidden_layers=4)
