@@ -70,7 +70,7 @@ int swizzle_of(const Side& side, bool is_key) {
   if (is_key) return side.nbits == 8 ? 4 : 3;
   const int chunks = side.head_dim / 16;
   const int apart = side.nbits == 8 ? 4 * chunks : side.nbits == 4 ? 2 * chunks : chunks;  // in 16 bytes
-  return std::max(2, trailing_zeros(apart));
+  return std::clamp(trailing_zeros(apart), 2, 6);  // means nothing for heads that only `general` reads
 }
 
 UnitCopy copy_of(const Side& side, bool is_key) {

@@ -21,7 +21,8 @@ struct ValueUnit {
   int groups;                              // `width` if that and `chunks` are known to some code, or 0
   int group_shift;                         // 2^group_shift tokens share a row of metadata
   uint32_t shrink;                         // 2^-exponent, twice
-  bool has_scales, is_aligned;             // whether codes are unpacked with AlignedCodes
+  bool has_scales;                         // or one for all, which is applied at the end
+  bool is_aligned;                         // codes are unpacked with AlignedCodes
 };
 
 // The numbers of a field for tokens 4 quad .. 4 quad + 3 and one group: two pairs. `kGroups`: numbers of every token, 0
