@@ -15,6 +15,7 @@
 
 #include "avx512_math.h"
 #include "decode_attention.h"
+#include "record_fetcher.h"
 
 namespace kvcache {
 namespace avx512 {
@@ -225,13 +226,15 @@ inline void fold_channels(const Side& key, const uint8_t* record, const Query<R>
 template <int B, int PARTS, int R>
 inline void score_words(const Side& key, const uint8_t* codes,
                         const uint32_t (*pairs)[kMaxGroups][R][kMaxPairs], int groups, const float (*constant)[4],
-                        float (*out)[kBlockTokens]) {
+                        RecordFetcher& fetcher, float (*out)[kBlockTokens]) {
   const __m512i table = code_table(B);
   __m512 sum[R][4];
   for (int r = 0; r < R; ++r)
     for (int k = 0; k < 4; ++k) sum[r][k] = _mm512_set1_ps(constant[k * groups / 4][r]);
   const int count = key.padded_dim / 2;
+  const RecordFetcher::Lines ahead = fetcher.take(count);
   for (int pair = 0; pair < count; ++pair) {
+    ahead.fetch(pair);
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
       const __m512i values = _mm512_permutexvar_epi16(word_codes<B>(codes, pair, k, key.padded_dim), table);
@@ -250,7 +253,7 @@ inline void score_words(const Side& key, const uint8_t* codes,
 // Words stored relative to their block: the table holds scale * code + minimum of both channels of the pair.
 template <int B, int PARTS, int R>
 inline void score_turned(const Side& key, const uint8_t* codes, const BlockMetadata& metadata,
-                         const TurnedQuery<R>& query, float (*out)[kBlockTokens]) {
+                         const TurnedQuery<R>& query, RecordFetcher& fetcher, float (*out)[kBlockTokens]) {
   const __m512 codes_ps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i partner = _mm512_set1_epi32(0x00100000), mask = _mm512_set1_epi16((1 << B) - 1);
   const int groups = kBlockTokens / key.group_tokens, steps = key.period / kLanes;
@@ -258,7 +261,9 @@ inline void score_turned(const Side& key, const uint8_t* codes, const BlockMetad
   for (int r = 0; r < R; ++r)
     for (int k = 0; k < 4; ++k) sum[r][k] = _mm512_setzero_ps();
   const int count = key.padded_dim / 2;
+  const RecordFetcher::Lines ahead = fetcher.take(count);
   for (int pair = 0; pair < count; ++pair) {
+    ahead.fetch(pair);
     int low, high;
     channel_pair(key, pair, &low, &high);
     __m512i table[kMaxGroups], rest[kMaxGroups];
@@ -296,13 +301,16 @@ inline void score_turned(const Side& key, const uint8_t* codes, const BlockMetad
 
 // Bytes: integer dot products, exact for the query's PARTS signed bytes.
 template <int PARTS, int R>
-inline void score_bytes(const Side& key, const uint8_t* codes, const Query<R>& query, float (*out)[kBlockTokens]) {
+inline void score_bytes(const Side& key, const uint8_t* codes, const Query<R>& query, RecordFetcher& fetcher,
+                        float (*out)[kBlockTokens]) {
   const int count = key.padded_dim / 4;
   for (int k = 0; k < 4; ++k) {
     __m512i sum[R][PARTS];
     for (int r = 0; r < R; ++r)
       for (int p = 0; p < PARTS; ++p) sum[r][p] = _mm512_set1_epi32(-128 * query.byte_sum[p][r]);
+    const RecordFetcher::Lines ahead = fetcher.take(count);
     for (int d = 0; d < count; ++d) {
+      ahead.fetch(d);
       const __m512i block = _mm512_loadu_si512(codes + 64 * (4 * d + k));
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
@@ -320,12 +328,14 @@ inline void score_bytes(const Side& key, const uint8_t* codes, const Query<R>& q
 
 template <int PARTS, int R>
 inline void score_floats(const Side& key, const uint8_t* codes, const Query<R>& query, const Float8Table& table,
-                         float (*out)[kBlockTokens]) {
+                         RecordFetcher& fetcher, float (*out)[kBlockTokens]) {
   const int count = key.padded_dim / 4;
   for (int k = 0; k < 4; ++k) {
     __m512 sum[R][2];
     for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    const RecordFetcher::Lines ahead = fetcher.take(count);
     for (int d = 0; d < count; ++d) {
+      ahead.fetch(d);
       __m512i even, odd;
       table.decode(_mm512_loadu_si512(codes + 64 * (4 * d + k)), &even, &odd);
 #pragma GCC unroll 4

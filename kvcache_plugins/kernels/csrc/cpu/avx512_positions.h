@@ -96,11 +96,11 @@ class PositionedKeys {
 
   // Scores of the block whose codes these are; `turn_query` comes first.
   template <int B>
-  void score(const uint8_t* codes, float (*out)[kBlockTokens]) const {
+  void score(const uint8_t* codes, RecordFetcher& fetcher, float (*out)[kBlockTokens]) const {
     if (is_turned_) {
-      score_words<B, true>(codes, out);
+      score_words<B, true>(codes, fetcher, out);
     } else {
-      score_words<B, false>(codes, out);
+      score_words<B, false>(codes, fetcher, out);
     }
   }
 
@@ -145,16 +145,18 @@ class PositionedKeys {
   }
 
   template <int B, bool TURNED>
-  void score_words(const uint8_t* codes, float (*out)[kBlockTokens]) const {
+  void score_words(const uint8_t* codes, RecordFetcher& fetcher, float (*out)[kBlockTokens]) const {
     const __m512i table = level_table(key_.levels, B);
     const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
     const int pairs = key_.padded_dim / 2;
+    const RecordFetcher::Lines ahead = fetcher.take(pairs);
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
       __m512 sum[R][2];
       for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
 #pragma GCC unroll 2
       for (int pair = 0; pair < pairs; ++pair) {
+        if (k == 0) ahead.fetch(pair);
         const __m512i both = _mm512_permutexvar_epi16(word_codes<B>(codes, pair, k, key_.padded_dim), table);
         const __m512 a = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
                                          _mm512_set1_ps(scale_[0][pair]), _mm512_set1_ps(offset_[0][pair]));

@@ -7,6 +7,7 @@
 
 #include "avx512_math.h"
 #include "decode_attention.h"
+#include "record_fetcher.h"
 
 namespace kvcache {
 namespace avx512 {
@@ -96,7 +97,7 @@ inline void fold_weights(const float (*weights)[kBlockTokens], const float* scal
 // U chunks of channels, of which [U0, U0 + N) in this pass; `group_of` is channels per group / 16.
 template <int B, int U, int U0, int N, int PARTS, int R>
 inline void add_words_pass(const uint8_t* codes, __m512i table, const WeightPairs<R>& weights, int group_of,
-                           float* const* out) {
+                           RecordFetcher& fetcher, float* const* out) {
   // The place of a chunk in its word repeats every `period` pairs of tokens, so that shifts are constants.
   constexpr int per_word = B == 3 ? 16 : 16 / B;
   constexpr int period = per_word / (U % 16 == 0 ? per_word < 16 ? per_word : 16
@@ -107,11 +108,13 @@ inline void add_words_pass(const uint8_t* codes, __m512i table, const WeightPair
   __m512 sum[R][N];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) sum[r][n] = _mm512_setzero_ps();
+  const RecordFetcher::Lines ahead = fetcher.take(kBlockTokens / 2);
   for (int first = 0; first < kBlockTokens / 2; first += period) {
     const uint8_t* base = codes;  // chunk `first * U` starts a word in every plane
 #pragma GCC unroll 16
     for (int step = 0; step < period; ++step) {
       const int j = first + step;
+      ahead.fetch(j);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         const int local = step * U + U0 + n;
@@ -147,11 +150,11 @@ inline void add_words_pass(const uint8_t* codes, __m512i table, const WeightPair
 
 template <int B, int U, int PARTS, int R, int U0 = 0>
 inline void add_words(const uint8_t* codes, __m512i table, const WeightPairs<R>& weights, int group_of,
-                      float* const* out) {
+                      RecordFetcher& fetcher, float* const* out) {
   if constexpr (U0 < U) {
     constexpr int n = U - U0 < 4 ? U - U0 : 4;
-    add_words_pass<B, U, U0, n, PARTS, R>(codes, table, weights, group_of, out);
-    add_words<B, U, PARTS, R, U0 + n>(codes, table, weights, group_of, out);
+    add_words_pass<B, U, U0, n, PARTS, R>(codes, table, weights, group_of, fetcher, out);
+    add_words<B, U, PARTS, R, U0 + n>(codes, table, weights, group_of, fetcher, out);
   }
 }
 
@@ -190,13 +193,16 @@ inline void fold_weight_bytes(const float (*weights)[kBlockTokens], const float*
 }
 
 template <int PARTS, int R>
-inline void add_bytes(const uint8_t* codes, int chunks, const WeightBytes<R>& weights, float* const* out) {
+inline void add_bytes(const uint8_t* codes, int chunks, const WeightBytes<R>& weights, RecordFetcher& fetcher,
+                      float* const* out) {
   const __m512i sign = _mm512_set1_epi8(char(0x80));  // turns a code biased by 128 into a signed byte
   for (int u = 0; u < chunks; ++u) {
     __m512i sum[R][PARTS];
     for (int r = 0; r < R; ++r)
       for (int p = 0; p < PARTS; ++p) sum[r][p] = _mm512_setzero_si512();
+    const RecordFetcher::Lines ahead = fetcher.take(kBlockTokens / 4);
     for (int t = 0; t < kBlockTokens / 4; ++t) {
+      ahead.fetch(t);
       const __m512i block = _mm512_xor_si512(_mm512_loadu_si512(codes + 64 * (t * chunks + u)), sign);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
@@ -219,11 +225,13 @@ inline void add_bytes(const uint8_t* codes, int chunks, const WeightBytes<R>& we
 
 template <int PARTS, int R>
 inline void add_floats(const uint8_t* codes, int chunks, const WeightPairs<R>& weights, const Float8Table& table,
-                       float* const* out) {
+                       RecordFetcher& fetcher, float* const* out) {
   for (int u = 0; u < chunks; ++u) {
     __m512 sum[R][2];
     for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    const RecordFetcher::Lines ahead = fetcher.take(kBlockTokens / 4);
     for (int t = 0; t < kBlockTokens / 4; ++t) {
+      ahead.fetch(t);
       __m512i even, odd;
       table.decode(_mm512_loadu_si512(codes + 64 * (t * chunks + u)), &even, &odd);
 #pragma GCC unroll 4

@@ -24,7 +24,6 @@ namespace kvcache {
 namespace avx512 {
 namespace {
 
-constexpr int64_t kFetchBytes = 48 << 10;  // read ahead in one go: a few records, small beside a second-level cache
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 bool is_float8(const Side& side) { return side.format == kE4M3 || side.format == kE5M2; }
@@ -112,7 +111,10 @@ class Decoder {
     packed_values_ = int(std::max<int64_t>(0, std::min<int64_t>(kBlockTokens, value_.packed_length - start)));
     key_record_ = key_.records + start / kBlockTokens * key_.record_bytes;
     value_record_ = value_.records + start / kBlockTokens * value_.record_bytes;
-    fetch_records(start);
+    if (packed_keys_ > 0) {  // values packed further are few
+      const int64_t tokens = std::min(task_.end, key_.packed_length) - start;
+      fetcher_.begin(key_record_, (tokens + kBlockTokens - 1) / kBlockTokens, key_.record_bytes);
+    }
     if (packed_keys_ > 0 && key_.format != kNonUniform) {
       if (key_.width > 1) {
         if (key_.cos != nullptr) load_channel_metadata(key_, key_record_, &channels_);
@@ -129,22 +131,6 @@ class Decoder {
         for (int t = 0; t < kBlockTokens; ++t) values_.scale[0][t] = t < packed_values_ ? value_.static_scale : 0.0f;
       for (int g = 0; g < value_.width; ++g) center(value_, values_.scale[g], values_.minimum[g]);
     }
-  }
-
-  // Brings the next records into the cache by reading them front to back. The kernels read codes in strides and slowly,
-  // which keeps hardware from streaming them (10 GB/s a core instead of 40 where this was measured), and prefetch
-  // instructions do not start a stream either: plain loads do.
-  void fetch_records(int64_t start) {
-    const bool is_shared = key_.records == value_.records;
-    const int64_t packed = is_shared ? std::max(key_.packed_length, value_.packed_length) : key_.packed_length;
-    const int64_t stop = std::min(task_.end, packed);
-    if (key_record_ < fetched_ || start >= stop) return;
-    const int64_t records = std::min((stop - start + kBlockTokens - 1) / kBlockTokens,
-                                     std::max<int64_t>(1, kFetchBytes / key_.record_bytes));
-    fetched_ = key_record_ + records * key_.record_bytes;
-    __m512i any = _mm512_setzero_si512();
-    for (const uint8_t* at = key_record_; at < fetched_; at += 64) any = _mm512_or_si512(any, _mm512_loadu_si512(at));
-    asm volatile("" ::"v"(any));  // or the compiler would drop the loads
   }
 
   // Moves the minima of a block's tokens to the middle code.
@@ -187,7 +173,7 @@ class Decoder {
   void score_low_bits(Pass<R>& pass, float (*scores)[kBlockTokens]) {
     const uint8_t* codes = key_record_ + key_.codes_offset;
     if (key_.cos != nullptr) {
-      score_turned<B, PARTS, R>(key_, codes, channels_, *pass.turned, scores);
+      score_turned<B, PARTS, R>(key_, codes, channels_, *pass.turned, fetcher_, scores);
       return;
     }
     alignas(16) float constant[kMaxGroups][4] = {};
@@ -200,16 +186,16 @@ class Decoder {
         for (int r = 0; r < R; ++r) std::memcpy(folded_[part][0][r], pass.query.pairs[part][r], bytes);
     }
     const int groups = is_per_channel ? kBlockTokens / key_.group_tokens : 1;
-    score_words<B, PARTS, R>(key_, codes, folded_, groups, constant, scores);
+    score_words<B, PARTS, R>(key_, codes, folded_, groups, constant, fetcher_, scores);
   }
 
   void score_positioned(int64_t start, Pass<R>& pass, float (*scores)[kBlockTokens]) {
     PositionedKeys<R>& keys = *pass.positioned;
     const uint8_t* codes = key_record_ + key_.codes_offset;
     keys.turn_query(start);
-    if (key_.nbits == 2) keys.template score<2>(codes, scores);
-    if (key_.nbits == 3) keys.template score<3>(codes, scores);
-    if (key_.nbits == 4) keys.template score<4>(codes, scores);
+    if (key_.nbits == 2) keys.template score<2>(codes, fetcher_, scores);
+    if (key_.nbits == 3) keys.template score<3>(codes, fetcher_, scores);
+    if (key_.nbits == 4) keys.template score<4>(codes, fetcher_, scores);
     keys.add_outliers(outliers_of(key_, start), scores);
   }
 
@@ -219,8 +205,12 @@ class Decoder {
     if (key_.nbits == 2) score_low_bits<2, PARTS>(pass, scores);
     if (key_.nbits == 3) score_low_bits<3, PARTS>(pass, scores);
     if (key_.nbits == 4) score_low_bits<4, PARTS>(pass, scores);
-    if (key_.nbits == 8 && is_float8(key_)) score_floats<PARTS, R>(key_, codes, pass.query, key_floats_, scores);
-    if (key_.nbits == 8 && !is_float8(key_)) score_bytes<PARTS + 1, R>(key_, codes, pass.query, scores);
+    if (key_.nbits != 8) return;
+    if (is_float8(key_)) {
+      score_floats<PARTS, R>(key_, codes, pass.query, key_floats_, fetcher_, scores);
+    } else {
+      score_bytes<PARTS + 1, R>(key_, codes, pass.query, fetcher_, scores);
+    }
   }
 
   void score_packed(Pass<R>& pass, float (*scores)[kBlockTokens]) {
@@ -423,10 +413,10 @@ class Decoder {
     const int chunks = value_.padded_dim / 16;
     if (value_.nbits == 8 && is_float8(value_)) {
       fold_weights<PARTS, R>(weights, values_.scale[0], 0, &pairs_);
-      add_floats<PARTS, R>(codes, chunks, pairs_, value_floats_, out);
+      add_floats<PARTS, R>(codes, chunks, pairs_, value_floats_, fetcher_, out);
     } else if (value_.nbits == 8) {
       fold_weight_bytes<PARTS + 1, R>(weights, values_.scale[0], &bytes_);
-      add_bytes<PARTS + 1, R>(codes, chunks, bytes_, out);
+      add_bytes<PARTS + 1, R>(codes, chunks, bytes_, fetcher_, out);
     } else {
       for (int g = 0; g < value_.width; ++g) fold_weights<PARTS, R>(weights, values_.scale[g], g, &pairs_);
       const int group_of = value_.width == 1 ? chunks : value_.head_dim / value_.width / 16;
@@ -440,17 +430,17 @@ class Decoder {
   void add_chunks(const uint8_t* codes, int chunks, int group_of, float* const* out) {
     const __m512i table = value_.format == kNonUniform ? level_table(value_.levels, B) : code_table(B);
     switch (chunks) {
-      case 1: return add_words<B, 1, PARTS, R>(codes, table, pairs_, group_of, out);
-      case 2: return add_words<B, 2, PARTS, R>(codes, table, pairs_, group_of, out);
-      case 3: return add_words<B, 3, PARTS, R>(codes, table, pairs_, group_of, out);
-      case 4: return add_words<B, 4, PARTS, R>(codes, table, pairs_, group_of, out);
-      case 5: return add_words<B, 5, PARTS, R>(codes, table, pairs_, group_of, out);
-      case 6: return add_words<B, 6, PARTS, R>(codes, table, pairs_, group_of, out);
-      case 7: return add_words<B, 7, PARTS, R>(codes, table, pairs_, group_of, out);
-      case 8: return add_words<B, 8, PARTS, R>(codes, table, pairs_, group_of, out);
-      case 12: return add_words<B, 12, PARTS, R>(codes, table, pairs_, group_of, out);
-      case 16: return add_words<B, 16, PARTS, R>(codes, table, pairs_, group_of, out);
-      case 32: return add_words<B, 32, PARTS, R>(codes, table, pairs_, group_of, out);
+      case 1: return add_words<B, 1, PARTS, R>(codes, table, pairs_, group_of, fetcher_, out);
+      case 2: return add_words<B, 2, PARTS, R>(codes, table, pairs_, group_of, fetcher_, out);
+      case 3: return add_words<B, 3, PARTS, R>(codes, table, pairs_, group_of, fetcher_, out);
+      case 4: return add_words<B, 4, PARTS, R>(codes, table, pairs_, group_of, fetcher_, out);
+      case 5: return add_words<B, 5, PARTS, R>(codes, table, pairs_, group_of, fetcher_, out);
+      case 6: return add_words<B, 6, PARTS, R>(codes, table, pairs_, group_of, fetcher_, out);
+      case 7: return add_words<B, 7, PARTS, R>(codes, table, pairs_, group_of, fetcher_, out);
+      case 8: return add_words<B, 8, PARTS, R>(codes, table, pairs_, group_of, fetcher_, out);
+      case 12: return add_words<B, 12, PARTS, R>(codes, table, pairs_, group_of, fetcher_, out);
+      case 16: return add_words<B, 16, PARTS, R>(codes, table, pairs_, group_of, fetcher_, out);
+      case 32: return add_words<B, 32, PARTS, R>(codes, table, pairs_, group_of, fetcher_, out);
     }
   }
 
@@ -496,11 +486,11 @@ class Decoder {
   const Float8Table& key_floats_;
   const Float8Table& value_floats_;
   std::vector<std::unique_ptr<Pass<R>>> passes_;
+  RecordFetcher fetcher_;
   // of the present block
   int packed_keys_ = 0, packed_values_ = 0;
   const uint8_t* key_record_ = nullptr;
   const uint8_t* value_record_ = nullptr;
-  const uint8_t* fetched_ = nullptr;  // records before it were brought into the cache
   BlockMetadata channels_;
   alignas(64) float tokens_scale_[1][kBlockTokens];
   alignas(64) float tokens_minimum_[1][kBlockTokens];

@@ -1,0 +1,57 @@
+// Brings the records of a task into the second-level cache before they are worked on.
+//
+// Kernels read codes in strides and slowly, which keeps hardware from streaming them: 10 GB/s a core where this was
+// measured (Zen 5; 32768 tokens, 8 heads of 128 channels). Two things help. Loads of all lines, front to back, are
+// streamed at 40 GB/s, but nothing else is done meanwhile; prefetches between the instructions of a loop reach 18 GB/s
+// and cost next to nothing, but slow the loop down if they have to do it all. So records come in batches: while one is
+// worked on, loops prefetch lines of the next, one a step, and what they have not come to is loaded at its beginning.
+// With AVX-512, attention then takes 20 to 35 % less time than with loads alone.
+#pragma once
+
+#include <cstdint>
+
+namespace kvcache {
+namespace {  // several translation units compile this for different machines
+
+class RecordFetcher {
+ public:
+  static constexpr int kLineBytes = 64;
+  static constexpr int64_t kBatchBytes = 48 << 10;  // a few records; two batches are small beside a second-level cache
+
+  // A line for every step of a loop.
+  struct Lines {
+    const uint8_t* first;
+    int64_t stride;
+
+    void fetch(int step) const { __builtin_prefetch(first + step * stride, 0, 2); }
+  };
+
+  // Makes sure that `record` is in the cache; a task asks for its records in order. From this one on there are `count`,
+  // of `bytes` bytes each.
+  void begin(const uint8_t* record, int64_t count, int64_t bytes) {
+    if (record < ready_) return;
+    if (record > next_) next_ = record;
+    const uint8_t* const last = record + count * bytes;
+    const int64_t batch = bytes < kBatchBytes ? kBatchBytes / bytes * bytes : bytes;
+    ready_ = last - record < batch ? last : record + batch;
+    end_ = last - ready_ < batch ? last : ready_ + batch;
+    uint8_t any = 0;
+    for (; next_ < ready_; next_ += kLineBytes) any |= *next_;
+    asm volatile("" ::"r"(any));  // or the compiler would drop the loads
+  }
+
+  // The next `count` lines; or one that is there, again and again, if the next batch is.
+  Lines take(int count) {
+    const Lines lines{next_, next_ < end_ ? kLineBytes : 0};
+    next_ += count * lines.stride;  // maybe beyond the end, where prefetches do no harm
+    return lines;
+  }
+
+ private:
+  const uint8_t* ready_ = nullptr;  // what lies before it is in the cache
+  const uint8_t* next_ = nullptr;   // the first line that is not, or not on its way
+  const uint8_t* end_ = nullptr;    // of the batch after that
+};
+
+}  // namespace
+}  // namespace kvcache
