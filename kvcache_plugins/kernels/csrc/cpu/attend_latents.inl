@@ -16,6 +16,7 @@
 #include "attend_latents.h"
 #include "portable_softmax.inl"
 #include "portable_transposition.inl"
+#include "record_fetcher.h"
 
 namespace kvcache {
 namespace {  // see portable_numbers.inl
@@ -162,16 +163,6 @@ void separate_non_finite(const Task& task, int64_t count, float* tile, const flo
   }
 }
 
-// Brings the record of the block at slot `start` into the cache by reading it front to back: decoding reads it in
-// strides and slowly, which keeps hardware from streaming it (see decode_attention_avx512.cpp).
-void fetch_record(const Side& side, int64_t start) {
-  if (start >= side.packed_length) return;
-  const uint8_t* record = side.records + start / kBlockTokens * side.record_bytes;
-  uint8_t any = 0;
-  for (int64_t i = 0; i < side.record_bytes; i += 64) any |= record[i];
-  asm volatile("" ::"r"(any));  // or the compiler would drop the loads
-}
-
 struct LatentWorkspace : Workspace {
   alignas(64) float scores[kMaxLatentRows * kBlockTokens];
   alignas(64) float output[kMaxLatentRows * kMaxHeadDim];  // rows of whole panels
@@ -190,10 +181,11 @@ void attend(const Task& task) {
     task.sum[r] = 0.0f;
   }
   std::memset(ws.output, 0, sizeof(float) * task.queries * width);
+  RecordFetcher fetcher;
   for (int64_t start = task.begin; start < task.end; start += kBlockTokens) {
     const int64_t count = smaller(kBlockTokens, task.end - start);
     if (!is_visible(task, start, count)) continue;
-    fetch_record(task.key, start);
+    fetch_records(task, start, fetcher);
     load_block(task.value, false, decode_rotated, start, count, ws);
     products.take_rotated(ws.tile);
     load_block(task.key, true, decode_latents, start, count, ws);

@@ -111,10 +111,7 @@ class Decoder {
     packed_values_ = int(std::max<int64_t>(0, std::min<int64_t>(kBlockTokens, value_.packed_length - start)));
     key_record_ = key_.records + start / kBlockTokens * key_.record_bytes;
     value_record_ = value_.records + start / kBlockTokens * value_.record_bytes;
-    if (packed_keys_ > 0) {  // values packed further are few
-      const int64_t tokens = std::min(task_.end, key_.packed_length) - start;
-      fetcher_.begin(key_record_, (tokens + kBlockTokens - 1) / kBlockTokens, key_.record_bytes);
-    }
+    fetch_records(task_, start, fetcher_);
     if (packed_keys_ > 0 && key_.format != kNonUniform) {
       if (key_.width > 1) {
         if (key_.cos != nullptr) load_channel_metadata(key_, key_record_, &channels_);

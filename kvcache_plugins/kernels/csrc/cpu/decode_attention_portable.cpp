@@ -4,6 +4,6 @@
 
 namespace kvcache {
 
-void decode_attention_portable(const Task& task) { run(task); }
+void decode_attention_portable(const Task& task) { run<NoProducts, NoProducts>(task); }
 
 }  // namespace kvcache

@@ -5,12 +5,13 @@
 // sum. Decoding costs about one operation per value and vector lane and is shared by all query rows; with
 // four rows per kv head both are bound by the multiplications. The aim is a quarter of the time of attention
 // over dense bf16 keys and values that repeats them per query head, on any x86-64 or other 64-bit machine;
-// the AVX-512 kernel is the one that nears the bandwidth.
+// the AVX-512 kernel is the one that nears the bandwidth, and AVX2 leaves decoding out where it can (avx2_products.h).
 //
 // Whatever a masked or unused slot holds must not reach the result: its score is replaced, not shifted, and
 // its value is left out where it is not finite (0 * NaN).
 
 #include "portable_softmax.inl"
+#include "record_fetcher.h"
 
 namespace kvcache {
 namespace {  // see portable_numbers.inl
@@ -88,8 +89,27 @@ void separate_non_finite(const Task& task, int64_t count, AttentionWorkspace& ws
   }
 }
 
+// Nothing is made of the codes of a block without decoding them.
+struct NoProducts {
+  explicit NoProducts(const Task&) {}
+  bool score(const uint8_t*, float*, RecordFetcher&, Workspace&) const { return false; }
+  bool add(const uint8_t*, const float*, RecordFetcher&, Workspace&, float*, int64_t) const { return false; }
+};
+
+// Whether all slots of a block are read from its codes.
+bool is_whole(const Side& side, int64_t start) {
+  const bool has_sinks = side.sinks != nullptr && side.sink_start < start + kBlockTokens &&
+                         side.sink_start + side.sink_length > start;
+  return start + kBlockTokens <= side.packed_length && !has_sinks;
+}
+
+// `Keys`, `Values`: what makes scores and weighted sums of the codes of a whole block, where it can.
+template <typename Keys, typename Values>
 void run(const Task& task) {
   AttentionWorkspace ws;
+  Keys keys(task);
+  Values values(task);
+  RecordFetcher fetcher;
   const int queries = task.queries;
   const int key_dim = task.key.head_dim, value_dim = task.value.head_dim, value_width = task.value.padded_dim;
   const Decoder decode_key = choose_decoder(task.key, true), decode_value = choose_decoder(task.value, false);
@@ -100,21 +120,27 @@ void run(const Task& task) {
     std::memset(ws.output + r * value_width, 0, value_width * sizeof(float));
   }
   for (int64_t start = task.begin; start < task.end; start += kBlockTokens) {
-    const int64_t count = smaller(kBlockTokens, task.end - start);
+    const int64_t count = smaller(kBlockTokens, task.end - start), block = start / kBlockTokens;
     if (!is_visible(task, start, count)) continue;
-    load_block(task.key, true, decode_key, start, count, ws);
-    multiply(task.query, key_dim, ws.tile, kBlockTokens, queries, key_dim, kBlockTokens, ws.scores,
-             kBlockTokens, false);
+    fetch_records(task, start, fetcher);
+    const uint8_t* const key_record = task.key.records + block * task.key.record_bytes;
+    const uint8_t* const value_record = task.value.records + block * task.value.record_bytes;
+    if (!is_whole(task.key, start) || !keys.score(key_record, ws.scores, fetcher, ws)) {
+      load_block(task.key, true, decode_key, start, count, ws);
+      multiply(task.query, key_dim, ws.tile, kBlockTokens, queries, key_dim, kBlockTokens, ws.scores, kBlockTokens,
+               false);
+    }
     bool is_hidden = false;
     for (int r = 0; r < queries; ++r) {
       float* scores = ws.scores + r * kBlockTokens;
       is_hidden |= adjust(task, r, start, count, scores);
       soften(task, r, value_width, scores, ws.output + r * value_width);
     }
+    if (is_whole(task.value, start) && values.add(value_record, ws.scores, fetcher, ws, ws.output, value_width))
+      continue;
     load_block(task.value, false, decode_value, start, count, ws);
     if (is_hidden) separate_non_finite(task, count, ws);
-    multiply(ws.scores, kBlockTokens, ws.tile, value_width, queries, count, value_width, ws.output,
-             value_width, true);
+    multiply(ws.scores, kBlockTokens, ws.tile, value_width, queries, count, value_width, ws.output, value_width, true);
   }
   for (int r = 0; r < queries; ++r) {
     std::memcpy(task.output + static_cast<int64_t>(r) * value_dim, ws.output + r * value_width,

@@ -8,7 +8,7 @@
 // With AVX-512, attention then takes 20 to 35 % less time than with loads alone.
 #pragma once
 
-#include <cstdint>
+#include "decode_attention.h"
 
 namespace kvcache {
 namespace {  // several translation units compile this for different machines
@@ -52,6 +52,16 @@ class RecordFetcher {
   const uint8_t* next_ = nullptr;   // the first line that is not, or not on its way
   const uint8_t* end_ = nullptr;    // of the batch after that
 };
+
+// Makes sure that the record of the block at slot `start` is in the cache, if its keys are packed; values that are
+// packed further are few.
+inline void fetch_records(const Task& task, int64_t start, RecordFetcher& fetcher) {
+  const Side& key = task.key;
+  const int64_t end = task.end < key.packed_length ? task.end : key.packed_length;
+  if (start >= end) return;
+  const int64_t blocks = (end - start + kBlockTokens - 1) / kBlockTokens;
+  fetcher.begin(key.records + start / kBlockTokens * key.record_bytes, blocks, key.record_bytes);
+}
 
 }  // namespace
 }  // namespace kvcache

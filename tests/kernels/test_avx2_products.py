@@ -1,0 +1,99 @@
+"""The AVX2 kernel's products of packed blocks in 16-bit integers, which bf16 queries get."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcache_plugins.attention.native import attend_handles
+from kvcache_plugins.attention.reference import AttentionOptions, attend
+from kvcache_plugins.kernels import loader
+from kvcache_plugins.layers.handle import KVHandle
+from tests.kernels.decode_cases import build_layer, library, step
+
+__all__ = ["library"]  # a fixture
+
+ERROR = 2e-5
+"""Of a result, beside its rounding to bf16; ten times less than with products in bf16."""
+LENGTH = 450
+KIVI = {"backend": "kivi", "residual_length": 64}
+INT4 = {"backend": "int4", "residual_length": 0}
+CODES = {
+    **{f"kivi {n} bits": {**KIVI, "nbits": n} for n in (2, 3, 4, 8)},
+    "kivi g16": {**KIVI, "q_group_size": 16},
+    "kivi g64": {**KIVI, "nbits": 2, "q_group_size": 64},
+    "int4": INT4,
+    "int4 8 bits": {**INT4, "nbits": 8},
+    "int4 2-bit values": {**INT4, "value_bits": 2},
+    "int4 smooth": {**INT4, "smooth": 0.5},
+    "int4 sinks": {**INT4, "sink_length": 5},
+    "int8": {"backend": "int8"},
+    "int8 per token": {"backend": "int8", "granularity": "token"},
+}
+
+
+@pytest.fixture(autouse=True)
+def avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCACHE_CPU_ISA", "avx2")
+    try:
+        loader.instruction_set()
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def compare(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor:
+    """Attend, and compare with the reference what is off by more than rounding to bf16 may make it."""
+    expected = attend(query.double(), key.tokens, value.tokens, options)
+    got = attend_handles(query, key, value, options)
+    half_unit = 2.0 ** (expected.abs().log2().floor() - 8)
+    beyond = ((got.double() - expected).abs() - half_unit).clamp(min=0)
+    assert beyond.norm() <= ERROR * expected.norm(), float(beyond.norm() / expected.norm())
+    return got
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("name", CODES)
+def test_codes(name: str, head_dim: int) -> None:
+    options = dict(CODES[name])
+    if options["backend"] == "kivi" and head_dim % options.get("q_group_size", 32):
+        options["q_group_size"] = 16
+    for group, interleaved in [(1, False), (4, True)]:
+        torch.manual_seed(group)
+        layer = build_layer(options, LENGTH, head_dim=head_dim, dtype=torch.bfloat16, interleaved=interleaved)
+        compare(*step(layer, 1, group), AttentionOptions())
+
+
+@pytest.mark.parametrize("group", [2, 3, 7])
+@pytest.mark.parametrize("name", ["kivi 2 bits", "int4 2-bit values", "int8"])
+def test_several_query_tokens(name: str, group: int) -> None:
+    layer = build_layer(CODES[name], LENGTH, dtype=torch.bfloat16)
+    compare(*step(layer, 3, group), AttentionOptions(is_causal=True, sliding_window=300))
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["int4", "int8", "kivi 4 bits"])
+def test_values_that_are_not_finite_spoil_what_sees_them(name: str, number: float) -> None:
+    layer = build_layer(CODES[name], LENGTH, dtype=torch.bfloat16)
+    query, key, value = step(layer, 1, 4)
+    mask = torch.ones(2, 1, 1, LENGTH + 1, dtype=torch.bool)
+    mask[0, ..., 70] = False
+    options = AttentionOptions(mask=mask)
+    expected = compare(query, key, value, options)
+    layer.records.metadata("value", "scale", 1, 2)[:, 0, 0, 70 - 64] = number
+    got = attend_handles(query, key, value, options)
+    hidden = torch.tensor([[True] * 8, [False] * 4 + [True] * 4])
+    assert not torch.isfinite(got[~hidden]).any()
+    torch.testing.assert_close(got[hidden], expected[hidden], rtol=2**-7, atol=1e-3)
+
+
+def test_a_query_that_is_not_finite_spoils_its_row() -> None:
+    layer = build_layer(CODES["kivi 4 bits"], LENGTH, dtype=torch.bfloat16)
+    query, key, value = step(layer, 1, 4)
+    expected = compare(query, key, value, AttentionOptions())
+    query[1, 5, 0, 9] = torch.inf
+    got = attend_handles(query, key, value, AttentionOptions())
+    others = torch.ones(2, 8, dtype=torch.bool)
+    others[1, 5] = False
+    assert got[1, 5].isnan().all()
+    torch.testing.assert_close(got[others], expected[others], rtol=2**-7, atol=1e-3)
