@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ArtifactError
+from .files import read_json
 
-__all__ = ["check_finite", "check_kind", "locate", "push", "replacing", "stamps"]
+__all__ = ["check_finite", "check_kind", "check_no_model", "locate", "push", "replacing", "stamps"]
 
 
 def locate(
@@ -80,6 +81,24 @@ def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise ArtifactError(f"{path}: {name} holds numbers that are not finite.")
+
+
+def check_no_model(directory: Path, *, own: str | None = None) -> None:
+    """Check that a directory is not the folder of a model, of whose files ours would take the place.
+
+    Args:
+        directory (`Path`): Where something is to be written; it need not exist.
+        own (`str`, *optional*): The `model_type` of what may be replaced.
+
+    Raises:
+        ValueError: If it holds a `config.json` of another kind.
+    """
+    config = directory / "config.json"
+    if config.is_file() and (own is None or read_json(config).get("model_type") != own):
+        raise ValueError(
+            f"--output must not be the folder of a model, whose files would be replaced: {str(directory)!r} "
+            "has a config.json."
+        )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..artifacts.files import read_tensors
-from ..artifacts.folders import locate, replacing
+from ..artifacts.folders import check_no_model, locate, replacing
 from ..errors import ArtifactError
 from .configuration import RetainingHeadsConfig
 from .heads import RetainingHeads
@@ -40,7 +40,9 @@ def import_heads(
 
     Raises:
         ArtifactError: If there are no such keys, some are missing, or they do not fit the model.
+        ValueError: If the directory is that of a model.
     """
+    check_no_model(output, own=RetainingHeadsConfig.model_type)
     tensors = _read(source, revision)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

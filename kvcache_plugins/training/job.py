@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..artifacts.files import write_json
-from ..artifacts.folders import push, replacing
+from ..artifacts.folders import check_no_model, push, replacing
 from ..evaluation.options import DTYPES
 from ..evaluation.results import RESULTS_FILE, build_document
 from ..models.auto_class import auto_class
@@ -55,6 +55,7 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
     output = Path(args.output_dir)
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output_dir must be a directory, got the file {str(output)!r}.")
+    check_no_model(output, own=RetainingHeadsConfig.model_type)
     checkpoint = _checkpoint(args, output)
     push_to = (args.hub_model_id or output.name) if args.push_to_hub else None
     args.push_to_hub = False  # the Trainer would upload its checkpoints

@@ -113,6 +113,30 @@ def test_an_interrupted_training_goes_on(text: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(load_file(tmp_path / "part" / "model.safetensors"), whole, rtol=0, atol=0)
 
 
+def test_the_folder_of_a_model_is_left_alone(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Heads, calibrations and models have files of the same names."""
+    victim = tmp_path / "model"
+    victim.mkdir()
+    kept = {"config.json": '{"model_type": "llama"}', "README.md": "mine", "model.safetensors": "weights"}
+    for name, content in kept.items():
+        (victim / name).write_text(content)
+    common = ["--model", str(MODEL), "--output", str(victim)]
+    small = ["--text_files", str(text), "--num_samples", "1", "--sequence_length", "16"]
+    for command in (
+        ["train-locret", *arguments(text, victim, "--max_steps", "1", "--no_plots")],
+        ["import-locret", str(tmp_path), *common],
+        ["calibrate", *common, *small],
+    ):
+        assert main(command) == 2
+        assert "must not be the folder of a model" in capsys.readouterr().err
+        assert {path.name: path.read_text() for path in victim.iterdir()} == kept
+    bits = ["--backend", "kivi", "--target_bits", "3", "--sequence_length", "2"]
+    assert main(["calibrate", *common, *small, *bits, "--sink_length", "0"]) == 2
+    assert "is too short to judge a precision" in capsys.readouterr().err, "a precision alone has no card"
+
+
 def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from kvcache_plugins.training.parsing import parse_arguments
 
