@@ -11,7 +11,7 @@ from ..evaluation.text_files import read_text_file
 from .conversations import Conversations, read_rows
 from .examples import Example
 from .options import SYNTHETIC, LocretOptions
-from .synthetic import SyntheticTasks
+from .synthetic import SyntheticTasks, longest_example
 
 __all__ = ["build_datasets"]
 
@@ -38,8 +38,7 @@ def build_datasets(
         OSError: If it cannot be read.
     """
     if options.dataset == SYNTHETIC:
-        needed = options.sequence_length + options.sequence_length // 4  # and the answer
-        if positions is not None and needed > positions:
+        if positions is not None and longest_example(options.sequence_length) > positions:
             raise ValueError(
                 f"--sequence_length must be at most {positions * 4 // 5}: the model has {positions} "
                 f"positions, got {options.sequence_length}."

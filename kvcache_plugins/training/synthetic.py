@@ -17,15 +17,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch.utils.data import Dataset
 
+from ..evaluation.loading import prefix_ids
 from ..evaluation.passkey_filler import Filler
-from .examples import Example
+from .examples import Example, cut_middle
 from .wording import FACTS, NAMES, PASSKEYS, THINGS
 
-__all__ = ["TASKS", "SyntheticTasks"]
+__all__ = ["TASKS", "SyntheticTasks", "longest_example"]
 
 _Draw = random.Random
 
@@ -48,7 +50,8 @@ class SyntheticTasks(Dataset[Example]):
     Args:
         text (`str`): Prose to hide things in.
         tokenizer (`PreTrainedTokenizerBase`): The model's.
-        sequence_length (`int`): Tokens of the longest prompt; the shortest has a quarter of them.
+        sequence_length (`int`): Tokens of the longest prompt; the shortest has a quarter of them. With its
+            answer it has a quarter more, at most.
         size (`int`): How many examples there are.
         seed (`int`): Of all of them.
 
@@ -65,7 +68,7 @@ class SyntheticTasks(Dataset[Example]):
                 f"{sequence_length} need more than {needed}: give longer --text_files, or shorter prompts."
             )
         self._tokenizer = tokenizer
-        self._start = list(tokenizer("")["input_ids"])
+        self._start = prefix_ids(tokenizer)
         self._longest, self._size, self._seed = sequence_length, size, seed
 
     def __len__(self) -> int:
@@ -78,7 +81,8 @@ class SyntheticTasks(Dataset[Example]):
         length = draw.randint(max(8, int(_SHORTEST * self._longest)), self._longest)
         task = draw.choices(list(TASKS), [weight for _, weight in TASKS.values()])[0]
         example: Example = TASKS[task][0](self, draw, length)
-        return example
+        prompt = cut_middle(example.prompt_ids, self._longest)  # one statement alone may be longer
+        return Example(prompt, example.answer_ids[: longest_example(self._longest) - len(prompt)])
 
     def passkey(self, draw: _Draw, length: int) -> Example:
         """One fact, and the question for it."""
@@ -92,6 +96,7 @@ class SyntheticTasks(Dataset[Example]):
         if draw.random() < 0.3:
             facts.append(_passkey(draw))
         draw.shuffle(facts)
+        facts = facts[: self._fitting([fact.statement for fact in facts])]
         prompt = self._hide([fact.statement for fact in facts], draw, length)
         draw.shuffle(facts)
         return Example(prompt, [x for fact in facts for x in self._encode(fact.question + fact.answer)])
@@ -101,6 +106,7 @@ class SyntheticTasks(Dataset[Example]):
         separator = draw.choice((": ", " = ", " - ", "\t"))
         keys = draw.sample(draw.choice((NAMES, THINGS)), draw.randint(2, 12))
         lines = [f"{key}{separator}{_value(draw)}\n" for key in keys]
+        lines = lines[: self._fitting(lines)]
         prompt = self._hide(["\n" + "".join(lines)], draw, length)
         asked = draw.sample(lines, min(len(lines), 6))
         return Example(prompt, self._encode("\n" + "".join(asked)))
@@ -138,9 +144,19 @@ class SyntheticTasks(Dataset[Example]):
             last = end
         return ids + self._filler.ids[last : begin + room]
 
+    def _fitting(self, statements: Sequence[str]) -> int:
+        """How many of the first statements fit into the longest prompt with prose around; at least one."""
+        ends = accumulate(len(self._encode(statement)) + 1 for statement in statements)
+        return max(1, sum(end < self._longest - len(self._start) for end in ends))
+
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return list(ids)
+
+
+def longest_example(sequence_length: int) -> int:
+    """Return how many tokens a prompt of at most `sequence_length` and its answer have together, at most."""
+    return sequence_length + sequence_length // 4
 
 
 def _value(draw: _Draw) -> str:

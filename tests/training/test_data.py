@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -14,7 +15,7 @@ from kvcache_plugins.training.conversations import Conversations, messages_of, r
 from kvcache_plugins.training.data import build_datasets
 from kvcache_plugins.training.examples import Collator, Example, cut_middle
 from kvcache_plugins.training.options import LocretOptions
-from kvcache_plugins.training.synthetic import TASKS, SyntheticTasks
+from kvcache_plugins.training.synthetic import TASKS, SyntheticTasks, longest_example
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
@@ -143,15 +144,23 @@ def test_examples_depend_on_seed_and_index_alone(prose: str, tokenizer: Any) -> 
     list(same)
     assert data[7] == same[7] != other[7]
     assert len({tuple(example.prompt_ids) for example in data}) == 50
-    assert all(64 <= len(example.prompt_ids) <= 400 and example.answer_ids for example in data)
     with pytest.raises(IndexError):
         data[50]
 
 
+@pytest.mark.parametrize("length", [16, 64, 256])  # 16: less than one statement
+def test_examples_are_no_longer_than_asked_for(length: int, prose: str, tokenizer: Any) -> None:
+    data = SyntheticTasks(prose, tokenizer, sequence_length=length, size=100)
+    for example in data:
+        assert length // 4 <= len(example.prompt_ids) <= length and example.answer_ids
+        assert len(example.prompt_ids) + len(example.answer_ids) <= longest_example(length)
+    for task in ("facts", "records") if length > 16 else ():  # there are fewer, not some that were cut away
+        made = [TASKS[task][0](data, random.Random(seed), length // 4) for seed in range(20)]
+        assert length // 2 < max(len(example.prompt_ids) for example in made) <= length
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_what_is_asked_for_stands_in_the_prompt(task: str, prose: str, tokenizer: Any) -> None:
-    import random
-
     data = SyntheticTasks(prose, tokenizer, sequence_length=400, size=1)
     for seed in range(20):
         example = TASKS[task][0](data, random.Random(seed), 300)
