@@ -69,9 +69,8 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
     )
     tokenizer = AutoTokenizer.from_pretrained(options.model, **source)
     positions = getattr(decoder_config(config), "max_position_embeddings", None)
-    train, held_out = build_datasets(
-        options, tokenizer, positions=positions, seed=args.data_seed or args.seed
-    )
+    data_seed = args.seed if args.data_seed is None else args.data_seed
+    train, held_out = build_datasets(options, tokenizer, positions=positions, seed=data_seed)
 
     set_seed(args.seed)
     heads = RetainingHeads(heads_config)

@@ -11,6 +11,17 @@ __all__ = ["HEADS_DTYPES", "SYNTHETIC", "LocretOptions"]
 
 SYNTHETIC = "synthetic"
 HEADS_DTYPES = ("bf16", "fp16", "fp32")
+_LEAST = {
+    "hidden_dim": 1,
+    "max_length": 2,  # a token of the prompt and one of the answer
+    "max_train_length": 1,
+    "num_examples": 1,
+    "budget": 1,
+    "chunk_size": 1,
+    "stabilizer_length": 0,
+    "local_length": 0,
+}
+"""Of the counts that may be left out."""
 
 
 @dataclass
@@ -98,12 +109,9 @@ class LocretOptions:
         check_choice("heads_dtype", self.heads_dtype, HEADS_DTYPES)
         check_count("sequence_length", self.sequence_length, least=64)
         check_count("eval_examples", self.eval_examples)
-        for name in ("hidden_dim", "max_length", "max_train_length", "num_examples", "budget", "chunk_size"):
+        for name, least in _LEAST.items():
             if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
-        for name in ("stabilizer_length", "local_length"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), least=0)
+                check_count(name, getattr(self, name), least=least)
         if isinstance(self.text_files, str) or (self.text_files is not None and not self.text_files):
             raise ValueError(f"--text_files must be one or more files, got {self.text_files!r}.")
         self._check_sources()

@@ -18,6 +18,7 @@ from kvcache_plugins.cli import main
 from kvcache_plugins.retaining.loading import load_heads
 from kvcache_plugins.training import job
 from kvcache_plugins.training.options import LocretOptions
+from kvcache_plugins.training.parsing import parse_arguments
 from tests.launching import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,8 +139,6 @@ def test_the_folder_of_a_model_is_left_alone(
 
 
 def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from kvcache_plugins.training.parsing import parse_arguments
-
     path = tmp_path / "options.yaml"
     path.write_text("model: m\nlearning_rate: 5e-4\nmax_steps: 7\noutput: there\n")
     options, training = parse_arguments(["--config", str(path), "--max_steps", "9"])
@@ -161,6 +160,10 @@ def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             ["--model", "m", "--output", "x", "--hidden_dim", "0"],
             "--hidden_dim must be an integer >= 1, got 0",
         ),
+        (
+            ["--model", "m", "--output", "x", "--max_length", "1"],
+            "--max_length must be an integer >= 2, got 1",
+        ),
         (["--model", "m", "--output", "x", "--dataset", "foo"], "got 'foo'"),
         (["--model", "m", "--output", "x", "--dataset", "no.jsonl"], "not there: 'no.jsonl'"),
         (["--model", "m", "--output", "x", "--text_files", "no.txt"], "not there: 'no.txt'"),
@@ -181,6 +184,19 @@ def test_wrong_arguments(
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("given", "seed"), [([], 5), (["--data_seed", "0"], 0)])
+def test_the_seed_of_the_data(
+    given: list[str], seed: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*args: Any, seed: int, **options: Any) -> Any:
+        raise ValueError(seed)
+
+    monkeypatch.setattr(job, "build_datasets", build)
+    options, training = parse_arguments([*arguments(text, tmp_path, "--seed", "5"), *given])
+    with pytest.raises(ValueError, match=f"^{seed}$"):
+        job.train_locret(options, training)
 
 
 def test_a_file_must_be_of_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
