@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
 
+from ..evaluation.loading import prefix_ids
 from .examples import Example, cut_middle
 
 __all__ = ["Conversations", "messages_of", "read_rows"]
@@ -32,34 +32,58 @@ class Conversations(Dataset[Example]):
         tokenizer (`PreTrainedTokenizerBase`): The model's.
         max_length (`int`): Tokens of prompt and answer: longer prompts lose their middle, and an answer is
             cut after half of it.
+        order (`Sequence[int]`, *optional*): Indices of the rows that are taken; all of them by default.
 
     Raises:
-        ValueError: If a row has none of these forms; the message says which, and what it has.
+        ValueError: If a row has none of these forms, or turns that the chat template refuses; the message
+            says which, and what it has.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, max_length: int) -> None:
-        for index, row in enumerate(rows):
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        tokenizer: Any,
+        *,
+        max_length: int,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        self._rows, self._tokenizer, self._max_length = rows, tokenizer, max_length
+        self._order = range(len(rows)) if order is None else order
+        self._start = prefix_ids(tokenizer)
+        accepted: set[tuple[str, ...]] = set()
+        for index in self._order:
             try:
-                messages_of(row)
+                roles = tuple(turn["role"] for turn in messages_of(rows[index]))
+                if roles not in accepted:
+                    self._check_roles(roles)
+                    accepted.add(roles)
             except ValueError as error:
                 raise ValueError(f"Row {index} of --dataset: {error}") from error
-        self._rows, self._tokenizer, self._max_length = rows, tokenizer, max_length
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._order)
 
     def __getitem__(self, index: int) -> Example:
-        *turns, answer = messages_of(self._rows[index])
+        *turns, answer = messages_of(self._rows[self._order[index]])
         prompt_ids, answer_ids = self._encode(turns, answer["content"])
         answer_ids = answer_ids[: max(1, self._max_length // 2)]
         return Example(cut_middle(prompt_ids, self._max_length - len(answer_ids)), answer_ids)
 
+    def _check_roles(self, roles: Sequence[str]) -> None:
+        """Some templates refuse a system turn, or two of one speaker in a row."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            return
+        try:
+            self._encode([{"role": role, "content": "a"} for role in roles[:-1]], "a")
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(f"the model's chat template refuses turns of {list(roles)}: {error}") from error
+
     def _encode(self, turns: list[_Message], answer: str) -> tuple[list[int], list[int]]:
         tokenizer = self._tokenizer
         if not getattr(tokenizer, "chat_template", None):
-            prompt = tokenizer("\n\n".join(turn["content"] for turn in turns) + "\n\n", verbose=False)
+            prompt = self._plain("\n\n".join(turn["content"] for turn in turns) + "\n\n")
             end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-            return list(prompt["input_ids"]), [*self._plain(answer), *end]
+            return [*self._start, *prompt], [*self._plain(answer), *end]
         prompt_text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         whole = tokenizer.apply_chat_template(
             [*turns, {"role": "assistant", "content": answer}], tokenize=False, add_generation_prompt=False
@@ -104,47 +128,47 @@ def _message(turn: Any) -> _Message:
     return {"role": _SPEAKERS.get(role, role), "content": content}
 
 
-def read_rows(dataset: str, *, num_examples: int | None, seed: int) -> list[Mapping[str, Any]]:
-    """Read a data set, shuffle it, and return its first rows.
+def read_rows(dataset: str) -> Sequence[Mapping[str, Any]]:
+    """Read a data set.
 
     Args:
         dataset (`str`): A `.jsonl` file, or a hub id or directory with `:NAME` for its configuration.
-        num_examples (`int`, *optional*): How many rows to return; all by default.
-        seed (`int`): Of the order.
 
     Raises:
         ValueError: If a line is no JSON object, or the package datasets is missing.
         OSError: If it cannot be read.
     """
-    rows: Any
     if dataset.endswith(".jsonl"):
-        rows = _read_lines(Path(dataset))
-    else:
-        try:
-            import datasets
-        except ImportError as error:
-            raise ValueError(
-                "--dataset of the hub needs the package datasets, which is not installed: "
-                "pip install 'kvcache-plugins[train]'; or use a .jsonl file."
-            ) from error
-        name, _, configuration = dataset.partition(":")
-        rows = datasets.load_dataset(name, configuration or None, split="train")
-    order = list(range(len(rows)))
-    random.Random(seed).shuffle(order)
-    return [rows[index] for index in order[:num_examples]]
+        return _read_lines(Path(dataset))
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            "--dataset of the hub needs the package datasets, which is not installed: "
+            "pip install 'kvcache-plugins[train]'; or use a .jsonl file."
+        ) from error
+    name, _, configuration = dataset.partition(":")
+    rows: Any = datasets.load_dataset(name, configuration or None, split="train")
+    return rows  # type: ignore[no-any-return]  # a sequence of mappings by construction
 
 
 def _read_lines(path: Path) -> list[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"--dataset {str(path)!r}: line {number} is no JSON ({error}).") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"--dataset {str(path)!r}: line {number} must be an object, got {row!r}.")
-            rows.append(row)
+    try:
+        with path.open(encoding="utf-8-sig") as lines:  # some editors begin a file with a mark
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    rows.append(_read_line(line, f"--dataset {str(path)!r}: line {number}"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--dataset must be UTF-8 text, {str(path)!r} is not ({error}).") from error
     return rows
+
+
+def _read_line(line: str, where: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is no JSON ({error}).") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} must be an object, got {row!r}.")
+    return row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -47,16 +48,21 @@ def build_datasets(
     max_length = options.max_length or positions or 8192
     if positions is not None and max_length > positions:
         raise ValueError(f"--max_length must be at most the model's {positions} positions, got {max_length}.")
-    wanted = None if options.num_examples is None else options.num_examples + options.eval_examples
-    rows = read_rows(options.dataset, num_examples=wanted, seed=seed)
+    rows = read_rows(options.dataset)
     if len(rows) <= options.eval_examples:
         raise ValueError(
             f"--dataset {options.dataset!r} has {len(rows)} rows, of which --eval_examples takes "
             f"{options.eval_examples}: none is left to train on."
         )
-    split = len(rows) - options.eval_examples
-    train = Conversations(rows[:split], tokenizer, max_length=max_length)
-    return train, Conversations(rows[split:], tokenizer, max_length=max_length)
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    wanted = None if options.num_examples is None else options.num_examples + options.eval_examples
+    order = order[:wanted]
+    train, held_out = order[: -options.eval_examples], order[-options.eval_examples :]
+    return (
+        Conversations(rows, tokenizer, max_length=max_length, order=train),
+        Conversations(rows, tokenizer, max_length=max_length, order=held_out),
+    )
 
 
 def _synthetic(

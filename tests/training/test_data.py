@@ -103,23 +103,63 @@ def test_long_prompts_lose_their_middle_and_long_answers_their_end(tokenizer: An
 def test_files_are_read_shuffled_and_checked(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": str(i), "answer": "x"}) for i in range(20)) + "\n\n")
-    rows = read_rows(str(path), num_examples=5, seed=0)
-    assert len(rows) == 5 and rows == read_rows(str(path), num_examples=5, seed=0)
-    assert rows != read_rows(str(path), num_examples=5, seed=1)
+    options = LocretOptions(model="m", dataset=str(path), num_examples=5, eval_examples=2)
+    chosen = [
+        [
+            [example.prompt_ids for example in data]
+            for data in build_datasets(options, tokenizer, positions=99, seed=seed)
+        ]
+        for seed in (0, 0, 1)
+    ]
+    assert [len(prompts) for prompts in chosen[0]] == [5, 2] and chosen[0] == chosen[1] != chosen[2]
+    assert len({tuple(prompt) for prompts in chosen[0] for prompt in prompts}) == 7
     path.write_text('{"prompt": "a", "answer": "b"}\n[1]\n')
     with pytest.raises(ValueError, match=r"line 2 must be an object, got \[1\]"):
-        read_rows(str(path), num_examples=None, seed=0)
+        read_rows(str(path))
     path.write_text("{\n")
     with pytest.raises(ValueError, match="line 1 is no JSON"):
-        read_rows(str(path), num_examples=None, seed=0)
+        read_rows(str(path))
+    path.write_bytes("{}".encode("utf-16"))
+    with pytest.raises(ValueError, match=r"--dataset must be UTF-8 text, '.*\.jsonl' is not"):
+        read_rows(str(path))
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n')
+    assert read_rows(str(path)) == [{"prompt": "a"}]
     for row, message in (
-        ({"text": "a"}, r"Row 1 of --dataset: must be one of .*found are \['text'\]"),
+        ({"text": "a"}, r"Row 2 of --dataset: must be one of .*found are \['text'\]"),
         ({"prompt": "a", "answer": ""}, "with an answer"),
         ({"messages": [{"role": "user", "content": "a"}]}, "that end with one"),
         ({"messages": [{"role": "user"}]}, "role and content as text"),
     ):
         with pytest.raises(ValueError, match=message):
-            Conversations([{"prompt": "a", "answer": "b"}, row], tokenizer, max_length=10)
+            Conversations([{"prompt": "a", "answer": "b"}, {}, row], tokenizer, max_length=10, order=[0, 2])
+
+
+def test_turns_that_a_chat_template_refuses(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said at once, not when the row's turn comes in the middle of a training."""
+    refusing = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}" + CHAT
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", refusing)
+    turns = [{"role": role, "content": "a"} for role in ("system", "user", "assistant")]
+    assert len(Conversations([{"messages": turns[1:]}], tokenizer, max_length=10)) == 1
+    with pytest.raises(ValueError, match=r"Row 1 of .* refuses turns of \['system', .*: No system role"):
+        Conversations([{"messages": turns[1:]}, {"messages": turns}], tokenizer, max_length=10)
+
+
+def test_a_prompt_begins_as_texts_do_and_does_not_end() -> None:
+    """Some tokenizers close every text: what follows a prompt is its answer."""
+
+    class Closing:
+        is_fast, chat_template, eos_token_id = False, None, 2
+
+        def __call__(self, text: str, add_special_tokens: bool = True, **options: Any) -> dict[str, Any]:
+            ids = [ord(character) for character in text]
+            return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
+
+    example = Conversations([{"prompt": "ab", "answer": "c"}], Closing(), max_length=10)[0]
+    assert example == Example([1, *map(ord, "ab\n\n")], [ord("c"), 2])
+    made = SyntheticTasks("abc. " * 30, Closing(), sequence_length=64, size=5)
+    assert all(one.prompt_ids[0] == 1 and 2 not in one.prompt_ids for one in made)
 
 
 def test_the_hub_is_asked_for_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +168,7 @@ def test_the_hub_is_asked_for_what_was_named(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[Any] = []
     rows = [{"instruction": str(index), "output": "x"} for index in range(4)]
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or rows)
-    assert len(read_rows("Yukang/LongAlpaca-12k", num_examples=3, seed=0)) == 3
-    assert len(read_rows("org/name:part", num_examples=None, seed=0)) == 4
+    assert read_rows("Yukang/LongAlpaca-12k") == read_rows("org/name:part") == rows
     split = {"split": "train"}
     assert asked == [(("Yukang/LongAlpaca-12k", None), split), (("org/name", "part"), split)]
 
