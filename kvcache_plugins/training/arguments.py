@@ -16,7 +16,7 @@ class LocretTrainingArguments(TrainingArguments):
 
     They suit small models on a CPU; `configs/locret/` holds the authors' own for large ones. One process
     trains on one GPU, also where there are several: `torchrun` starts as many processes as are to share the
-    work.
+    work. `max_steps` is the end of a training unless the command line names `--num_train_epochs` alone.
 
     Args:
         clip_value (`float`): Largest magnitude of a component of the gradient; 0 does not clip.

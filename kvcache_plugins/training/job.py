@@ -56,6 +56,10 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output_dir must be a directory, got the file {str(output)!r}.")
     check_no_model(output, own=RetainingHeadsConfig.model_type)
+    if options.dataset == SYNTHETIC and args.max_steps < 1:
+        raise ValueError(
+            f"--max_steps must be at least 1 for synthetic tasks, which have no end, got {args.max_steps}."
+        )
     checkpoint = _checkpoint(args, output)
     push_to = (args.hub_model_id or output.name) if args.push_to_hub else None
     args.push_to_hub = False  # the Trainer would upload its checkpoints

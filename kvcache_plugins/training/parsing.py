@@ -53,14 +53,17 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[LocretOptions, LocretTrai
             if action.dest == name:
                 action.required = False
     parser.set_defaults(**given)
+    named = {word.split("=")[0].lstrip("-").replace("-", "_") for word in typed if word.startswith("--")}
+    named |= given.keys()
+    if "num_train_epochs" in named and "max_steps" not in named:
+        parser.set_defaults(max_steps=-1)  # ours would be the end of it
     options, training, rest = parser.parse_args_into_dataclasses(
         typed, return_remaining_strings=True, look_for_args_file=False
     )
     for word in rest:
         name = word.split("=")[0]
         raise ValueError(f"Unknown option {name!r}.{suggest(name, names)} --help lists all options.")
-    is_typed = any(word.split("=")[0] in ("--output_dir", "--output-dir") for word in typed)
-    if not is_typed and "output_dir" not in given:
+    if "output_dir" not in named:
         raise ValueError("--output_dir (or --output) is needed: the directory the heads go to.")
     return options, training
 

@@ -144,6 +144,8 @@ def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     options, training = parse_arguments(["--config", str(path), "--max_steps", "9"])
     assert (options.model, training.learning_rate, training.max_steps) == ("m", 5e-4, 9)
     assert training.output_dir == "there"
+    epochs = ["--model", "m", "--output", "x", "--num-train-epochs=2"]
+    assert [parse_arguments(epochs + more)[1].max_steps for more in ([], ["--max_steps", "9"])] == [-1, 9]
     path.write_text("model: m\nlearning_rat: 1\n")
     assert main(["train-locret", f"--config={path}"]) == 2
     assert "Unknown option 'learning_rat'" in capsys.readouterr().err
@@ -173,6 +175,7 @@ def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             ["--model", "m", "--output", "x", "--resume_from_checkpoint", "true"],
             "there is no checkpoint in 'x'",
         ),
+        (["--model", "m", "--output", "x", "--num_train_epochs", "1"], "which have no end, got -1"),
         (["--config"], "--config must name a YAML file"),
     ],
 )
