@@ -128,15 +128,23 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def push(
-    directory: str | os.PathLike[str], files: Iterable[str], repo_id: str, *, private: bool | None = None
+    directory: str | os.PathLike[str],
+    files: Iterable[str],
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | None = None,
+    revision: str | None = None,
 ) -> str:
     """Upload files of a directory to a hub repository, which is made if need be.
 
     Args:
         directory (`str`): Where they are.
         files (`Iterable[str]`): Which ones.
-        repo_id (`str`): Such as `"name/artifact"`.
+        repo_id (`str`): Such as `"name/artifact"`; without an owner, of the user.
         private (`bool`, *optional*): Of a repository that is made; what its owner's are if not given.
+        token (`str`, *optional*): Of the user; the one that is logged in if not given.
+        revision (`str`, *optional*): Branch, made if need be; the main one if not given.
 
     Returns:
         `str`: The address of the commit.
@@ -146,13 +154,17 @@ def push(
     """
     from huggingface_hub import HfApi
 
-    api = HfApi()
-    api.create_repo(repo_id, private=private, exist_ok=True)
+    api = HfApi(token=token)
+    # without an owner it is a repository of the user, of whose whole name an upload must be told
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
     commit = api.upload_folder(
         repo_id=repo_id,
         folder_path=str(directory),
         allow_patterns=list(files),
-        commit_message="Upload calibration",
+        revision=revision,
+        commit_message="Upload with kvcache-plugins",
     )
     return str(commit)
 

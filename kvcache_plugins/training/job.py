@@ -97,7 +97,14 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
     document = _write(output, trainer, options, recalls, seconds)
     if push_to is not None:
         files = (CONFIG_FILE, WEIGHTS_FILE, _CARD_FILE, RESULTS_FILE, PICTURE_FILE)
-        push(output, files, push_to, private=bool(args.hub_private_repo))
+        push(
+            output,
+            files,
+            push_to,
+            private=args.hub_private_repo,
+            token=args.hub_token,
+            revision=args.hub_revision,
+        )
     return document
 
 

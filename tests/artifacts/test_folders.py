@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,10 +78,17 @@ def test_facts_arrive_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_push_uploads_the_named_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, Any]] = []
+    calls: list[tuple[Any, ...]] = []
 
     class Hub:
-        def create_repo(self, repo_id: str, **options: Any) -> None:
+        def __init__(self, **options: Any) -> None:
+            calls.append(("token", options))
+
+        def create_repo(self, repo_id: str, **options: Any) -> Any:
+            calls.append((repo_id, options))
+            return SimpleNamespace(repo_id=f"me/{repo_id}")
+
+        def create_branch(self, repo_id: str, **options: Any) -> None:
             calls.append((repo_id, options))
 
         def upload_folder(self, **options: Any) -> str:
@@ -88,11 +96,16 @@ def test_push_uploads_the_named_files(tmp_path: Path, monkeypatch: pytest.Monkey
             return "https://hub/commit"
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    assert push(tmp_path, ("a.json", "b"), "me/artifact", private=True) == "https://hub/commit"
-    assert calls[0] == ("me/artifact", {"private": True, "exist_ok": True})
-    assert calls[1][1]["folder_path"] == str(tmp_path)
-    assert calls[1][1]["repo_id"] == "me/artifact"
-    assert calls[1][1]["allow_patterns"] == ["a.json", "b"]
+    options: dict[str, Any] = {"private": True, "token": "secret", "revision": "v1"}
+    assert push(tmp_path, ("a.json", "b"), "artifact", **options) == "https://hub/commit"
+    assert calls[:2] == [("token", {"token": "secret"}), ("artifact", {"private": True, "exist_ok": True})]
+    assert calls[2] == ("me/artifact", {"branch": "v1", "exist_ok": True})
+    assert calls[3][1]["folder_path"] == str(tmp_path)
+    assert calls[3][1]["repo_id"] == "me/artifact", "an upload needs the owner"
+    assert calls[3][1]["allow_patterns"] == ["a.json", "b"] and calls[3][1]["revision"] == "v1"
+    push(tmp_path, ("a.json", "b"), "artifact")
+    assert calls[5] == ("artifact", {"private": None, "exist_ok": True}), "as the owner has it"
+    assert calls[6][0] == "upload" and calls[6][1]["revision"] is None
 
 
 @pytest.mark.parametrize(

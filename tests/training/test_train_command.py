@@ -67,10 +67,12 @@ def test_the_command(
     monkeypatch.setattr(job, "push", lambda *args, **kwargs: pushed.append((args, kwargs)))
     output = tmp_path / "heads"
     more = ("--max_steps", "12", "--logging_steps", "4", "--budget", "96", "--push_to_hub", "true")
+    more += ("--hub_token", "secret")
     assert main(["train-locret", *arguments(text, output, *more)]) == 0
     assert f"written to {output}" in capsys.readouterr().out
     assert sorted(path.name for path in output.iterdir()) == FILES
-    assert pushed[0][0][0] == output and pushed[0][0][2] == "heads" and pushed[0][1] == {"private": False}
+    assert pushed[0][0][0] == output and pushed[0][0][2] == "heads"
+    assert pushed[0][1] == {"private": None, "token": "secret", "revision": None}
     heads = load_heads(str(output))
     heads.check_model(AutoConfig.from_pretrained(MODEL))
     assert heads.config.base_model_name_or_path == "tiny-llama-books"
