@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -187,13 +188,14 @@ def cpu_name() -> str:
 
 
 def _command() -> str:
-    """Return the command line, without the place of the checkout or of the interpreter."""
+    """Return the command line, without the place of the checkout or of the interpreter and without tokens."""
     script = Path(sys.argv[0]).resolve()
     if script.is_relative_to(_ROOT) and script.suffix == ".py":
         words = ["python", script.relative_to(_ROOT).as_posix()]
     else:
         words = [script.name]
-    return shlex.join([*words, *sys.argv[1:]])
+    given = shlex.join([*words, *sys.argv[1:]])
+    return re.sub(r"(--\S*token[ =])\S+", r"\1...", given)  # results are shown to others
 
 
 def _git(*arguments: str) -> str | None:

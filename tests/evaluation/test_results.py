@@ -56,9 +56,14 @@ def test_commit_of_another_repository_is_not_ours(tmp_path: Path, monkeypatch: p
     [
         ([str(ROOT / "scripts" / "benchmark.py"), "attention"], "python scripts/benchmark.py attention"),
         (["/usr/local/bin/kvcache-plugins", "bench", "a b"], "kvcache-plugins bench 'a b'"),
+        (
+            ["kvcache-plugins", "--hub_token", "hf_1", "--tokens", "4"],
+            "kvcache-plugins --hub_token ... --tokens 4",
+        ),
+        (["kvcache-plugins", "--hub-token=hf_1"], "kvcache-plugins --hub-token=..."),
     ],
 )
-def test_command_names_no_place_of_the_machine(
+def test_command_names_no_place_of_the_machine_and_no_token(
     argv: list[str], command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", argv)
