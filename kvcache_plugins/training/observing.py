@@ -128,7 +128,8 @@ def _showing(original: str) -> Callable[..., Any]:
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        found = getattr(_current, "seen", {}).get(id(module))
+        # once a forward: layers of DiffLlama call twice, with the same queries and keys
+        found = getattr(_current, "seen", {}).pop(id(module), None)
         if found is not None:
             layer_idx, tap, show = found
             scaling = kwargs.get("scaling")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.diffllama import modeling_diffllama
 
 from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.heads import RetainingHeads
@@ -132,6 +134,21 @@ def test_attention_of_its_own_cannot_be_observed() -> None:
     with pytest.raises(ValueError, match="BloomAttention does not call transformers' attention functions"):
         observe_layers(model, {"input_ids": torch.tensor([[3, 4, 5]])}, lambda index, view: None)
     assert not has_hooks(model)
+
+
+def test_a_layer_that_attends_twice_is_seen_once() -> None:
+    """DiffLlama reads two halves of its values with the same queries and keys."""
+    if "attention_interface(" not in inspect.getsource(modeling_diffllama):
+        pytest.skip("this release of transformers has attention of DiffLlama's own")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = modeling_diffllama.DiffLlamaConfig(vocab_size=9, num_hidden_layers=2, **sizes)
+    seen: list[int] = []
+    observe_layers(
+        modeling_diffllama.DiffLlamaForCausalLM(config).eval(),
+        {"input_ids": torch.tensor([[3, 4, 5]])},
+        lambda index, view: seen.append(index),
+    )
+    assert seen == [0, 1]
 
 
 def test_views_hold_what_attention_multiplies() -> None:
