@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
-    except _USER_ERRORS as error:
+    except (*_USER_ERRORS, ImportError) as error:
+        if isinstance(error, ImportError) and error.name is not None:
+            raise  # of an import statement; a library that asks for another package gives no name
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -363,6 +363,22 @@ def test_errors_of_the_user_are_one_line(
         assert word in captured.err
 
 
+def test_a_package_that_an_option_needs_is_asked_for_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As transformers does of flash attention; a broken import keeps its traceback."""
+    errors = [ImportError("FlashAttention2 has\nto be installed"), ImportError("no 'x' in y", name="y")]
+
+    def run(args: Any) -> int:
+        raise errors.pop(0)
+
+    monkeypatch.setattr("kvcache_plugins.cli.estimate.run", run)
+    assert main(["estimate"]) == 2
+    assert capsys.readouterr().err == "error: FlashAttention2 has to be installed\n"
+    with pytest.raises(ImportError, match="no 'x' in y"):
+        main(["estimate"])
+
+
 @pytest.mark.parametrize("arguments", [[], ["lits"], ["estimate", "--preset", "gpt-9"]])
 def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
