@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from ..models.facts import decoder_config, split_model_or_config
 from ..models.layer_plan import key_value_heads
@@ -57,7 +58,8 @@ class RetainingHeadsConfig(PreTrainedConfig):
             `stabilizer_length`, `chunk_size`, `local_length`.
 
     Raises:
-        ValueError: If a number is not positive, or `inputs`, `label` or `label_scale` is not one above.
+        ValueError: If a number is not positive, or `inputs`, `label` or `label_scale` is not one above, or
+            there is no such activation.
     """
 
     model_type = "locret_heads"
@@ -101,6 +103,11 @@ class RetainingHeadsConfig(PreTrainedConfig):
                 raise ValueError(
                     f"RetainingHeadsConfig.{name} must be {allowed!r}, got {getattr(self, name)!r}."
                 )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(
+                "RetainingHeadsConfig.hidden_act must be an activation of transformers, got "
+                f"{self.hidden_act!r}."
+            )
 
     @property
     def input_dim(self) -> int:

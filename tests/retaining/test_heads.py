@@ -158,6 +158,7 @@ def test_configuration_of_a_model() -> None:
         ("hidden_dim", 0, ">= 1, got 0"),
         ("inputs", "hidden", "'qkv_proj', got 'hidden'"),
         ("label", "x", "max_qk"),
+        ("hidden_act", "swish7", "got 'swish7'"),
     ],
 )
 def test_a_wrong_configuration(field: str, value: Any, message: str) -> None:
