@@ -33,6 +33,7 @@ __all__ = ["PICTURE_FILE", "train_locret"]
 
 PICTURE_FILE = "training.png"
 _CARD_FILE = "README.md"
+_SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_dim")
 _Recalls = dict[str, dict[str, Any]]
 
 
@@ -71,6 +72,7 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
         max_train_length=options.max_train_length,
         defaults=DEFAULT_BUDGET | options.defaults(),
     )
+    _check_checkpoint(checkpoint, heads_config)
     tokenizer = AutoTokenizer.from_pretrained(options.model, **source)
     positions = getattr(decoder_config(config), "max_position_embeddings", None)
     data_seed = args.seed if args.data_seed is None else args.data_seed
@@ -127,6 +129,23 @@ def _checkpoint(args: LocretTrainingArguments, output: Path) -> str | None:
             f"--resume_from_checkpoint must be true or a checkpoint of the Trainer, got {given!r}."
         )
     return str(given)
+
+
+def _check_checkpoint(checkpoint: str | None, config: RetainingHeadsConfig) -> None:
+    """Check that the heads of a checkpoint are those that are to be trained.
+
+    Raises:
+        ValueError: Naming what differs.
+    """
+    if checkpoint is None or not (Path(checkpoint) / CONFIG_FILE).is_file():
+        return
+    ours, found = config.to_dict(), RetainingHeadsConfig.from_pretrained(checkpoint).to_dict()
+    wrong = [f"{name} {found[name]}, now {ours[name]}" for name in _SHAPE if found[name] != ours[name]]
+    if wrong:
+        raise ValueError(
+            f"--resume_from_checkpoint: the heads of {checkpoint!r} are others than those of this training: "
+            f"{'; '.join(wrong)}."
+        )
 
 
 def _load_base(config: Any, options: LocretOptions, source: dict[str, Any]) -> Any:

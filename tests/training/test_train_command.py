@@ -104,7 +104,9 @@ def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise:
     assert recalls[0] == pytest.approx(recalls[1], abs=0.02)
 
 
-def test_an_interrupted_training_goes_on(text: Path, tmp_path: Path) -> None:
+def test_an_interrupted_training_goes_on(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     more = ("--no_plots", "--max_steps", "4", "--per_device_train_batch_size", "1")
     saving = ("--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "5")
     assert main(["train-locret", *arguments(text, tmp_path / "whole", *more, *saving)]) == 0
@@ -112,6 +114,9 @@ def test_an_interrupted_training_goes_on(text: Path, tmp_path: Path) -> None:
     (tmp_path / "part").mkdir()
     (tmp_path / "whole" / "checkpoint-2").rename(tmp_path / "part" / "checkpoint-2")
     resume = ("--resume_from_checkpoint", "true")
+    others = (*resume, "--hidden_dim", "8")
+    assert main(["train-locret", *arguments(text, tmp_path / "part", *more, *saving, *others)]) == 2
+    assert "are others than those of this training: hidden_dim 16, now 8." in capsys.readouterr().err
     assert main(["train-locret", *arguments(text, tmp_path / "part", *more, *saving, *resume)]) == 0
     torch.testing.assert_close(load_file(tmp_path / "part" / "model.safetensors"), whole, rtol=0, atol=0)
 
