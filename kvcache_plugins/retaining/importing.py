@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..artifacts.files import read_tensors
-from ..artifacts.folders import check_no_model, locate, replacing
+from ..artifacts.folders import check_finite, check_no_model, locate, replacing
 from ..errors import ArtifactError
 from .configuration import RetainingHeadsConfig
 from .heads import RetainingHeads
@@ -19,6 +19,8 @@ __all__ = ["import_heads"]
 
 _KEY = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(fc[12])\.weight$")
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_STATE = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
+"""How the names of files begin that the Trainer leaves beside weights."""
 
 
 def import_heads(
@@ -39,7 +41,8 @@ def import_heads(
         `RetainingHeads`: What was written.
 
     Raises:
-        ArtifactError: If there are no such keys, some are missing, or they do not fit the model.
+        ArtifactError: If there are no such keys, some are missing, or they do not fit the model or are not
+            finite.
         ValueError: If the directory is that of a model.
     """
     check_no_model(output, own=RetainingHeadsConfig.model_type)
@@ -54,6 +57,7 @@ def import_heads(
             f"{source} holds no key such as 'model.layers.0.self_attn.fc1.weight', but "
             f"{sorted(tensors)[:3]} and others."
         )
+    check_finite(Path(source), found)
     first = found.get("layers.0.fc1.weight")
     config = RetainingHeadsConfig.from_model(
         model_config, hidden_dim=None if first is None or first.dim() != 2 else first.shape[0]
@@ -80,7 +84,7 @@ def _read(source: str, revision: str | None) -> dict[str, Tensor]:
     path = Path(source)
     if not path.is_file():
         path = locate(source, _PATTERNS, option="source", revision=revision)
-    files = [path] if path.is_file() else [file for p in _PATTERNS for file in sorted(path.glob(p))]
+    files = [path] if path.is_file() else _weight_files(path)
     if not files:
         raise ArtifactError(f"{source} holds no file of {', '.join(_PATTERNS)}.")
     tensors: dict[str, Tensor] = {}
@@ -92,5 +96,16 @@ def _read(source: str, revision: str | None) -> dict[str, Tensor]:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged pickle raises errors of many kinds
             raise ArtifactError(f"{file} cannot be read: {error}") from error
-        tensors |= {name: value for name, value in dict(loaded).items() if isinstance(value, Tensor)}
+        if not isinstance(loaded, dict):
+            raise ArtifactError(f"{file} must hold weights by name, got {type(loaded).__name__}.")
+        tensors |= {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
     return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Weights of a folder, of one kind: several kinds are several copies."""
+    for pattern in _PATTERNS:
+        files = [file for file in sorted(folder.glob(pattern)) if not file.name.startswith(_STATE)]
+        if files:
+            return files
+    return []

@@ -247,7 +247,7 @@ def official(heads: RetainingHeads) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "bin", "directory"])
+@pytest.mark.parametrize("suffix", ["safetensors", "bin", "directory", "trainer"])
 def test_heads_of_the_authors(tmp_path: Path, suffix: str) -> None:
     model = tiny_model("llama")
     heads = RetainingHeads(RetainingHeadsConfig.from_model(model, hidden_dim=24)).to(torch.bfloat16)
@@ -258,7 +258,12 @@ def test_heads_of_the_authors(tmp_path: Path, suffix: str) -> None:
         torch.save(official(heads), source)
     else:
         source.mkdir()
-        save_file(official(heads), source / "part.safetensors")
+        if suffix == "directory":
+            save_file(official(heads), source / "part.safetensors")
+        else:
+            torch.save(official(heads), source / "pytorch_model.bin")
+        for state in ("training_args.bin", "rng_state_0.pth"):  # of the Trainer, and no weights
+            torch.save(tmp_path, source / state)
     import_heads(str(source), model.config, tmp_path / "out")
     found = load_heads(str(tmp_path / "out"))
     found.check_model(model)
@@ -272,6 +277,7 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
     tensors = official(heads)
     cases = {
         "none": ({"lm_head.weight": torch.ones(2)}, "holds no key such as"),
+        "infinite": ({k: v / 0 for k, v in tensors.items()}, "not finite"),
         "part": (
             {k: v for k, v in tensors.items() if ".1." not in k},
             r"layers\.1\.fc1\.weight must be of shape",
