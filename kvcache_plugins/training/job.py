@@ -14,6 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..artifacts.files import write_json
 from ..artifacts.folders import check_no_model, push, replacing
+from ..backends.locret import LocretConfig
 from ..evaluation.options import DTYPES
 from ..evaluation.results import RESULTS_FILE, build_document
 from ..models.auto_class import auto_class
@@ -49,7 +50,8 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
         `dict | None`: The document of `results.json`; None in every process but the first.
 
     Raises:
-        ValueError: If the model or the data cannot be trained with; nothing is written then.
+        ValueError: If the model or the data cannot be trained with, or the training diverges; nothing is
+            written then but its checkpoints.
         OSError: If something cannot be read or written.
     """
     assert args.output_dir is not None and options.model is not None  # both are checked when they are parsed
@@ -70,7 +72,7 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
         config,
         hidden_dim=options.hidden_dim,
         max_train_length=options.max_train_length,
-        defaults=DEFAULT_BUDGET | options.defaults(),
+        defaults=_recommended(options),
     )
     _check_checkpoint(checkpoint, heads_config)
     tokenizer = AutoTokenizer.from_pretrained(options.model, **source)
@@ -93,6 +95,8 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - started
     heads.to(getattr(torch, DTYPES[options.heads_dtype]))  # measured as they will be used
+    if not all(bool(weight.isfinite().all()) for weight in heads.parameters()):
+        raise ValueError("The training diverged: the heads are not finite. Try a lower --learning_rate.")
     recalls = {"trained": _measure(trainer, "trained")["trained"]} | recalls
     if not trainer.is_world_process_zero():
         return None
@@ -129,6 +133,21 @@ def _checkpoint(args: LocretTrainingArguments, output: Path) -> str | None:
             f"--resume_from_checkpoint must be true or a checkpoint of the Trainer, got {given!r}."
         )
     return str(given)
+
+
+def _recommended(options: LocretOptions) -> dict[str, Any]:
+    """Return options of the cache for the configuration of the heads, as given or fitting the budget.
+
+    Raises:
+        ValueError: If no cache could have them.
+    """
+    given = options.defaults()
+    # as a cache does that is told a budget alone
+    most = given.get("budget", DEFAULT_BUDGET["budget"]) // 8
+    protected = {name: min(DEFAULT_BUDGET[name], most) for name in ("stabilizer_length", "local_length")}
+    recommended = DEFAULT_BUDGET | protected | given
+    LocretConfig(heads="heads", **recommended)
+    return recommended
 
 
 def _check_checkpoint(checkpoint: str | None, config: RetainingHeadsConfig) -> None:

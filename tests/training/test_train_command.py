@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
+from kvcache_plugins.backends.locret import LocretConfig
 from kvcache_plugins.cli import main
 from kvcache_plugins.retaining.loading import load_heads
 from kvcache_plugins.training import job
@@ -76,7 +77,9 @@ def test_the_command(
     heads = load_heads(str(output))
     heads.check_model(AutoConfig.from_pretrained(MODEL))
     assert heads.config.base_model_name_or_path == "tiny-llama-books"
-    assert heads.config.defaults["budget"] == 96 and heads.config.defaults["chunk_size"] == 1024
+    wanted = {"budget": 96, "chunk_size": 1024, "stabilizer_length": 12, "local_length": 12}
+    assert heads.config.defaults == wanted
+    assert LocretConfig.from_dict({"heads": str(output)}) == LocretConfig(heads=str(output), **wanted)
     document = json.loads((output / "results.json").read_text())
     rows = {row["label"]: row for row in document["results"]}
     assert list(rows) == ["dense", "locret", "locret, untrained", "knorm"]
@@ -102,6 +105,18 @@ def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise:
         for name in ("alone", "both")
     ]
     assert recalls[0] == pytest.approx(recalls[1], abs=0.02)
+
+
+def test_heads_that_could_not_be_used_are_not_written(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = tmp_path / "heads"
+    more = ("--max_steps", "2", "--lr_scheduler_type", "constant", "--learning_rate", "1e30", "--no_plots")
+    assert main(["train-locret", *arguments(text, heads, *more)]) == 2
+    assert "The training diverged" in capsys.readouterr().err and not list(heads.iterdir())
+    protected = ("--max_steps", "1", "--budget", "100", "--local_length", "100", "--no_plots")
+    assert main(["train-locret", *arguments(text, heads, *protected)]) == 2
+    assert "must exceed what is protected" in capsys.readouterr().err and not list(heads.iterdir())
 
 
 def test_an_interrupted_training_goes_on(
