@@ -15,6 +15,8 @@ from .examples import Example, cut_middle
 __all__ = ["Conversations", "messages_of", "read_rows"]
 
 _PAIRS = (("prompt", "answer"), ("instruction", "output"), ("question", "answer"), ("prompt", "completion"))
+_ASKED = {"instruction": ("instruction", "input"), "question": ("context", "question")}
+"""Columns that make a prompt, where the text that it is about has one of its own, which may be empty."""
 _SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 _Message = dict[str, str]
 
@@ -27,8 +29,9 @@ class Conversations(Dataset[Example]):
     answer ends with the end of text.
 
     Args:
-        rows (`Sequence[Mapping]`): Each `{"prompt", "answer"}`, `{"instruction", "output"}`, or
-            `{"messages"}` or `{"conversations"}` that end with an answer.
+        rows (`Sequence[Mapping]`): Each `{"prompt", "answer"}`, `{"instruction", "output"}` (with `input`, if
+            it has one), `{"question", "answer"}` (with `context`), or `{"messages"}` or `{"conversations"}`
+            that end with an answer.
         tokenizer (`PreTrainedTokenizerBase`): The model's.
         max_length (`int`): Tokens of prompt and answer: longer prompts lose their middle, and an answer is
             cut after half of it.
@@ -104,7 +107,9 @@ def messages_of(row: Mapping[str, Any]) -> list[_Message]:
     """
     for asked, answered in _PAIRS:
         if isinstance(row.get(asked), str) and isinstance(row.get(answered), str) and row[answered]:
-            return [{"role": "user", "content": row[asked]}, {"role": "assistant", "content": row[answered]}]
+            parts = [row.get(name) for name in _ASKED.get(asked, (asked,))]
+            prompt = "\n\n".join(part for part in parts if isinstance(part, str) and part)
+            return [{"role": "user", "content": prompt}, {"role": "assistant", "content": row[answered]}]
     turns = row.get("messages") or row.get("conversations")
     if isinstance(turns, Sequence) and not isinstance(turns, str):
         messages = [_message(turn) for turn in turns]

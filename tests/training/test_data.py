@@ -73,6 +73,19 @@ def test_rows_of_every_form(row: dict[str, Any]) -> None:
     assert messages_of(row) == [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
 
 
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"instruction": "Add.", "input": "1, 2", "output": "3"}, "Add.\n\n1, 2"),
+        ({"context": "A book.", "question": "Who?", "answer": "I."}, "A book.\n\nWho?"),
+        ({"context": None, "question": "Who?", "answer": "I."}, "Who?"),
+        ({"prompt": "Who?", "answer": "I.", "input": "x"}, "Who?"),
+    ],
+)
+def test_a_prompt_has_the_text_it_is_about(row: dict[str, Any], prompt: str) -> None:
+    assert messages_of(row)[0]["content"] == prompt
+
+
 def test_a_prompt_ends_where_the_answer_begins(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": "Who is there?", "answer": "It is I."}]
     plain = Conversations(rows, tokenizer, max_length=100)[0]
