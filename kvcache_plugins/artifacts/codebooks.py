@@ -51,7 +51,15 @@ _KIND = "kvquant"
 _TENSORS, _FACTS, _CARD = "kvquant.safetensors", "kvquant.json", "README.md"
 _UPLOADED = (_TENSORS, _FACTS, _CARD, "scales.safetensors", "scales.json")
 _NAME = re.compile(r"layers\.\d+\.(key_(lower|upper)|(key|value)_(codebook|levels)_(?P<nbits>\d))")
-_NEEDED = ("nbits", "outlier_fraction", "sink_length", "model", "rope", "tensors_sha256")
+_NEEDED = {
+    "nbits": list,
+    "outlier_fraction": float | int,
+    "sink_length": int,
+    "model": dict,
+    "rope": dict,
+    "tensors_sha256": str,
+}
+"""Facts an artifact cannot do without, and what they are."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +239,10 @@ def _read(folder: Path, written: tuple[int, ...]) -> Codebooks:
     missing = [name for name in _NEEDED if name not in facts]
     if missing:
         raise ArtifactError(f"{folder / _FACTS} lacks {missing}.")
+    for name, kind in _NEEDED.items():
+        if not isinstance(facts[name], kind):
+            expected = getattr(kind, "__name__", str(kind))
+            raise ArtifactError(f"{folder / _FACTS}: {name} must be of type {expected}, got {facts[name]!r}.")
     if _digest(folder / _TENSORS) != facts["tensors_sha256"]:
         raise ArtifactError(
             f"{folder / _TENSORS} is not the file that {_FACTS} belongs to (its sha256 is another)."

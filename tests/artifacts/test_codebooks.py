@@ -234,6 +234,10 @@ DAMAGE: dict[str, tuple[Any, str, str]] = {
     "newer-version": (lambda f: _edit_facts(f, format_version=2), FACTS, "got 'kvquant' and 2"),
     "other-kind": (lambda f: _edit_facts(f, kind="kv_scales"), FACTS, "'kv_scales'"),
     "facts-incomplete": (lambda f: _edit_facts(f, rope=None, nbits=None), FACTS, "lacks ['nbits', 'rope']"),
+    "bits-no-list": (lambda f: _edit_facts(f, nbits=3), FACTS, "nbits must be of type list, got 3"),
+    "share-no-number": (
+        lambda f: _edit_facts(f, outlier_fraction=[]), FACTS, "outlier_fraction must be of type float | int",
+    ),
     "not-finite": (
         lambda f: _edit_tensors(f, {LEVELS: torch.tensor([-1.0, 0.0, float("nan"), 1.0])}), TENSORS, LEVELS,
     ),
