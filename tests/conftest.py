@@ -125,11 +125,19 @@ _LOGGED = _DeprecationLog()
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     _LOGGED.messages.clear()
-    # `warning_once` speaks once per process; here, once per test: which test fails must not depend on order.
+    _let_the_host_speak()
+    result = yield
+    _let_the_host_speak()  # what a module's fixtures have run may have silenced it
+    return result
+
+
+def _let_the_host_speak() -> None:
+    """As a fresh process would: our commands silence Transformers, and `warning_once` speaks once."""
     host_logging = sys.modules.get("transformers.utils.logging")
     if host_logging is not None:
+        host_logging.set_verbosity_warning()
+        host_logging.enable_progress_bar()
         host_logging.warning_once.cache_clear()
-    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

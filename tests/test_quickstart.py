@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,21 +12,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, cache_utils
-from transformers.utils import logging as transformers_logging
 
 from kvcache_plugins.evaluation.caches import new_cache
 from kvcache_plugins.evaluation.language_reference import read_language_reference
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(autouse=True)
-def _quiet_only_here() -> Iterator[None]:
-    """The example silences transformers, which must not reach other tests: they look for its deprecations."""
-    verbosity = transformers_logging.get_verbosity()
-    yield
-    transformers_logging.set_verbosity(verbosity)
-    transformers_logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from kvcache_plugins import ArtifactError, build_cache
 from kvcache_plugins.calibration.calibrate import calibrate_subject
@@ -27,15 +25,6 @@ from kvcache_plugins.testing import tiny_model
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
 ARTIFACT = MODEL.with_name(f"{MODEL.name}-kvquant3")
 TENSORS = "kvquant.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def _quiet_only_here() -> Iterator[None]:
-    """The commands silence transformers, which must not reach other tests: they look for deprecations."""
-    verbosity = transformers_logging.get_verbosity()
-    yield
-    transformers_logging.set_verbosity(verbosity)
-    transformers_logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")

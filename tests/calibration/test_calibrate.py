@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import DynamicCache
-from transformers.utils import logging as transformers_logging
 
 from kvcache_plugins import build_cache
 from kvcache_plugins.artifacts.card import model_card
@@ -34,15 +32,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
 ARTIFACT = ROOT / "examples" / "models" / "tiny-llama-books-kvquant3"
 FILES = ["README.md", "kvquant.json", "kvquant.safetensors", "scales.json", "scales.safetensors"]
-
-
-@pytest.fixture(autouse=True)
-def _quiet_only_here() -> Iterator[None]:
-    """The command silences transformers, which must not reach other tests: they look for deprecations."""
-    verbosity = transformers_logging.get_verbosity()
-    yield
-    transformers_logging.set_verbosity(verbosity)
-    transformers_logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils import logging as transformers_logging
 
 from kvcache_plugins.calibration import calibrate as job
 from kvcache_plugins.calibration.calibrate import calibrate_subject
@@ -35,15 +33,6 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "no layer": ({}, {"skip_layers": list(range(6))}, "has nothing to choose.* packs no layer"),
     "bits": ({}, {"key_bits": 2}, r"--target_bits chooses \['key_bits'\]"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _quiet_only_here() -> Iterator[None]:
-    """The command silences transformers, which must not reach other tests: they look for deprecations."""
-    verbosity = transformers_logging.get_verbosity()
-    yield
-    transformers_logging.set_verbosity(verbosity)
-    transformers_logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")

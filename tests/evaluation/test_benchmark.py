@@ -10,14 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from kvcache_plugins.cli import main
 from kvcache_plugins.estimation import estimate
@@ -42,14 +40,6 @@ from kvcache_plugins.evaluation.timing import HostStopwatch, Spread, StepTimer, 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
 DENSE = {"backend": "dense"}
-
-
-@pytest.fixture(autouse=True)
-def _quiet_only_here() -> Iterator[None]:
-    """The command silences transformers, which must not reach other tests: they look for deprecations."""
-    verbosity = transformers_logging.get_verbosity()
-    yield
-    transformers_logging.set_verbosity(verbosity)
 
 
 def _caches(*cache_configs: dict[str, Any]) -> list[str]:

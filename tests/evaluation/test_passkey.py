@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from kvcache_plugins.cli import main
 from kvcache_plugins.evaluation import passkey, passkey_display
@@ -32,13 +30,9 @@ SMALL += ["--needle", NEEDLE]
 
 
 @pytest.fixture(autouse=True)
-def _quiet_only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command silences transformers, which must not reach other tests: they look for deprecations."""
-    verbosity = transformers_logging.get_verbosity()
+def _path_only_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command puts this Python's tools on the path."""
     monkeypatch.setenv("PATH", os.environ["PATH"])
-    yield
-    transformers_logging.set_verbosity(verbosity)
-    transformers_logging.enable_progress_bar()
 
 
 def _arguments(output: Path, *options: str, caches: tuple[dict[str, Any], ...] = (KIVI,)) -> list[str]:
@@ -65,10 +59,7 @@ def trials() -> list[Trial]:
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of an undisturbed run in this process."""
-    verbosity = transformers_logging.get_verbosity()
-    found = _run(tmp_path_factory.mktemp("passkey"), "--no_plots")
-    transformers_logging.set_verbosity(verbosity)
-    return found
+    return _run(tmp_path_factory.mktemp("passkey"), "--no_plots")
 
 
 def test_dense_equals_a_plain_greedy_loop(document: dict[str, Any], trials: list[Trial]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 import kvcache_plugins as kvp
 from kvcache_plugins.cli import main
@@ -25,15 +23,6 @@ from kvcache_plugins.evaluation.perplexity_texts import Text, Window, cut_window
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books")
 LENGTH, PREFILL = 64, 40
 INT8, KIVI = {"backend": "int8", "kernel": "torch"}, {"backend": "kivi", "nbits": 2, "residual_length": 32}
-
-
-@pytest.fixture(autouse=True)
-def _quiet_only_here() -> Iterator[None]:
-    """The command silences transformers, which must not reach other tests: they look for its deprecations."""
-    verbosity = transformers_logging.get_verbosity()
-    yield
-    transformers_logging.set_verbosity(verbosity)
-    transformers_logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")

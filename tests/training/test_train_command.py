@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
-from transformers.utils import logging as transformers_logging
 
 from kvcache_plugins.backends.locret import LocretConfig
 from kvcache_plugins.cli import main
@@ -25,15 +23,6 @@ from tests.launching import run_script
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
 FILES = ["README.md", "config.json", "model.safetensors", "results.json", "training.png"]
-
-
-@pytest.fixture(autouse=True)
-def _quiet_only_here() -> Iterator[None]:
-    """The command silences transformers, which must not reach other tests: they look for deprecations."""
-    verbosity = transformers_logging.get_verbosity()
-    yield
-    transformers_logging.set_verbosity(verbosity)
-    transformers_logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")
