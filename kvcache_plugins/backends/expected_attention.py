@@ -132,9 +132,7 @@ class ExpectedAttentionLayer(EvictingLayer):
 
     def _tokens(self) -> tuple[StreamView, StreamView]:
         """Keys as queries meet them, and what is summed up by weights."""
-        keys, values = (
-            StreamView(stream, stream.packed_length, (stream.tail.view(),)) for stream in self.streams
-        )
+        keys, values = map(StreamView.of, self.streams)
         if not self.holds_latents:
             return keys, values
         return LatentKeys(keys.stream, keys.packed_length, keys.segments, parts=(keys, values)), keys

@@ -27,7 +27,7 @@ class KeyDiffLayer(EvictingLayer):
 
     def ranks(self) -> Tensor:
         stream = self.key_stream_
-        tokens = StreamView(stream, stream.packed_length, (stream.tail.view(),))
+        tokens = StreamView.of(stream)
         step = stream.slab_tokens
         runs = [(start, min(start + step, tokens.length)) for start in range(0, tokens.length, step)]
         first = self.padding.starts(self.ledger.scores)[:, None]

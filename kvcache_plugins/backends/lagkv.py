@@ -116,8 +116,7 @@ class LagKVLayer(EvictingLayer):
         is_missing = ~is_new.unflatten(1, (count, lag))[:, None]
         worth: Tensor | float = 0.0
         for stream in self.streams:
-            view = StreamView(stream, stream.packed_length, (stream.tail.view(),))
-            states = view.read(low, high).float()
+            states = StreamView.of(stream).read(low, high).float()
             states = states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
             deviations = _deviations(states.unflatten(2, (count + 1, lag)))
             worth = worth + deviations.masked_fill(is_missing, -torch.inf).softmax(-1)

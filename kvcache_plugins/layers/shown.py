@@ -26,4 +26,4 @@ class ShownLayer(PackedLayer):
         return self._whole(self.value_stream_) if self.is_initialized else None
 
     def _whole(self, stream: Stream) -> KVHandle:
-        return KVHandle(self, StreamView(stream, stream.packed_length, (stream.tail.view(),)))
+        return KVHandle(self, StreamView.of(stream))

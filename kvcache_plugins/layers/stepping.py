@@ -98,7 +98,7 @@ def _advanced(stream: Stream, count: int, packed: int) -> StreamView:
     """Count the new tokens and those that have been packed; return what attention reads in this call."""
     tail = stream.tail
     tail.length += count
-    view = StreamView(stream, stream.packed_length, (tail.view(),))
+    view = StreamView.of(stream)
     if packed:
         tail.drop(packed)
         stream.packed_length += packed

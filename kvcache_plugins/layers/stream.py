@@ -139,7 +139,7 @@ class Stream:
         fits = self.tail.length + states.shape[2] <= max(self.tail.room(seen), self.tail.capacity)
         if fits or defer:
             self.tail.append(states, seen)
-            view = StreamView(self, self.packed_length, (self.tail.view(),))
+            view = StreamView.of(self)
             if not defer:
                 self.settle()
             return view
@@ -157,7 +157,7 @@ class Stream:
         seen = self.length
         due = self.due(seen)
         if due > self.packed_length:
-            view = StreamView(self, self.packed_length, (self.tail.view(),))
+            view = StreamView.of(self)
             self.tail.drop(due - self.packed_length)
             self._pack(view, self.packed_length, due)
         if self.tail.capacity > self.tail.room(seen) and self.tail.length <= self.tail.limit:

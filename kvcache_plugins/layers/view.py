@@ -32,6 +32,11 @@ class StreamView:
     segments: tuple[Tensor, ...]
     first: int = 0
 
+    @classmethod
+    def of(cls, stream: Stream) -> StreamView:
+        """All that a stream holds now."""
+        return cls(stream, stream.packed_length, (stream.tail.view(),))
+
     @property
     def length(self) -> int:
         """Tokens in all."""
