@@ -19,6 +19,7 @@ __all__ = [
     "BackendConfig",
     "BitsConfig",
     "check_choice",
+    "check_flag",
     "check_integer",
     "check_number",
     "check_path_or_id",
@@ -50,6 +51,12 @@ def check_choice(owner: object, name: str, value: object, allowed: Iterable[obje
     is_one = (isinstance(value, type(option)) and value == option for option in options)
     if isinstance(value, bool) or not any(is_one):
         raise ValueError(f"{type(owner).__name__}.{name} must be one of {options}, got {value!r}.")
+
+
+def check_flag(owner: object, name: str, value: object) -> None:
+    """Raise `ValueError` unless `value` is `True` or `False`."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{type(owner).__name__}.{name} must be true or false, got {value!r}.")
 
 
 def check_integer(owner: object, name: str, value: object, *, minimum: int = 0, multiple_of: int = 1) -> None:

@@ -12,7 +12,7 @@ from ..attention.expected import expected_attention
 from ..attention.latent import LatentKeys
 from ..attention.query_moments import QueryMoments, average_rotation
 from ..attention.reference import AttentionOptions
-from ..config import check_integer, check_number
+from ..config import check_flag, check_integer, check_number
 from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
@@ -52,10 +52,7 @@ class ExpectedAttentionConfig(EvictingConfig):
         super().__post_init__()
         check_integer(self, "future_length", self.future_length, minimum=1)
         for name in ("use_covariance", "use_value_norm"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(
-                    f"ExpectedAttentionConfig.{name} must be true or false, got {getattr(self, name)!r}."
-                )
+            check_flag(self, name, getattr(self, name))
         check_number(self, "epsilon", self.epsilon, minimum=0.0, maximum=1.0)
         if self.epsilon and not self.use_value_norm:
             raise ValueError(

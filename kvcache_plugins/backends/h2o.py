@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..attention.received import received_attention
 from ..attention.reference import AttentionOptions
+from ..config import check_flag
 from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
@@ -33,8 +34,7 @@ class H2OConfig(EvictingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.normalize, bool):
-            raise ValueError(f"H2OConfig.normalize must be true or false, got {self.normalize!r}.")
+        check_flag(self, "normalize", self.normalize)
 
     def protected_at(self, phase: str, budget: int, turn_length: int = 0) -> int:
         given = self.stabilizer_length if phase == "chunk" else self.local_length

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..config import BackendConfig, check_choice, check_integer
+from ..config import BackendConfig, check_choice, check_flag, check_integer
 from ..registry import get_backend
 from .pooling.stage import Pooling, read_pooling
 
@@ -74,10 +74,7 @@ class EvictingConfig(BackendConfig):
             if getattr(self, name) is not None:
                 check_integer(self, name, getattr(self, name))
         check_choice(self, "positions", self.positions, POSITIONS)
-        if not isinstance(self.evict_at_decode, bool):
-            raise ValueError(
-                f"{type(self).__name__}.evict_at_decode must be true or false, got {self.evict_at_decode!r}."
-            )
+        check_flag(self, "evict_at_decode", self.evict_at_decode)
         self.pooling()
         if self.residual_length and self.storage is None:
             raise ValueError(
