@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.padding import Padding
+from ..layers.padding import Padding, first_slots
 from ..models.hooks import add_hooks
 from ..models.rotary import Rotary
 
@@ -50,9 +50,8 @@ def turn_to_slots(
 def next_positions(layer: EvictingLayer, batch_size: int, count: int, device: torch.device) -> Tensor:
     """Positions `(B, count)` of the next tokens: distances from the first real token that is held."""
     slots = torch.arange(layer.held_length, layer.held_length + count, device=device)
-    pads = layer.padding.lengths
-    first = torch.zeros(1, dtype=torch.long, device="cpu") if pads is None else pads
-    return (slots - first.to(device)[:, None]).clamp_min(0).expand(batch_size, -1)
+    first = first_slots(layer.padding.lengths, device)
+    return (slots - first[:, None]).clamp_min(0).expand(batch_size, -1)
 
 
 def count_from_what_is_held(decoder: nn.Module) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..layers.padding import first_slots
+
 __all__ = ["choose_slots"]
 
 
@@ -39,8 +41,7 @@ def choose_slots(
     largest = torch.finfo(scores.dtype).max
     ranks = torch.nan_to_num(scores, nan=-largest, posinf=largest, neginf=-largest)
     slots = torch.arange(length, device=scores.device)
-    first = torch.zeros(1, dtype=torch.long, device=scores.device) if pads is None else pads.to(scores.device)
-    offsets = slots - first[:, None]  # (B or 1, m), negative over the pads
+    offsets = slots - first_slots(pads, scores.device)[:, None]  # (B or 1, m), negative over the pads
     protected = ((offsets >= 0) & (offsets < sink_length)) | ((offsets >= 0) & (slots >= length - recent))
     ranks = ranks.masked_fill(protected[:, None], torch.inf)
     ranks = ranks.masked_fill((offsets < 0)[:, None], -torch.inf)

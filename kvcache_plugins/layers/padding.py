@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
-__all__ = ["Padding", "left_padding"]
+__all__ = ["Padding", "first_slots", "left_padding"]
 
 
 class Padding:
@@ -125,6 +125,11 @@ class Padding:
         offsets = self.starts(states)[:, None] + torch.arange(count, device=states.device) - start
         rows, columns = ((offsets >= 0) & (offsets < states.shape[2])).nonzero(as_tuple=True)
         return rows, columns, offsets[rows, columns]
+
+
+def first_slots(pads: Tensor | None, device: torch.device) -> Tensor:
+    """Slot of the first real token of every row: `(B,)` where rows have pads, else one 0 for all."""
+    return torch.zeros(1, dtype=torch.long, device=device) if pads is None else pads.to(device)
 
 
 def left_padding(attention_mask: Tensor | None) -> tuple[Tensor | None, int | None]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...layers.padding import first_slots
 from ..selection import choose_slots
 from .merging import left_out
 from .weights import LayerWeights
@@ -71,8 +72,7 @@ def pool_evicted(
         recent (`int`): Newest slots that stay.
     """
     pooled_length, length = weights.pooled_length, keys.shape[2]
-    first = torch.zeros(1, dtype=torch.long, device="cpu") if pads is None else pads
-    first = first.to(keys.device)
+    first = first_slots(pads, keys.device)
     whole = choose_slots(scores, count, pads=pads, sink_length=sink_length, recent=recent)
     heavy = choose_slots(scores, count - pooled_length, pads=pads, sink_length=sink_length, recent=recent)
     rest = left_out(heavy, length)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...layers.padding import first_slots
+
 __all__ = ["left_out", "merge_evicted"]
 
 _BLOCK = 128
@@ -41,8 +43,7 @@ def merge_evicted(keys: Tensor, values: Tensor, kept: Tensor, pads: Tensor | Non
     survivors, old = F.normalize(_at(keys, kept), dim=-1), _at(values, kept)
     old_norms = torch.linalg.vector_norm(old, dim=-1)
     merged, weights = old.clone(), torch.ones_like(old_norms)
-    first = torch.zeros(1, dtype=torch.long, device="cpu") if pads is None else pads
-    first = first.to(keys.device)[:, None, None]
+    first = first_slots(pads, keys.device)[:, None, None]
     is_pad = (kept < first)[:, :, None]
     for part in evicted.split(_BLOCK, dim=2):
         cosines = F.normalize(_at(keys, part), dim=-1) @ survivors.transpose(2, 3)
