@@ -11,7 +11,7 @@ __all__ = [
 
 
 class ArtifactError(ValueError):
-    """A calibration artifact is missing, damaged, or was made for another model."""
+    """A calibration, trained weights or a saved cache is missing, damaged, or was made for another model."""
 
 
 class IncompatibleTransformersError(RuntimeError):
