@@ -17,7 +17,15 @@ from ..prompt_chunks import why_read_whole
 from ..registry import TRANSFORMERS_BACKENDS
 from .labels import DENSE
 
-__all__ = ["cache_bytes", "generate", "new_cache", "prefill", "split_available", "why_unavailable"]
+__all__ = [
+    "cache_bytes",
+    "generate",
+    "generation_options",
+    "new_cache",
+    "prefill",
+    "split_available",
+    "why_unavailable",
+]
 
 
 def generate(
@@ -35,9 +43,6 @@ def generate(
     Returns:
         `GenerateDecoderOnlyOutput`: With `sequences` and `past_key_values`.
     """
-    options: dict[str, Any] = {}
-    if cache_config != DENSE:
-        options = {"cache_implementation": "quantized", "cache_config": dict(cache_config)}
     return model.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),
@@ -46,8 +51,15 @@ def generate(
         min_new_tokens=new_tokens,  # every cache is timed over the same number of steps
         streamer=streamer,
         return_dict_in_generate=True,
-        **options,
+        **generation_options(cache_config),
     )
+
+
+def generation_options(cache_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what makes `generate()` build a cache; nothing for the dense one."""
+    if cache_config == DENSE:
+        return {}
+    return {"cache_implementation": "quantized", "cache_config": dict(cache_config)}
 
 
 def new_cache(

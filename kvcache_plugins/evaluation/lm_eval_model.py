@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from .caches import new_cache, prefill, why_unavailable
+from .caches import generation_options, new_cache, prefill, why_unavailable
 from .labels import DENSE
 from .perplexity_blocks import exact_blocks
 
@@ -137,9 +137,7 @@ def _define(registry: Any, huggingface: Any) -> type:
         def _model_generate(
             self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any
         ) -> Any:
-            if self.cache_config != DENSE:
-                ours = {"cache_implementation": "quantized", "cache_config": dict(self.cache_config)}
-                options = ours | options
+            options = generation_options(self.cache_config) | options
             return super()._model_generate(context, max_length, stop, **options)
 
         def _loglikelihood_tokens(

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from .caches import cache_bytes
-from .labels import DENSE
+from .caches import cache_bytes, generation_options
 from .loading import Subject
 from .passkey_prompts import Trial, first_integer
 
@@ -35,7 +34,7 @@ def ask_with_prompt(
     """
     started = time.perf_counter()
     prompts = torch.tensor([trial.ids for trial in batch], device=subject.device)
-    output = _generate(subject, prompts, max_new_tokens, **_cache_options(cache_config))
+    output = _generate(subject, prompts, max_new_tokens, **generation_options(cache_config))
     answers = subject.tokenizer.batch_decode(
         output.sequences[:, prompts.shape[1] :], skip_special_tokens=True
     )
@@ -71,7 +70,7 @@ def ask_afterwards(
     started = time.perf_counter()
     prompt = torch.tensor([batch[0].ids], device=subject.device)
     # The one new token is not read any more: the cache has seen the prompt, in chunks if it wants them.
-    cache = _generate(subject, prompt, 1, **_cache_options(cache_config)).past_key_values
+    cache = _generate(subject, prompt, 1, **generation_options(cache_config)).past_key_values
     kv_bytes = subject.shard.total(cache_bytes(cache))
     answers = []
     for trial in batch:
@@ -105,13 +104,6 @@ def _generate(subject: Subject, ids: torch.Tensor, max_new_tokens: int, **option
         return_dict_in_generate=True,
         **options,
     )
-
-
-def _cache_options(cache_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `generate()` that make it build the cache."""
-    if cache_config == DENSE:
-        return {}
-    return {"cache_implementation": "quantized", "cache_config": dict(cache_config)}
 
 
 def _pad_token_id(subject: Subject) -> int | None:

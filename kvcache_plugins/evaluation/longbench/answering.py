@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..caches import cache_bytes, new_cache, prefill
-from ..labels import DENSE
+from ..caches import cache_bytes, generation_options, new_cache, prefill
 from ..loading import Subject
 from .prompting import Prompt
 from .tasks import Task
@@ -65,9 +64,7 @@ def _cache_options(
 ) -> dict[str, Any]:
     """Return what `generate()` is told of the cache, after reading the first part of the prompt into it."""
     if not prompt.context_ids:
-        if cache_config == DENSE:
-            return {}
-        return {"cache_implementation": "quantized", "cache_config": dict(cache_config)}
+        return generation_options(cache_config)
     final_length = len(prompt.ids) + task.max_new_tokens
     cache = new_cache(subject.model, cache_config, max_cache_length=final_length)
     context = torch.tensor([prompt.context_ids], device=subject.device)
