@@ -8,20 +8,24 @@ from typing import Any, TypeVar
 
 from .options import DTYPES, Options, check_choice, check_count, check_model
 
-__all__ = ["COMPARISON", "ModelOptions"]
+__all__ = ["COMPARISON", "OURS", "ModelOptions"]
 
-COMPARISON: tuple[dict[str, Any], ...] = (
+OURS: tuple[dict[str, Any], ...] = (
     {"backend": "int8"},
     {"backend": "int4"},
     {"backend": "kivi", "nbits": 4},
     {"backend": "kivi", "nbits": 2},
     {"backend": "float8"},
+)
+"""Caches of ours that need no artifact."""
+COMPARISON: tuple[dict[str, Any], ...] = (
+    *OURS,
     {"backend": "fp8"},
     {"backend": "quanto", "nbits": 4},
     # transformers' default axis is quanto's; its documentation recommends axis 1 for hqq
     {"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1},
 )
-"""Caches compared where none are named: ours that need no artifact, and transformers' own."""
+"""Caches compared where none are named: ours, and transformers' own."""
 
 _ModelOptions = TypeVar("_ModelOptions", bound="ModelOptions")
 

@@ -9,26 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..models.presets import PRESETS
+from .model_options import COMPARISON, OURS
 from .options import DTYPES, Options, check_choice, check_count, check_counts
 
 __all__ = ["DTYPES", "AttentionOptions", "GenerationOptions", "SpeedOptions"]
 
-_OURS: tuple[dict[str, Any], ...] = (
-    {"backend": "int8"},
-    {"backend": "int4"},
-    {"backend": "kivi", "nbits": 4},
-    {"backend": "kivi", "nbits": 2},
-    {"backend": "float8"},
-)
 _BLOCK_ROPE: tuple[dict[str, Any], ...] = (
     {"backend": "kivi", "nbits": 4, "rope_mode": "block"},
     {"backend": "kivi", "nbits": 2, "rope_mode": "block"},
-)
-_TRANSFORMERS: tuple[dict[str, Any], ...] = (
-    {"backend": "fp8"},
-    {"backend": "quanto", "nbits": 4},
-    # transformers' default axis is quanto's; its documentation recommends axis 1 for hqq
-    {"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1},
 )
 _MOST_LAYERS = 1000
 """Far beyond any model; the configuration of a preset lists its layers one by one."""
@@ -86,7 +74,7 @@ class AttentionOptions(SpeedOptions):
         warm_up (`int`): Rounds before them.
     """
 
-    cache_config: Sequence[dict[str, Any]] = field(default=(*_OURS, *_BLOCK_ROPE))
+    cache_config: Sequence[dict[str, Any]] = field(default=(*OURS, *_BLOCK_ROPE))
     lengths: Sequence[int] = (4096, 32768)
     repeats: int = 30
     warm_up: int = 3
@@ -112,7 +100,7 @@ class GenerationOptions(SpeedOptions):
         verify_memory (`bool`): Generate at those lengths too, and report the peak.
     """
 
-    cache_config: Sequence[dict[str, Any]] = field(default=(*_OURS, *_TRANSFORMERS))
+    cache_config: Sequence[dict[str, Any]] = field(default=COMPARISON)
     lengths: Sequence[int] = (4096,)
     max_new_tokens: int = 64
     repeats: int = 1
