@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +105,7 @@ def _measure(merged: dict[str, Any], output: Path) -> dict[str, Any] | None:
     from ..evaluation.progress import progress_bar
 
     prepare_transformers()
-    if int(os.environ.get("RANK", "0")) > 0:
-        return measure_longbench(options, questions, output)  # the first process shows how far all are
-    processes = 1 if options.tp_plan else int(os.environ.get("WORLD_SIZE", "1"))
-    rows = sum(len(range(0, len(asked), processes)) for asked in questions.values())
-    with progress_bar(rows * len(options.cache_configs)) as progress:
-        return measure_longbench(options, questions, output, progress)
+    return measure_longbench(options, questions, output, progress_bar)
 
 
 def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:

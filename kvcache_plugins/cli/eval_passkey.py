@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -78,27 +77,17 @@ def run(args: argparse.Namespace) -> int:
     output = output_directory(args)
     has_plots = not hasattr(args, "no_plots")
 
+    from ..evaluation.passkey import measure_passkey
     from ..evaluation.plotting import check_plotting
+    from ..evaluation.progress import progress_bar
 
     if has_plots:
         check_plotting()  # before the measurement, not after it
-    document = _measure(options, output)
-    if document is not None:
+    prepare_transformers()
+    document = measure_passkey(options, output, progress_bar)
+    if document is not None:  # this is the first process
         _show(document, output, has_plots=has_plots)
     return 0
-
-
-def _measure(options: PasskeyOptions, output: Path) -> dict[str, Any] | None:
-    from ..evaluation.passkey import measure_passkey
-    from ..evaluation.progress import progress_bar
-
-    prepare_transformers()
-    if int(os.environ.get("RANK", "0")) > 0:
-        return measure_passkey(options, output)  # the first process shows how far all of them are
-    processes = 1 if options.tp_plan else int(os.environ.get("WORLD_SIZE", "1"))
-    trials = len(options.lengths) * options.depths * options.trials
-    with progress_bar(len(options.cache_configs) * trials // processes) as progress:
-        return measure_passkey(options, output, progress)
 
 
 def _show(document: dict[str, Any], output: Path, *, has_plots: bool) -> None:

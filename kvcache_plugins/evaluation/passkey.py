@@ -25,7 +25,7 @@ from .passkey_filler import read_filler
 from .passkey_options import PasskeyOptions
 from .passkey_prompts import Trial, build_trials
 from .passkey_rows import build_rows, record_key
-from .progress import Progress, silent
+from .progress import Progress, ProgressBar, no_bar
 from .results import build_document, write_results
 
 __all__ = ["measure_passkey"]
@@ -34,7 +34,7 @@ _Batch = tuple[dict[str, Any], list[Trial]]
 
 
 def measure_passkey(
-    options: PasskeyOptions, output: Path, progress: Progress = silent
+    options: PasskeyOptions, output: Path, progress_bar: ProgressBar = no_bar
 ) -> dict[str, Any] | None:
     """Ask for the pass keys through every cache, and write `results.json`.
 
@@ -44,7 +44,7 @@ def measure_passkey(
     Args:
         options (`PasskeyOptions`): What to measure.
         output (`Path`): Directory of the results; made if need be.
-        progress (`Progress`): Told of every finished trial of this process.
+        progress_bar (`ProgressBar`): What the first process shows of its trials.
 
     Returns:
         `dict | None`: The document of `results.json`; None in every process but the first.
@@ -66,13 +66,15 @@ def measure_passkey(
     subject = load_subject(options, tokenizer)
     shard = subject.shard
     journal = Journal(output, settings, shard.process)
-    mine = shard.take(_batches(cache_configs, trials, options))
-    todo = _missing(journal, mine)
-    done = sum(len(batch) for _, batch in mine) - sum(len(batch) for _, batch in todo)
-    progress(f"{done} trials of an earlier run" if done else "", advance=done)
+    own = shard.take(_batches(cache_configs, trials, options))
+    todo = _missing(journal, own)
+    total, left = (sum(len(batch) for _, batch in batches) for batches in (own, todo))
     shard.wait()  # until every process has seen what there is to do
     keeper = journal if shard.keeps_records else None
-    _ask_all(subject, options, todo, keeper, progress)
+    with (progress_bar if shard.is_main else no_bar)(total) as progress:
+        if left < total:
+            progress("finished before", advance=total - left)
+        _ask_all(subject, options, todo, keeper, progress)
     shard.wait()
     if not shard.is_main:
         return None

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from .perplexity_options import PerplexityOptions
 from .perplexity_scoring import Reference, Schedule, score_window
 from .perplexity_summary import summarize
 from .perplexity_texts import Window, cut_windows, read_texts
-from .progress import Progress, silent
+from .progress import Progress, ProgressBar, no_bar
 from .results import build_document, write_results
 
 __all__ = ["measure_perplexity"]
@@ -42,15 +41,8 @@ _NOT_OF_A_RECORD = (
 )  # fmt: skip
 
 
-@contextmanager
-def _no_bar(total: int) -> Iterator[Progress]:
-    yield silent
-
-
 def measure_perplexity(
-    options: PerplexityOptions,
-    output: Path,
-    progress_bar: Callable[[int], AbstractContextManager[Progress]] = _no_bar,
+    options: PerplexityOptions, output: Path, progress_bar: ProgressBar = no_bar
 ) -> dict[str, Any] | None:
     """Measure every cache on every window and write `results.json`.
 
@@ -60,8 +52,7 @@ def measure_perplexity(
     Args:
         options (`PerplexityOptions`): What to measure.
         output (`Path`): Directory of the results, made if need be; an unfinished run in it is continued.
-        progress_bar (`Callable`): Given the number of measurements, returns a context manager that yields a
-            [`Progress`].
+        progress_bar (`ProgressBar`): What the first process shows of its measurements.
 
     Returns:
         `dict`: The document that was written, or None in a process that is not the first of its run.
@@ -84,7 +75,7 @@ def measure_perplexity(
     settings = {name: value for name, value in options.settings().items() if name not in _NOT_OF_A_RECORD}
     journal = Journal(output, settings, shard.process)
     own = shard.take(windows)
-    with (progress_bar if shard.is_main else _no_bar)(len(own) * len(caches)) as progress:
+    with (progress_bar if shard.is_main else no_bar)(len(own) * len(caches)) as progress:
         for window, missing in [(w, _missing(journal, w, caches)) for w in own]:
             if len(missing) < len(caches):
                 progress("finished before", advance=len(caches) - len(missing))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-__all__ = ["Progress", "progress_bar", "silent"]
+__all__ = ["Progress", "ProgressBar", "no_bar", "progress_bar", "silent"]
 
 
 class Progress(Protocol):
@@ -18,6 +18,19 @@ class Progress(Protocol):
 
 def silent(description: str, advance: int = 0) -> None:
     """Show nothing."""
+
+
+class ProgressBar(Protocol):
+    """Something to be told of what goes on, such as [`progress_bar`] or [`no_bar`]."""
+
+    def __call__(self, total: int) -> AbstractContextManager[Progress]:
+        """Begin work of `total` steps."""
+
+
+@contextmanager
+def no_bar(total: int) -> Iterator[Progress]:
+    """Show nothing of `total` steps."""
+    yield silent
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +309,21 @@ def test_errors_come_before_the_model(
     given = ["--model", str(BUNDLED_MODEL), *SMALL, "--output", str(tmp_path), *options]
     assert main(["eval", "passkey", *given]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("facts", [1, 3])
+def test_the_bar_has_as_many_steps_as_there_are_questions(tmp_path: Path, facts: int) -> None:
+    totals: list[int] = []
+    steps: list[int] = []
+
+    @contextmanager
+    def progress_bar(total: int) -> Iterator[Any]:
+        totals.append(total)
+        yield lambda description, advance=0: steps.append(advance)
+
+    options = PasskeyOptions(
+        model=str(BUNDLED_MODEL), lengths=[300], trials=2, facts=facts, cache_config=[KNORM]
+    )
+    assert passkey.measure_passkey(options, tmp_path, progress_bar) is not None
+    questions = 2 * options.depths  # two trials
+    assert totals == [2 * questions] and sum(steps) == totals[0]  # dense, and the cache

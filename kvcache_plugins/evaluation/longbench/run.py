@@ -14,7 +14,7 @@ from ..caches import split_available
 from ..journal import Journal
 from ..labels import cache_label
 from ..loading import Subject, load_config, load_subject
-from ..progress import Progress, silent
+from ..progress import Progress, ProgressBar, no_bar
 from ..results import build_document, write_results
 from . import prediction_files as files
 from .answering import answer
@@ -34,7 +34,7 @@ _ANSWERS_DO_NOT_DEPEND_ON = ("tasks", "limit", "data_dir", "prompts", "threads",
 
 
 def measure_longbench(
-    options: LongBenchOptions, questions: _Questions, output: Path, progress: Progress = silent
+    options: LongBenchOptions, questions: _Questions, output: Path, progress_bar: ProgressBar = no_bar
 ) -> dict[str, Any] | None:
     """Answer the questions through every cache, write the predictions and `results.json`.
 
@@ -48,7 +48,7 @@ def measure_longbench(
         options (`LongBenchOptions`): What to measure.
         questions (`Mapping[Task, Sequence[Question]]`): Of `load_questions(options)`.
         output (`Path`): Directory of the results, made if need be: `<folder of a cache>/<task>.jsonl`.
-        progress (`Progress`): Told of every finished answer of this process.
+        progress_bar (`ProgressBar`): What the first process shows of its answers.
 
     Returns:
         `dict | None`: The document of `results.json`; None in every process but the first.
@@ -72,9 +72,11 @@ def measure_longbench(
     journal = Journal(output, _what_answers_depend_on(options), shard.process)
     shard.wait()  # until every process has seen what there is to do
     run = _Run(subject, options, output, journal, max_lengths)
-    for cache_config in cache_configs:
-        for task, asked in questions.items():
-            run.answer_all(cache_config, task, asked, progress)
+    own = sum(len(shard.take(asked)) for asked in questions.values())
+    with (progress_bar if shard.is_main else no_bar)(own * len(cache_configs)) as progress:
+        for cache_config in cache_configs:
+            for task, asked in questions.items():
+                run.answer_all(cache_config, task, asked, progress)
     shard.wait()
     if not shard.is_main:
         return None
