@@ -13,7 +13,7 @@ from ..evaluation.speed_options import DTYPES, AttentionOptions, GenerationOptio
 from ..models.presets import PRESETS
 from .display import show
 from .options import add_cache_config_option, merge_options
-from .preparing import output_directory, prepare_transformers
+from .preparing import output_directory, prepare_transformers, will_draw
 
 __all__ = ["add_parser", "run"]
 
@@ -78,13 +78,9 @@ def run(args: argparse.Namespace) -> int:
     kind: Any = AttentionOptions if args.benchmark == "attention" else GenerationOptions
     options = kind.from_dict(merged)
     output = output_directory(args)
-
-    from ..evaluation.plotting import check_plotting
-
-    if not hasattr(args, "no_plots"):
-        check_plotting()  # before the measurement, not after it
+    draws = will_draw(args)
     document = _measure(args.benchmark, options)
-    _show(args.benchmark, document, output, plots=not hasattr(args, "no_plots"))
+    _show(args.benchmark, document, output, draws=draws)
     failed = [entry for entry in document["skipped"] if entry.get("is_failure")]
     for entry in failed:
         print(f"error: {cache_label(entry['cache_config'])} {entry['reason']}", file=sys.stderr)
@@ -93,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _add_common(parser: argparse.ArgumentParser, caches: str, lengths: str, preset: str) -> None:
     parser.add_argument("--config", metavar="FILE.yaml", help="options of this command, by name")
-    parser.add_argument("--model", metavar="PATH_OR_HUB_ID")
+    parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="instead of a preset")
     parser.add_argument("--preset", help=f"one of {', '.join(sorted(PRESETS))} (default: {preset})")
     parser.add_argument(
         "--device", help="auto, cpu, cuda or cuda:N (default: auto, a GPU where there is one)"
@@ -125,7 +121,7 @@ def _measure(benchmark: str, options: Any) -> dict[str, Any]:
         return measure_generation(options, progress)
 
 
-def _show(benchmark: str, document: dict[str, Any], output: Path, *, plots: bool) -> None:
+def _show(benchmark: str, document: dict[str, Any], output: Path, *, draws: bool) -> None:
     from ..evaluation import speed_plots, speed_tables
     from ..evaluation.results import write_results
 
@@ -136,7 +132,7 @@ def _show(benchmark: str, document: dict[str, Any], output: Path, *, plots: bool
     lines: Sequence[str] = speed_tables.footnotes(document)
     path = write_results(output, document)
     lines = [*lines, f"numbers: {path}"]
-    if plots:
+    if draws:
         picture = output / f"{benchmark}.png"
         (speed_plots.plot_attention if is_attention else speed_plots.plot_generation)(document, picture)
         lines.append(f"picture: {picture}")

@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Predict the memory of caches for a model, all metadata and exact tokens included.",
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="PATH_OR_ID", help="only its configuration is read")
+    source.add_argument("--model", metavar="PATH_OR_HUB_ID", help="only its configuration is read")
     source.add_argument(
         "--preset", choices=sorted(PRESETS), help=f"a known model (default: {_DEFAULT_PRESET})"
     )

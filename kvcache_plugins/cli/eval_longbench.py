@@ -10,7 +10,7 @@ from ..evaluation.longbench.options import LongBenchOptions
 from .display import show
 from .model_arguments import NOT_OPTIONS, add_evaluation_arguments
 from .options import merge_options
-from .preparing import output_directory, prepare_transformers
+from .preparing import output_directory, prepare_transformers, will_draw
 
 __all__ = ["add_parser", "run"]
 
@@ -66,11 +66,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name not in NOT_OPTIONS}
     merged = merge_options(given, getattr(args, "config", None))
     output = output_directory(args)
-    draws = not hasattr(args, "no_plots")
-    if draws:
-        from ..evaluation.plotting import check_plotting
-
-        check_plotting()  # before the measurement, not after it
+    draws = will_draw(args)
     document = _score(merged, output) if "score_only" in merged else _measure(merged, output)
     if document is not None:  # this is the first process
         _show(document, output, draws=draws)

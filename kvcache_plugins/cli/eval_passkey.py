@@ -10,7 +10,7 @@ from ..evaluation.passkey_options import FACT_NEEDLE, FACT_QUESTION, NEEDLE, QUE
 from .display import show
 from .model_arguments import NOT_OPTIONS, add_evaluation_arguments
 from .options import merge_options
-from .preparing import output_directory, prepare_transformers
+from .preparing import output_directory, prepare_transformers, will_draw
 
 __all__ = ["add_parser", "run"]
 
@@ -75,27 +75,24 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name not in NOT_OPTIONS}
     options = PasskeyOptions.from_dict(merge_options(given, getattr(args, "config", None)))
     output = output_directory(args)
-    has_plots = not hasattr(args, "no_plots")
+    draws = will_draw(args)
 
     from ..evaluation.passkey import measure_passkey
-    from ..evaluation.plotting import check_plotting
     from ..evaluation.progress import progress_bar
 
-    if has_plots:
-        check_plotting()  # before the measurement, not after it
     prepare_transformers()
     document = measure_passkey(options, output, progress_bar)
     if document is not None:  # this is the first process
-        _show(document, output, has_plots=has_plots)
+        _show(document, output, draws=draws)
     return 0
 
 
-def _show(document: dict[str, Any], output: Path, *, has_plots: bool) -> None:
+def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
     from ..evaluation.passkey_display import footnotes, passkey_table, plot_passkey
     from ..evaluation.results import RESULTS_FILE
 
     lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
-    if has_plots:
+    if draws:
         picture = output / "passkey.png"
         plot_passkey(document, picture)
         lines.append(f"picture: {picture}")

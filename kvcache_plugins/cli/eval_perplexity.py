@@ -10,7 +10,7 @@ from ..evaluation.perplexity_options import DATASETS, PG19, PerplexityOptions
 from .display import show
 from .model_arguments import NOT_OPTIONS, add_evaluation_arguments
 from .options import merge_options
-from .preparing import output_directory, prepare_transformers
+from .preparing import output_directory, prepare_transformers, will_draw
 
 __all__ = ["add_parser", "run"]
 
@@ -61,30 +61,26 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name not in NOT_OPTIONS}
     options = PerplexityOptions.from_dict(merge_options(given, getattr(args, "config", None)))
     output = output_directory(args)
-    draws = not hasattr(args, "no_plots")
+    draws = will_draw(args)
 
     from ..evaluation.perplexity import measure_perplexity
-    from ..evaluation.perplexity_plots import plot_perplexity
-    from ..evaluation.plotting import check_plotting
     from ..evaluation.progress import progress_bar
 
-    if draws:
-        check_plotting()  # before the measurement, not after it
     prepare_transformers()
     document = measure_perplexity(options, output, progress_bar)
     if document is not None:  # this is the first process
-        picture = output / "perplexity.png" if draws else None
-        if picture is not None:
-            plot_perplexity(document, picture)
-        _show(document, output, picture)
+        _show(document, output, draws=draws)
     return 0
 
 
-def _show(document: dict[str, Any], output: Path, picture: Path | None) -> None:
+def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
+    from ..evaluation.perplexity_plots import plot_perplexity
     from ..evaluation.perplexity_tables import footnotes, perplexity_table
     from ..evaluation.results import RESULTS_FILE
 
     lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
-    if picture is not None:
+    if draws:
+        picture = output / "perplexity.png"
+        plot_perplexity(document, picture)
         lines.append(f"picture: {picture}")
     show([perplexity_table(document)], lines)

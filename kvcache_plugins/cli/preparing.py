@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["output_directory", "prepare_transformers"]
+__all__ = ["output_directory", "prepare_transformers", "will_draw"]
 
 
 def output_directory(args: argparse.Namespace) -> Path:
@@ -30,3 +30,13 @@ def prepare_transformers() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def will_draw(args: argparse.Namespace) -> bool:
+    """Whether pictures are wanted; that they cannot be drawn is told before the measurement, not after it."""
+    if hasattr(args, "no_plots"):
+        return False
+    from ..evaluation.plotting import check_plotting
+
+    check_plotting()
+    return True
