@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from ..calibration.options import BACKENDS, DATASET, PYDOC, WEIGHTS, CalibrationOptions
+from .display import show
 from .model_arguments import NOT_OPTIONS, add_model_arguments
 from .options import add_cache_config_option, merge_options
 from .preparing import output_directory, prepare_transformers
@@ -86,16 +86,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _say(output: Path, options: Any) -> None:
-    from rich.console import Console
-
+def _say(output: Path, options: CalibrationOptions) -> None:
     written = sorted(path.name for path in output.iterdir() if path.is_file())
-    console = Console()
-    console.print(f"written to {output}: {', '.join(written)}", highlight=False, markup=False, soft_wrap=True)
+    lines = [f"written to {output}: {', '.join(written)}"]
     if options.target_bits is not None:
-        console.print(
-            f'use: --cache_config "$(cat {output}/cache_config.json)"',
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        lines.append(f'use: --cache_config "$(cat {output}/cache_config.json)"')
+    show([], lines)

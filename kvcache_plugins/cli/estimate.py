@@ -6,15 +6,17 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from ..evaluation.labels import cache_label
 from ..models.presets import PRESETS, preset_config
 from ..registry import TRANSFORMERS_BACKENDS
-from .options import add_cache_config_option, cache_label, parse_cache_configs
+from .display import show
+from .options import add_cache_config_option, parse_cache_configs
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-__all__ = ["PRESETS", "add_parser", "run"]
+__all__ = ["add_parser", "run"]
 
 _DEFAULT_PRESET = "llama3-8b"
 _DEFAULT_CONFIGS: tuple[dict[str, Any], ...] = (
@@ -115,7 +117,6 @@ def _dtype(name: str | None, config: PreTrainedConfig) -> torch.dtype:
 
 def _print_table(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[str, Any]]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -140,4 +141,4 @@ def _print_table(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[s
             f"{row['bits_per_value']:.2f}",
         )
         previous = row["tokens"]
-    Console().print(table)
+    show([table])

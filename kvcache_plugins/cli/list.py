@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from .display import show
+
 if TYPE_CHECKING:
     from .backend_table import BackendRow
 
@@ -32,7 +34,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_table(rows: list[BackendRow]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -44,10 +45,7 @@ def _print_table(rows: list[BackendRow]) -> None:
     for row in rows:
         # Text, not str: a default such as [] is no markup
         table.add_row(*map(Text, (row.name, row.summary, row.paper, row.defaults, row.native)))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # a file has no width of its own, and 80 columns would break every cell
-    console.print(table)
+    show([table])
 
 
 def _print_verbose(rows: list[BackendRow]) -> None:

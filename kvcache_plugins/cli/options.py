@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.labels import cache_label
 from ..registry import TRANSFORMERS_BACKENDS, get_backend
 
-__all__ = ["add_cache_config_option", "cache_label", "merge_options", "parse_cache_configs"]
+__all__ = ["add_cache_config_option", "merge_options", "parse_cache_configs"]
 
 _EXAMPLE = '{"backend": "kivi", "nbits": 2}'
 

@@ -17,15 +17,16 @@ import kvcache_plugins as kvp
 from kvcache_plugins.calibration.options import CalibrationOptions
 from kvcache_plugins.cli import backend_table, calibrate, eval_longbench, eval_passkey, eval_perplexity, main
 from kvcache_plugins.cli.backend_table import SECTIONS, backend_rows, docstring_sections, markdown_table
-from kvcache_plugins.cli.estimate import PRESETS
-from kvcache_plugins.cli.options import cache_label, parse_cache_configs
+from kvcache_plugins.cli.options import parse_cache_configs
 from kvcache_plugins.errors import KernelUnavailableError
+from kvcache_plugins.evaluation.labels import cache_label
 from kvcache_plugins.evaluation.longbench.options import LongBenchOptions
 from kvcache_plugins.evaluation.model_options import COMPARISON
 from kvcache_plugins.evaluation.passkey_options import PasskeyOptions
 from kvcache_plugins.evaluation.perplexity_options import PerplexityOptions
 from kvcache_plugins.kernels import cuda_loader, cuda_trial, loader
 from kvcache_plugins.kernels.builds import KernelStatus
+from kvcache_plugins.models.presets import PRESETS
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
 
 ROOT = Path(__file__).resolve().parents[2]
