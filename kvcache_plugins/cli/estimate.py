@@ -6,7 +6,9 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from ..evaluation.labels import cache_label
+from ..evaluation.labels import cache_label, dense_first
+from ..evaluation.model_options import OURS
+from ..evaluation.options import DTYPES
 from ..models.presets import PRESETS, preset_config
 from ..registry import TRANSFORMERS_BACKENDS
 from .display import show
@@ -19,13 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _DEFAULT_PRESET = "llama3-8b"
-_DEFAULT_CONFIGS: tuple[dict[str, Any], ...] = (
-    {"backend": "int8"},
-    {"backend": "float8"},
-    {"backend": "int4"},
-    {"backend": "kivi", "nbits": 4},
-    {"backend": "kivi", "nbits": 2},
-)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,12 +35,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     source.add_argument(
         "--preset", choices=sorted(PRESETS), help=f"a known model (default: {_DEFAULT_PRESET})"
     )
-    add_cache_config_option(parser, "int8, float8, int4, kivi at 4 and 2 bits")
+    add_cache_config_option(parser, "int8, int4, kivi 4- and 2-bit, float8")
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=[4096, 32768], metavar="N", help="default: 4096 32768"
     )
     parser.add_argument("--batch_size", type=int, default=1, metavar="B", help="default: 1")
-    parser.add_argument("--dtype", help="dtype of the model (default: the configuration's)")
+    parser.add_argument("--dtype", help="of the model, such as bf16 (default: the configuration's)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
@@ -57,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("--tokens", min(args.tokens)), ("--batch_size", args.batch_size)):
         if value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value}.")
-    chosen = list(_DEFAULT_CONFIGS) if args.cache_config is None else parse_cache_configs(args.cache_config)
-    cache_configs = [{"backend": "dense"}, *(c for c in chosen if c != {"backend": "dense"})]
+    chosen = list(OURS) if args.cache_config is None else parse_cache_configs(args.cache_config)
+    cache_configs = dense_first(chosen)
     for cache_config in cache_configs:
         if cache_config["backend"] in TRANSFORMERS_BACKENDS:
             raise ValueError(
@@ -109,9 +104,9 @@ def _dtype(name: str | None, config: PreTrainedConfig) -> torch.dtype:
 
     if name is None:
         name = str(config.get_text_config(decoder=True).dtype or config.dtype or "bfloat16")
-    dtype = getattr(torch, name.removeprefix("torch."), None)
+    dtype = getattr(torch, DTYPES.get(name, name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"--dtype must be a floating-point dtype such as 'bfloat16', got {name!r}.")
+        raise ValueError(f"--dtype must be a floating-point dtype such as 'bf16', got {name!r}.")
     return dtype
 
 

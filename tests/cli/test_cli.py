@@ -244,8 +244,9 @@ def test_estimate_of_llama3_is_the_known_size(capsys: pytest.CaptureFixture[str]
     assert "16.00" in dense
 
 
-def test_estimate_dtype_widens_the_dense_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "--preset", "tiny", "--tokens", "512", "--dtype", "float32", "--json"]) == 0
+@pytest.mark.parametrize("dtype", ["float32", "fp32"])
+def test_estimate_dtype_widens_the_dense_cache(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--preset", "tiny", "--tokens", "512", "--dtype", dtype, "--json"]) == 0
     dense = json.loads(capsys.readouterr().out)[0]
     assert dense["bits_per_value"] == 32
     assert (
