@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .labels import cache_label
+from .footnotes import origin, skipped
 from .plotting import pyplot, save_figure
 
 if TYPE_CHECKING:
@@ -46,16 +46,12 @@ def passkey_table(document: dict[str, Any]) -> Table:
 
 def footnotes(document: dict[str, Any]) -> list[str]:
     """Return what the columns mean, what was skipped, and where the numbers come from."""
-    place, settings = document["environment"], document["settings"]
-    threads = f"{place['threads']} thread{'' if place['threads'] == 1 else 's'}"
+    settings = document["settings"]
     return [
         f"{settings['model']}: {_trials(document)}",
         f"found: share of trials; +-: standard error; bytes: one prompt of {max(settings['lengths'])} tokens",
-        *(
-            f"skipped {cache_label(entry['cache_config'])}: {entry['reason']}"
-            for entry in document["skipped"]
-        ),
-        f"{place['device']}, {threads}, torch {place['versions']['torch']}",
+        *skipped(document),
+        origin(document),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .labels import cache_label
+from .footnotes import origin, skipped
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,18 +50,12 @@ def perplexity_table(document: dict[str, Any]) -> Table:
 
 def footnotes(document: dict[str, Any]) -> list[str]:
     """Return what the columns mean, what was skipped, and where the numbers come from."""
-    dense, place = document["results"][0], document["environment"]
-    threads = f"{place['threads']} thread{'' if place['threads'] == 1 else 's'}"
-    count = document["settings"]["processes"]
-    processes = f"{count} processes of " if count > 1 else ""
+    dense = document["results"][0]
     return [
         f"nll in nats per token, standard error {dense['nll_stderr']:.4f} over {dense['stderr_over']}; "
         "increase over the dense run on the same tokens, with its own",
-        *(
-            f"skipped {cache_label(entry['cache_config'])}: {entry['reason']}"
-            for entry in document["skipped"]
-        ),
-        f"{place['device']}, {processes}{threads}, torch {place['versions']['torch']}",
+        *skipped(document),
+        origin(document),
     ]
 
 

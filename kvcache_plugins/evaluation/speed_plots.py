@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from .footnotes import machine
 from .labels import DENSE
 from .plotting import pyplot, save_figure
 from .speed_tables import model_name
@@ -53,11 +54,8 @@ def plot_attention(document: dict[str, Any], path: Path) -> None:
         _bars(ratios, rows, labels, "ratio_to_best_dense")
         ratios.set_xlabel("time, of the fastest dense way (lower is better)")
         ratios.set_title(f"Against dense, batch of {batch_size}")
-    place = document["environment"]
-    figure.suptitle(
-        f"{settings['model'] or settings['preset']}, {settings['dtype']}: "
-        f"{place['device']}, {place['threads']} thread{'' if place['threads'] == 1 else 's'}"
-    )
+    name = settings["model"] or settings["preset"]
+    figure.suptitle(f"{name}, {settings['dtype']}: {machine(document)}")
     save_figure(figure, path, grid.flat)
 
 

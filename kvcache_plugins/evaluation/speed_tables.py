@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .footnotes import origin, skipped
+from .labels import DENSE
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -59,7 +62,7 @@ def attention_table(document: dict[str, Any]) -> Table:
     """Show each length: the dense ways first, then the caches."""
     rows = []
     for row in document["results"]:
-        if row["cache_config"] != {"backend": "dense"}:
+        if row["cache_config"] != DENSE:
             rows.append(row)
             continue
         for name, ms in row["baseline_ms"].items():
@@ -113,9 +116,7 @@ def context_table(document: dict[str, Any]) -> Table:
 
 def footnotes(document: dict[str, Any]) -> list[str]:
     """Return what was skipped, and where the numbers come from."""
-    place = document["environment"]
-    threads = f"{place['threads']} thread{'' if place['threads'] == 1 else 's'}"
-    notes = [f"skipped {_label(entry)}: {entry['reason']}" for entry in document["skipped"]]
+    notes = skipped(document)
     notes += [
         f"{row['label']}, {row['length']} tokens, batch of {row['batch_size']}: {row['reason']}"
         for row in document["results"]
@@ -127,19 +128,13 @@ def footnotes(document: dict[str, Any]) -> list[str]:
             notes.append(f"{row['label']}, {point}: {row['note']}")
         for name, reason in row.get("baselines_not_run", {}).items():
             notes.append(f"dense {name}, {point}: not run: {reason}")
-    where = f"{place['device']}, {threads}, torch {place['versions']['torch']}"
+    where = origin(document)
     settings = document["settings"]
     if settings.get("copy_gb_per_s") is not None:
         where += f", copy {settings['copy_gb_per_s']:,.0f} GB/s"
     if settings.get("cuda_kernels") is not None:
         where += f", CUDA kernels {settings['cuda_kernels'].splitlines()[0]}"
     return [*notes, where]
-
-
-def _label(entry: dict[str, Any]) -> str:
-    from .labels import cache_label
-
-    return cache_label(entry["cache_config"])
 
 
 def _table(title: str, columns: Iterable[_Column], rows: list[dict[str, Any]]) -> Table:

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..labels import cache_label
+from ..footnotes import origin, skipped
 from ..plotting import pyplot, save_figure
 from .scoring import LENGTH_GROUPS
 from .tasks import TASKS
@@ -55,7 +55,7 @@ def longbench_table(document: dict[str, Any]) -> Table:
 
 def footnotes(document: dict[str, Any]) -> list[str]:
     """Return what was asked how, what was skipped, and where the numbers come from."""
-    place, settings, results = document["environment"], document["settings"], document["results"]
+    settings, results = document["settings"], document["results"]
     if settings["score_only"]:
         return [f"scores of the predictions in {settings['directory']}; nothing was run"]
     rows, truncated = sum(results[0]["rows"].values()), sum(results[0]["truncated"].values())
@@ -67,16 +67,12 @@ def footnotes(document: dict[str, Any]) -> list[str]:
         else "context and question were read together"
     )
     template = "the tokenizer's chat template" if settings["uses_chat_template"] else "no chat template"
-    threads = f"{place['threads']} thread{'' if place['threads'] == 1 else 's'}"
     return [
         f"{settings['model']}: {rows} rows, {truncated} of them cut in the middle to {lengths} tokens; "
-        f"{template}",
+        + template,
         f"{order}; greedy; cache bytes: the largest of all rows; bits and share of dense: mean over the rows",
-        *(
-            f"skipped {cache_label(entry['cache_config'])}: {entry['reason']}"
-            for entry in document["skipped"]
-        ),
-        f"{place['device']}, {threads}, torch {place['versions']['torch']}",
+        *skipped(document),
+        origin(document),
     ]
 
 
