@@ -49,44 +49,19 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
     device = choose_device(options.device)
     config = model_config(options.model, options.preset, options.num_layers)
     cache_configs, skipped = split_available(config, options.cache_configs)
+    rounds = _Rounds(options, device, cache_configs, progress)
     results: list[dict[str, Any]] = []
     any_answer: dict[str, Any] | None = None
-    too_large: dict[int, list[tuple[int, int, str]]] = {}
     for length in options.lengths:
         for batch_size in options.batch_sizes:
-            answers: dict[int, list[dict[str, Any]]] = {}
-            failed: set[int] = set()
-            for _ in range(options.repeats):
-                for index, cache_config in enumerate(cache_configs):
-                    progress(f"{length} tokens: {cache_label(cache_config)}")
-                    job = make_job(options, cache_config, length, batch_size, device)
-                    try:
-                        if index not in failed:
-                            _refuse_what_cannot_fit(too_large.get(index, []), length, batch_size)
-                            answers.setdefault(index, []).append(run_job(job))
-                    except DidNotFitError as error:
-                        failed.add(index)
-                        answers.pop(index, None)
-                        too_large.setdefault(index, []).append((length, batch_size, str(error)))
-                    except WorkerError as error:
-                        if cache_config == DENSE:
-                            raise  # there would be nothing to compare with
-                        failed.add(index)
-                        answers.pop(index, None)
-                        is_ours = cache_config["backend"] not in TRANSFORMERS_BACKENDS
-                        entry = {
-                            "cache_config": cache_config,
-                            "reason": f"failed at {length} tokens: {error}",
-                        }
-                        skipped.append(entry | ({"is_failure": True} if is_ours else {}))
-                    progress(f"{length} tokens", advance=1)
+            answers = rounds.run(length, batch_size)
             rows = []
             for index, cache_config in enumerate(cache_configs):
                 row = _predictions(config, options, cache_config, length, batch_size)
                 if index in answers:
                     any_answer = answers[index][0]
                     rows.append(row | _measured(answers[index]))
-                elif (reason := _why_too_large(too_large.get(index, []), length, batch_size)) is not None:
+                elif (reason := rounds.too_large[index].get((length, batch_size))) is not None:
                     rows.append(row | dict.fromkeys(_MEASURED) | {"fits": False, "reason": reason})
             results += _compare(rows, 8 * getattr(torch, DTYPES[options.dtype]).itemsize)
     if any_answer is None:
@@ -96,7 +71,7 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
         "bench generate",
         results,
         settings=options.settings() | facts | device_settings(options.device, device),
-        skipped=skipped,
+        skipped=[*skipped, *rounds.failures],
         device=device,
         threads=any_answer["threads"],
     )
@@ -107,23 +82,62 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
     return document
 
 
+class _Rounds:
+    """Processes over all caches, one point after the other.
+
+    Attributes:
+        failures (`list[dict]`): Entries for `skipped`.
+        too_large (`list[dict]`): Of every cache the points, length and batch size, that did not fit, and why.
+    """
+
+    def __init__(
+        self,
+        options: GenerationOptions,
+        device: torch.device,
+        cache_configs: list[dict[str, Any]],
+        progress: Progress,
+    ) -> None:
+        self._options, self._device, self._progress = options, device, progress
+        self._cache_configs = cache_configs
+        self.failures: list[dict[str, Any]] = []
+        self.too_large: list[dict[tuple[int, int], str]] = [{} for _ in cache_configs]
+
+    def run(self, length: int, batch_size: int) -> dict[int, list[dict[str, Any]]]:
+        """Return the answers at a point, by the places of the caches; of those alone that always gave one."""
+        answers: dict[int, list[dict[str, Any]]] = {index: [] for index in range(len(self._cache_configs))}
+        for _ in range(self._options.repeats):
+            for index, cache_config in enumerate(self._cache_configs):
+                self._progress(f"{length} tokens: {cache_label(cache_config)}")
+                try:
+                    if index in answers:
+                        answers[index].append(self._answer(index, length, batch_size))
+                except DidNotFitError as error:
+                    del answers[index]
+                    self.too_large[index][length, batch_size] = str(error)
+                except WorkerError as error:
+                    if cache_config == DENSE:
+                        raise  # there would be nothing to compare with
+                    del answers[index]
+                    entry = {"cache_config": cache_config, "reason": f"failed at {length} tokens: {error}"}
+                    is_ours = cache_config["backend"] not in TRANSFORMERS_BACKENDS
+                    self.failures.append(entry | ({"is_failure": True} if is_ours else {}))
+                self._progress(f"{length} tokens", advance=1)
+        return answers
+
+    def _answer(self, index: int, length: int, batch_size: int) -> dict[str, Any]:
+        """Run a process, but spare the machine a point at least as large as one that did not fit."""
+        for tried_length, tried_batch_size in self.too_large[index]:
+            if length >= tried_length and batch_size >= tried_batch_size:
+                point = f"{tried_length} tokens with a batch of {tried_batch_size}"
+                raise DidNotFitError(f"not tried: {point} did not fit")
+        return run_job(make_job(self._options, self._cache_configs[index], length, batch_size, self._device))
+
+
 _MEASURED = (
     "ttft_ms", "prefill_ms", "ms_per_token", "p20_ms", "p80_ms", "ms_per_token_mean", "kv_bytes",
     "memory_before_bytes", "peak_memory_bytes", "peak_above_model_bytes", "device_peak_bytes", "kernel",
     "fallback_reads", "seconds",
 )  # fmt: skip
-
-
-def _refuse_what_cannot_fit(too_large: list[tuple[int, int, str]], length: int, batch_size: int) -> None:
-    """Spare the machine a point that is at least as large as one that did not fit."""
-    for tried_length, tried_batch_size, _ in too_large:
-        if length >= tried_length and batch_size >= tried_batch_size:
-            point = f"{tried_length} tokens with a batch of {tried_batch_size}"
-            raise DidNotFitError(f"not tried: {point} did not fit")
-
-
-def _why_too_large(too_large: list[tuple[int, int, str]], length: int, batch_size: int) -> str | None:
-    return next((reason for *point, reason in too_large if point == [length, batch_size]), None)
 
 
 def _predictions(
