@@ -23,7 +23,7 @@ from .flash import why_no_flash
 from .reference import AttentionOptions, attend
 from .tiles import attend_tiles, can_attend_tiles
 
-__all__ = ["attend_on_device", "why_not_fast"]
+__all__ = ["attend_on_device", "can_attend_tiles_on_device", "why_not_fast"]
 
 _GENERAL = (
     "the general CUDA kernel serves {dtype} queries over this layout, many times slower than the one on "

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["NUM_BINS", "Histogram", "Normalised", "normalise_keys", "normalise_values"]
+__all__ = ["NUM_BINS", "Histogram", "Normalised", "normalise_keys", "normalise_values", "squared_gradient"]
 
 NUM_BINS = 16384
 """Bins on `[-1, 1]`. A bin stands for its numbers by their exact mean; a boundary between two levels can only

@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): Arguments without the program name; `sys.argv[1:]` by default.
 
     Returns:
-        `int`: Exit status: 0, or 2 for an error of the user, told in one line on the standard error stream.
+        `int`: Exit status: 0, 1 where something of ours failed that was to be measured or built, or 2 for
+        an error of the user, told in one line on the standard error stream.
     """
     parser = argparse.ArgumentParser(
         prog="kvcache-plugins", description="Packed key-value caches for Hugging Face Transformers."

@@ -1,1 +1,1 @@
-"""Measuring caches: what every evaluation writes down, and the speed of attention and of generation."""
+"""Measuring caches: their speed, the quality of what models read through them, and pages of the results."""

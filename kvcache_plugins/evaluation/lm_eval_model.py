@@ -1,4 +1,4 @@
-r"""lm-evaluation-harness (`lm_eval`) with the caches of this package. Optional: `pip install lm_eval`.
+r"""lm-evaluation-harness (`lm_eval`) with the caches of this package.
 
 The harness knows nothing of this package, and has no entry point through which it could be told. This module
 starts it with everything in place; what follows its name is what `lm_eval` itself takes:

@@ -95,9 +95,8 @@ def predictions(model: Any, token_ids: Tensor, cache: Cache, schedule: Schedule)
         shares = packed_shares(cache, block.stop - block.start)
         step = token_ids[:, block.start : block.stop]
         logits = model(input_ids=step, past_key_values=cache, use_cache=True).logits[0]
-        count = (
-            min(block.stop, length - 1) - block.start
-        )  # the last position predicts a token beyond the text
+        # the last position predicts a token beyond the text
+        count = min(block.stop, length - 1) - block.start
         if count:
             yield Prediction(block.start + 1, logits[:count], shares[:count], block.is_exact)
 

@@ -12,7 +12,7 @@ from ..quantizers.packing import BLOCK_TOKENS
 __all__ = ["FORMATS", "MAX_HEAD_DIM", "MAX_METADATA", "Side", "SideLayout"]
 
 FORMATS = {"affine": 0, "symmetric": 1, "e4m3": 2, "e5m2": 3, "nonuniform": 4}
-"""Meaning of a code; the numbers of `Format` in `csrc/cpu/decode_attention.h`."""
+"""Meaning of a code; the numbers of `Format` in `csrc/{cpu/decode_attention,cuda/arguments}.h`."""
 MAX_HEAD_DIM = 512
 """Channels of a head, of keys or of values."""
 MAX_METADATA = 4096

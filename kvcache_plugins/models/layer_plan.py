@@ -133,10 +133,8 @@ def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
         return 1, layer.kv_lora_rank, layer.qk_rope_head_dim
     heads = query_heads(config, layer_idx)
     kv_heads = getattr(layer, "num_key_value_heads", None)
-    if getattr(
-        layer, "new_decoder_architecture", False
-    ):  # Falcon 40B repeats its heads before it caches them
-        kv_heads = heads
+    if getattr(layer, "new_decoder_architecture", False):
+        kv_heads = heads  # Falcon 40B repeats its heads before it caches them
     elif kv_heads is None and getattr(layer, "multi_query", False):
         kv_heads = 1
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads

@@ -176,8 +176,6 @@ def _layout_is_interleaved(module_name: str | None) -> bool | None:
             (-5.0, -6.0, -7.0, -8.0, 1.0, 2.0, 3.0, 4.0): False,
             (-2.0, 1.0, -4.0, 3.0, -6.0, 5.0, -8.0, 7.0): True,
         }.get(tuple(turned))
-    if (
-        module_name and module_name.rsplit(".", 1)[-1] == "modeling_gpt_oss"
-    ):  # splits in halves, without the helper
-        return False
+    if module_name and module_name.rsplit(".", 1)[-1] == "modeling_gpt_oss":
+        return False  # splits in halves, without the helper
     return None

@@ -76,8 +76,9 @@ class ProjectionTap(HookOwner):
                 self.layers[layer_idx], self._layouts[layer_idx] = module, layout
         if not self.layers:
             raise ValueError(
-                f"No attention layer with q_proj, k_proj and v_proj, or qkv_proj, query_key_value, c_attn or "
-                f"Wqkv, was found in {type(model).__name__}: retaining heads read the outputs of these."
+                "No attention layer with q_proj, k_proj and v_proj, or with qkv_proj, Wqkv, W_pack, "
+                f"query_key_value or c_attn, was found in {type(model).__name__}: retaining heads read the "
+                "outputs of these."
             )
 
     @classmethod

@@ -43,7 +43,7 @@ def quality_pictures(rows: Sequence[_Row], view: TaskView, book: StyleBook) -> l
             if (value := number(row.get(key))) is not None and value >= 0
         ]
         if entries:
-            drawn.append(bars(f"{description[0].upper()}{description[1:]}", f"{description}", entries))
+            drawn.append(bars(f"{description[0].upper()}{description[1:]}", description, entries))
     return _with_legend(drawn, shown)
 
 
