@@ -86,11 +86,10 @@ class CalibrationOptions(ModelOptions):
     def _check_numbers(self) -> None:
         given = self.nbits
         if given is not None:
-            if isinstance(given, (int, str, bytes)) or not given or len(set(given)) != len(given):
+            numbers = [] if isinstance(given, (int, str, bytes)) else list(given)
+            known = [bits for bits in BACKENDS["kvquant"] if bits in numbers]
+            if not numbers or len(known) != len(numbers):
                 raise ValueError(f"--nbits must be one or more different numbers of 2, 3, 4, got {given!r}.")
-            for bits in given:
-                if isinstance(bits, bool) or bits not in BACKENDS["kvquant"]:
-                    raise ValueError(f"--nbits must be of 2, 3, 4, got {bits!r}.")
         fraction: object = self.outlier_fraction  # whatever a file held
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 0.1:
             raise ValueError(f"--outlier_fraction must be a number in [0, 0.1], got {fraction!r}.")

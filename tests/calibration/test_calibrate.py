@@ -227,7 +227,7 @@ def test_samples_longer_than_the_context(subject: Subject, text: Path, tmp_path:
     [
         (["--output", "x"], "--model is needed"),
         (["--model", "m"], "--output is needed"),
-        (["--model", "m", "--output", "x", "--nbits", "8"], "must be of 2, 3, 4, got 8"),
+        (["--model", "m", "--output", "x", "--nbits", "8"], "different numbers of 2, 3, 4, got [8]"),
         (["--model", "m", "--output", "x", "--outlier_fraction", "0.5"], "[0, 0.1]"),
         (
             [

@@ -143,7 +143,7 @@ class TestDataset:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "nbits": ({"nbits": [5]}, "--nbits must be of 2, 3, 4, got 5"),
+    "nbits": ({"nbits": [5]}, r"one or more different numbers of 2, 3, 4, got \[5\]"),
     "nbits-twice": ({"nbits": [3, 3]}, "different"),
     "nbits-none": ({"nbits": []}, "one or more"),
     "nbits-number": ({"nbits": 3}, "one or more"),
