@@ -26,7 +26,8 @@ from kvcache_plugins.testing.comparison import relative_rms
 from tests.backends.test_conformance import VARIANTS
 
 __all__ = [
-    "CASES", "FP32_ERROR", "WIDE", "build_layer", "check", "isa", "library", "masks", "states", "step",
+    "CASES", "FP32_ERROR", "LOGIT_OPTIONS", "WIDE", "attention_options", "build_layer", "check", "isa",
+    "library", "masks", "states", "step",
 ]  # fmt: skip
 
 ISAS = ("portable", "avx2", "avx512")
@@ -51,6 +52,19 @@ WIDE = (
     "int4-default", "int4-smooth", "int4-k8v4", "float8-default", "float8-e5m2", "kvquant-default",
     "kvquant-2bit-window",
 )  # fmt: skip
+# Of `attention_options`.
+LOGIT_OPTIONS: list[dict[str, Any]] = [
+    {"sliding_window": 1},
+    {"sliding_window": 64},
+    {"sliding_window": 150},
+    {"sliding_window": 1000},
+    {"softcap": 5.0},
+    {"scaling": 0.5},
+    {"sink_logits": True},
+    {"alibi_slopes": True},
+    {"position_bias": True},
+    {"sink_logits": True, "alibi_slopes": True, "softcap": 20.0, "sliding_window": 100},
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -143,3 +157,15 @@ def masks(batch_size: int, heads: int, query_length: int, length: int) -> dict[s
         "all": torch.ones(batch_size, 1, query_length, length, dtype=torch.bool),
         "column": torch.ones(batch_size, 1, 1, 1, dtype=torch.bool),
     }
+
+
+def attention_options(options: dict[str, Any], query_length: int, length: int) -> AttentionOptions:
+    """Eight heads' options, with tensors where `options` say that there are some."""
+    options = dict(options)
+    if options.get("sink_logits"):
+        options["sink_logits"] = torch.randn(8) + 2
+    if options.get("alibi_slopes"):
+        options["alibi_slopes"] = 2.0 ** -torch.arange(1.0, 9.0)
+    if options.get("position_bias"):
+        options["position_bias"] = torch.randn(1, 8, query_length, length)
+    return AttentionOptions(is_causal=query_length > 1, **options)

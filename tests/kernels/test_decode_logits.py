@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from kvcache_plugins.attention.reference import AttentionOptions
-from tests.kernels.decode_cases import CASES, build_layer, check, isa, library, masks, step
+from tests.kernels.decode_cases import (
+    CASES,
+    LOGIT_OPTIONS,
+    attention_options,
+    build_layer,
+    check,
+    isa,
+    library,
+    masks,
+    step,
+)
 
 __all__ = ["isa", "library"]  # fixtures
 
@@ -24,33 +34,11 @@ def test_masks(isa: str, mask: str, query_length: int) -> None:
 
 
 @pytest.mark.parametrize("query_length", [1, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sliding_window": 1},
-        {"sliding_window": 64},
-        {"sliding_window": 150},
-        {"sliding_window": 1000},
-        {"softcap": 5.0},
-        {"scaling": 0.5},
-        {"sink_logits": True},
-        {"alibi_slopes": True},
-        {"position_bias": True},
-        {"sink_logits": True, "alibi_slopes": True, "softcap": 20.0, "sliding_window": 100},
-    ],
-    ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()),
-)
+@pytest.mark.parametrize("options", LOGIT_OPTIONS, ids=str)
 def test_options(isa: str, options: dict[str, Any], query_length: int) -> None:
     layer = build_layer(CASES["kivi-default"], 333)
     query, key, value = step(layer, query_length, 4)
-    options = dict(options)
-    if options.get("sink_logits"):
-        options["sink_logits"] = torch.randn(8) + 2
-    if options.get("alibi_slopes"):
-        options["alibi_slopes"] = 2.0 ** -torch.arange(1.0, 9.0)
-    if options.get("position_bias"):
-        options["position_bias"] = torch.randn(1, 8, query_length, key.shape[2])
-    check(query, key, value, AttentionOptions(is_causal=query_length > 1, **options))
+    check(query, key, value, attention_options(options, query_length, key.shape[2]))
 
 
 def test_a_query_that_sees_nothing_gets_zeros(isa: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from .caches import (
@@ -21,20 +21,10 @@ from .caches import (
     value_group_size,
 )
 from .quantizers import asymmetric, symmetric8
+from .test_reference import CONFIG
 
 
 class TestCaches:
-    CONFIG = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-    )
-
     @staticmethod
     def states(length: int, *, batch_size: int = 2, head_dim: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
         """Random keys and values of shape `(B, 2, T, D)`."""
@@ -84,7 +74,7 @@ class TestCaches:
         keys, values = self.states(101)
         last_reads = []
         for sizes in ([100, 1], [1] * 101, [7, 50, 43, 1]):
-            cache = oracle_cache(self.CONFIG, method, **options)
+            cache = oracle_cache(CONFIG, method, **options)
             for chunk_keys, chunk_values in zip(keys.split(sizes, 2), values.split(sizes, 2), strict=True):
                 read = cache.update(chunk_keys, chunk_values, 0)
             last_reads.append(read)
@@ -95,7 +85,7 @@ class TestCaches:
 
     def test_low_precision_is_kept(self) -> None:
         keys, values = (states.bfloat16() for states in self.states(20))
-        cache = oracle_cache(self.CONFIG, "int8")
+        cache = oracle_cache(CONFIG, "int8")
         cache.update(keys, values, 0)
         read_keys, _ = cache.update(keys[:, :, :1], values[:, :, :1], 0)
         assert read_keys.dtype == torch.bfloat16
@@ -132,7 +122,7 @@ class TestCaches:
         torch.testing.assert_close(rotated[0, 0], expected, atol=1e-7, rtol=0)
 
     def test_rotation_is_the_models_own(self) -> None:
-        rotary = LlamaRotaryEmbedding(self.CONFIG)
+        rotary = LlamaRotaryEmbedding(CONFIG)
         keys, _ = self.states(50)
         cos, sin = rotary(keys, torch.arange(50)[None])
         expected, _ = apply_rotary_pos_emb(keys, keys, cos, sin)
@@ -190,7 +180,7 @@ class TestCaches:
         keys[..., 3] *= 100
         errors = {}
         for smooth in (0.0, 0.5):
-            cache = oracle_cache(self.CONFIG, "int4", residual_length=0, smooth=smooth)
+            cache = oracle_cache(CONFIG, "int4", residual_length=0, smooth=smooth)
             cache.update(keys, values, 0)
             read, _ = cache.update(keys[:, :, :1], values[:, :, :1], 0)
             errors[smooth] = float((read[:, :, :80] - keys)[..., [0, 1, 2]].abs().mean())
@@ -202,23 +192,23 @@ class TestCaches:
 
     def test_wrong_options(self) -> None:
         with pytest.raises(ValueError, match="method must be one of"):
-            oracle_cache(self.CONFIG, "int5")
+            oracle_cache(CONFIG, "int5")
         with pytest.raises(TypeError, match="smooth"):
-            oracle_cache(self.CONFIG, "int8", smooth=0.5)
+            oracle_cache(CONFIG, "int8", smooth=0.5)
         with pytest.raises(ValueError, match="multiple of q_group_size"):
-            oracle_cache(self.CONFIG, "kivi", residual_length=100)
+            oracle_cache(CONFIG, "kivi", residual_length=100)
         with pytest.raises(ValueError, match="needs inv_freq"):
-            oracle_cache(self.CONFIG, "kivi", rope_mode="block")
+            oracle_cache(CONFIG, "kivi", rope_mode="block")
 
     def test_generate_runs(self) -> None:
         torch.manual_seed(0)
-        model = LlamaForCausalLM(self.CONFIG).eval()
+        model = LlamaForCausalLM(CONFIG).eval()
         prompt = torch.randint(2, 64, (1, 20))
         options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
-        cache = oracle_cache(self.CONFIG, "int8")
+        cache = oracle_cache(CONFIG, "int8")
         text = model.generate(prompt, past_key_values=cache, **options)
         assert text.shape == (1, 60)
         assert cache.get_seq_length() == 59
-        never = oracle_cache(self.CONFIG, "int8", residual_length=60)
+        never = oracle_cache(CONFIG, "int8", residual_length=60)
         dense = model.generate(prompt, **options)
         assert torch.equal(model.generate(prompt, past_key_values=never, **options), dense)

@@ -22,7 +22,17 @@ from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.layers.windowed import with_window
 from kvcache_plugins.testing.comparison import relative_rms
 from tests.kernels.cuda import emulation
-from tests.kernels.decode_cases import CASES, FP32_ERROR, WIDE, build_layer, masks, states, step
+from tests.kernels.decode_cases import (
+    CASES,
+    FP32_ERROR,
+    LOGIT_OPTIONS,
+    WIDE,
+    attention_options,
+    build_layer,
+    masks,
+    states,
+    step,
+)
 
 pytestmark = pytest.mark.usefixtures("emulated")
 # fp16: queries and outputs have 11 bits, decoded keys and weights in between too
@@ -260,35 +270,13 @@ def test_masks(mask: str, query_length: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("query_length", [1, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sliding_window": 1},
-        {"sliding_window": 64},
-        {"sliding_window": 150},
-        {"sliding_window": 1000},
-        {"softcap": 5.0},
-        {"scaling": 0.5},
-        {"sink_logits": True},
-        {"alibi_slopes": True},
-        {"position_bias": True},
-        {"sink_logits": True, "alibi_slopes": True, "softcap": 20.0, "sliding_window": 100},
-    ],
-    ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()),
-)
+@pytest.mark.parametrize("options", LOGIT_OPTIONS, ids=str)
 @pytest.mark.parametrize("name", ["kivi-default", "int8-default"])
 def test_options(name: str, options: dict[str, Any], query_length: int, dtype: torch.dtype) -> None:
     layer = build_layer(CASES[name], 333, dtype=dtype)
     query, key, value = step(layer, query_length, 4)
-    options = dict(options)
-    if options.get("sink_logits"):
-        options["sink_logits"] = torch.randn(8) + 2
-    if options.get("alibi_slopes"):
-        options["alibi_slopes"] = 2.0 ** -torch.arange(1.0, 9.0)
-    if options.get("position_bias"):
-        options["position_bias"] = torch.randn(1, 8, query_length, key.shape[2])
     bound = 1e-3 if dtype == torch.float16 else None  # a logit of 0.5 q.k is large
-    check(query, key, value, AttentionOptions(is_causal=query_length > 1, **options), bound=bound)
+    check(query, key, value, attention_options(options, query_length, key.shape[2]), bound=bound)
 
 
 def test_a_query_that_sees_nothing_gets_zeros() -> None:
