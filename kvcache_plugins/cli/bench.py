@@ -12,13 +12,10 @@ from ..evaluation.labels import cache_label
 from ..evaluation.speed_options import DTYPES, AttentionOptions, GenerationOptions
 from ..models.presets import PRESETS
 from .display import show
-from .options import add_cache_config_option, merge_options
+from .options import add_cache_config_option, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
 
 __all__ = ["add_parser", "run"]
-
-_NOT_MEASURED = ("command", "benchmark", "run", "config", "output", "no_plots")
-"""What the command line knows and the benchmark need not."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -73,10 +70,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write `results.json` and a picture; 1 if a cache of ours failed."""
-    given = {name: value for name, value in vars(args).items() if name not in _NOT_MEASURED}
-    merged = merge_options(given, getattr(args, "config", None))
     kind: Any = AttentionOptions if args.benchmark == "attention" else GenerationOptions
-    options = kind.from_dict(merged)
+    options = kind.from_dict(options_of(args))
     output = output_directory(args)
     draws = will_draw(args)
     document = _measure(args.benchmark, options)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ..calibration.options import BACKENDS, DATASET, PYDOC, WEIGHTS, CalibrationOptions
 from .display import show
-from .model_arguments import NOT_OPTIONS, add_model_arguments
-from .options import add_cache_config_option, merge_options
+from .model_arguments import add_model_arguments
+from .options import add_cache_config_option, options_of
 from .preparing import output_directory, prepare_transformers
 
 __all__ = ["add_parser", "run"]
@@ -62,8 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Calibrate and say what was written."""
-    given = {name: value for name, value in vars(args).items() if name not in (*NOT_OPTIONS, "push_to_hub")}
-    merged = merge_options(given, getattr(args, "config", None))
+    merged = options_of(args)
     push_to = getattr(args, "push_to_hub", None)
     for name, found in (("model", "model" in merged), ("output", hasattr(args, "output"))):
         if not found:

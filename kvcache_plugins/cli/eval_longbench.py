@@ -8,8 +8,8 @@ from typing import Any
 
 from ..evaluation.longbench.options import LongBenchOptions
 from .display import show
-from .model_arguments import NOT_OPTIONS, add_evaluation_arguments
-from .options import merge_options
+from .model_arguments import add_evaluation_arguments
+from .options import options_of
 from .preparing import output_directory, prepare_transformers, will_draw
 
 __all__ = ["add_parser", "run"]
@@ -63,8 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure or score, print the table, and write `results.json` and `longbench.png`."""
-    given = {name: value for name, value in vars(args).items() if name not in NOT_OPTIONS}
-    merged = merge_options(given, getattr(args, "config", None))
+    merged = options_of(args)
     output = output_directory(args)
     draws = will_draw(args)
     document = _score(merged, output) if "score_only" in merged else _measure(merged, output)

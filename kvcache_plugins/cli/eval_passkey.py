@@ -8,8 +8,8 @@ from typing import Any
 
 from ..evaluation.passkey_options import FACT_NEEDLE, FACT_QUESTION, NEEDLE, QUESTION, PasskeyOptions
 from .display import show
-from .model_arguments import NOT_OPTIONS, add_evaluation_arguments
-from .options import merge_options
+from .model_arguments import add_evaluation_arguments
+from .options import options_of
 from .preparing import output_directory, prepare_transformers, will_draw
 
 __all__ = ["add_parser", "run"]
@@ -72,8 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write `results.json` and `passkey.png`."""
-    given = {name: value for name, value in vars(args).items() if name not in NOT_OPTIONS}
-    options = PasskeyOptions.from_dict(merge_options(given, getattr(args, "config", None)))
+    options = PasskeyOptions.from_dict(options_of(args))
     output = output_directory(args)
     draws = will_draw(args)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..evaluation.perplexity_options import DATASETS, PG19, PerplexityOptions
 from .display import show
-from .model_arguments import NOT_OPTIONS, add_evaluation_arguments
-from .options import merge_options
+from .model_arguments import add_evaluation_arguments
+from .options import options_of
 from .preparing import output_directory, prepare_transformers, will_draw
 
 __all__ = ["add_parser", "run"]
@@ -58,8 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, and write `results.json` and `perplexity.png`."""
-    given = {name: value for name, value in vars(args).items() if name not in NOT_OPTIONS}
-    options = PerplexityOptions.from_dict(merge_options(given, getattr(args, "config", None)))
+    options = PerplexityOptions.from_dict(options_of(args))
     output = output_directory(args)
     draws = will_draw(args)
 

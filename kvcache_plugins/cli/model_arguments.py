@@ -7,10 +7,7 @@ import argparse
 from ..evaluation.options import DTYPES
 from .options import add_cache_config_option
 
-__all__ = ["NOT_OPTIONS", "add_evaluation_arguments", "add_model_arguments"]
-
-NOT_OPTIONS = ("command", "evaluation", "run", "config", "output", "no_plots")
-"""What the command line knows and the work need not."""
+__all__ = ["add_evaluation_arguments", "add_model_arguments"]
 
 
 def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,8 +10,12 @@ from typing import Any
 
 from ..registry import TRANSFORMERS_BACKENDS, get_backend
 
-__all__ = ["add_cache_config_option", "merge_options", "parse_cache_configs"]
+__all__ = ["add_cache_config_option", "merge_options", "options_of", "parse_cache_configs"]
 
+# What the command line knows and the work need not.
+_NOT_OPTIONS = (
+    "command", "benchmark", "evaluation", "run", "config", "output", "no_plots", "push_to_hub",
+)  # fmt: skip
 _EXAMPLE = '{"backend": "kivi", "nbits": 2}'
 
 
@@ -41,6 +45,12 @@ def parse_cache_configs(given: Iterable[Iterable[str]]) -> list[dict[str, Any]]:
         ValueError: If a value is not a JSON object, names no backend, or names an unknown one.
     """
     return [_parse(text) for group in given for text in group]
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a command that takes `--config`, of which those not given are absent."""
+    given = {name: value for name, value in vars(args).items() if name not in _NOT_OPTIONS}
+    return merge_options(given, getattr(args, "config", None))
 
 
 def merge_options(given: dict[str, Any], config_file: str | None) -> dict[str, Any]:
