@@ -125,16 +125,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     """Measure every cache and write the table, `results.json` and `quickstart.png`."""
     started = time.perf_counter()
-    # Every option is checked before anything is loaded, so that a typing error costs no time.
-    try:
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"--device must be a device of torch such as 'cpu', got {args.device!r}.") from error
-    for name in ("prompt_tokens", "score_tokens", "block_length"):
-        check_count(name, getattr(args, name))
-    check_count("new_tokens", args.new_tokens, least=WARM_UP_STEPS + 2)
-    if args.threads is not None:
-        check_count("threads", args.threads)
+    device = check_options(args)
     is_bundled = Path(args.model).resolve() == BUNDLED_MODEL
     defaults = [c for c in DEFAULT_CACHE_CONFIGS if is_bundled or not {"calibration", "heads"} & c.keys()]
     chosen = defaults if args.cache_config is None else parse_cache_configs(args.cache_config)
@@ -153,26 +144,7 @@ def run(args: argparse.Namespace) -> None:
     scorer = scoring_model(model, args.score_dtype)
     token_ids = encode(tokenizer, text, args, model_config).to(device)
 
-    results: list[dict[str, Any]] = []
-    dense: Measured | None = None
-    with progress_bar(len(cache_configs)) as progress:
-        for cache_config in cache_configs:
-            label = cache_label(cache_config)
-            progress(label)
-            try:
-                measured = measure(model, scorer, token_ids, cache_config, args)
-            except Exception as error:
-                # A combination that transformers' own class cannot serve (a head dimension its groups do not
-                # divide, say) is shown in the table; one of ours that fails is a bug and stops the run.
-                if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
-                    raise
-                message = " ".join(str(error).split())[:200]
-                skipped.append({"cache_config": cache_config, "reason": f"failed: {message}"})
-            else:
-                dense = dense or measured  # the dense cache comes first
-                results.append(compare(measured, dense, model.dtype, tokenizer))
-            progress(label, advance=1)
-
+    results, failures = measure_all(model, scorer, token_ids, cache_configs, args, tokenizer)
     sizes = ("prompt_tokens", "new_tokens", "score_tokens", "block_length")
     settings = {name: getattr(args, name) for name in sizes} | {
         "model": model_name(args.model),
@@ -180,7 +152,9 @@ def run(args: argparse.Namespace) -> None:
         "dtype": str(model.dtype).removeprefix("torch."),
         "score_dtype": str(scorer.dtype).removeprefix("torch."),
     }
-    document = build_document("quickstart", results, settings=settings, skipped=skipped, device=model.device)
+    document = build_document(
+        "quickstart", results, settings=settings, skipped=[*skipped, *failures], device=model.device
+    )
     show([continuations(tokenizer.decode(token_ids[0, : args.prompt_tokens][-40:]), results)])
     show([], headings(document))
     show([comparison(document)], footnotes(document))
@@ -191,6 +165,20 @@ def run(args: argparse.Namespace) -> None:
         said = str(args.output / "quickstart.png")
         save_picture(document, args.output / "quickstart.png")
     show([], [f"picture: {said}", f"done in {time.perf_counter() - started:.0f} s"])
+
+
+def check_options(args: argparse.Namespace) -> torch.device:
+    """Check every option, before anything is loaded, and return the device."""
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"--device must be a device of torch such as 'cpu', got {args.device!r}.") from error
+    for name in ("prompt_tokens", "score_tokens", "block_length"):
+        check_count(name, getattr(args, name))
+    check_count("new_tokens", args.new_tokens, least=WARM_UP_STEPS + 2)
+    if args.threads is not None:
+        check_count("threads", args.threads)
+    return device
 
 
 # ---- text and model ----
@@ -286,6 +274,38 @@ def measure(
         "seconds": time.perf_counter() - started,
     }
     return Measured(row, log_probs, output.sequences[0, prompt.shape[1] :])
+
+
+def measure_all(
+    model: PreTrainedModel,
+    scorer: PreTrainedModel,
+    token_ids: Tensor,
+    cache_configs: list[dict[str, Any]],
+    args: argparse.Namespace,
+    tokenizer: Any,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return a row for every cache, the dense one first, and entries for those that failed."""
+    results: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
+    dense: Measured | None = None
+    with progress_bar(len(cache_configs)) as progress:
+        for cache_config in cache_configs:
+            label = cache_label(cache_config)
+            progress(label)
+            try:
+                measured = measure(model, scorer, token_ids, cache_config, args)
+            except Exception as error:
+                # A combination that transformers' own class cannot serve (a head dimension its groups do not
+                # divide, say) is shown in the table; one of ours that fails is a bug and stops the run.
+                if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
+                    raise
+                message = " ".join(str(error).split())[:200]
+                failures.append({"cache_config": cache_config, "reason": f"failed: {message}"})
+            else:
+                dense = dense or measured  # the dense cache comes first
+                results.append(compare(measured, dense, model.dtype, tokenizer))
+            progress(label, advance=1)
+    return results, failures
 
 
 def compare(measured: Measured, dense: Measured, dtype: torch.dtype, tokenizer: Any) -> dict[str, Any]:
