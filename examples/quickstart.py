@@ -40,7 +40,7 @@ from kvcache_plugins.cli.preparing import prepare_transformers
 from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, split_available
 from kvcache_plugins.evaluation.labels import cache_label, dense_first
 from kvcache_plugins.evaluation.language_reference import read_language_reference
-from kvcache_plugins.evaluation.options import check_count
+from kvcache_plugins.evaluation.options import DTYPES, check_count
 from kvcache_plugins.evaluation.perplexity_scoring import Schedule, predictions
 from kvcache_plugins.evaluation.plot_labels import LabelledPoint, place_labels
 from kvcache_plugins.evaluation.plotting import pyplot, save_figure
@@ -55,7 +55,6 @@ ROOT = Path(__file__).resolve().parents[1]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
 CALIBRATION, HEADS = (os.path.relpath(f"{BUNDLED_MODEL}-{kind}") for kind in ("kvquant3", "locret"))
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOCRET = {"backend": "locret", "heads": HEADS, "budget": 512, "chunk_size": 256}
 DEFAULT_CACHE_CONFIGS: list[dict[str, Any]] = [
     {"backend": "int8"},
@@ -112,8 +111,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--block_length", type=int, default=32, help="tokens read per scoring step (default: 32)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: auto, the checkpoint's")
-    parser.add_argument("--score_dtype", choices=DTYPES, help="default: float32 up to a billion parameters")
+    names = ("auto", *dict.fromkeys(DTYPES.values()))
+    dtype = {"choices": names, "type": lambda name: DTYPES.get(name, name)}  # bf16 is one of them, too
+    parser.add_argument("--dtype", **dtype, default="auto", help="default: auto, the checkpoint's")
+    parser.add_argument("--score_dtype", **dtype, help="default: float32 up to a billion parameters")
     parser.add_argument("--threads", type=int, help="CPU threads (default: 1 for a tiny model, else torch's)")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument(

@@ -94,6 +94,12 @@ def _check_scores(quickstart: ModuleType, row: dict[str, Any], cache_config: dic
     assert row["top1_agreement"] == pytest.approx((found.argmax(-1) == dense.argmax(-1)).double().mean())
 
 
+def test_dtypes_have_the_names_that_commands_take(quickstart: ModuleType) -> None:
+    args = quickstart.parse_args(["--dtype", "bf16", "--score_dtype", "fp32"])
+    assert (args.dtype, args.score_dtype) == ("bfloat16", "float32")
+    assert quickstart.parse_args(["--dtype", "float16"]).dtype == "float16"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
