@@ -43,7 +43,7 @@ def attend_dense(
     window: int,
     softcap: float,
     sink_logits: Tensor | None,
-    alibi_slopes: Tensor | None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Attend from `query` `(B, Hq, q, D)` over fp32 `keys` and `values`; see the op for the arguments."""
     batch_size, query_heads, query_length, head_dim = query.shape

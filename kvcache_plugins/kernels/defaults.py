@@ -62,11 +62,7 @@ def _attend_latents(
     rotated_layout: list[int],
     scaling: float,
     is_bfloat16: bool,
-    bias: Tensor | None,
-    is_causal: bool,
-    window: int,
-    softcap: float,
-    sink_logits: Tensor | None,
+    *options: Any,
 ) -> Tensor:
     sides = (
         (Side.from_op(latent_layout, latent_segments, latent_extras), True),
@@ -76,7 +72,7 @@ def _attend_latents(
         decode_side(side, records, is_key=is_key, sink_start=sink_start) for side, is_key in sides
     )
     keys = torch.cat((latents, rotated), dim=-1)
-    return attend_dense(query, keys, latents, scaling, bias, is_causal, window, softcap, sink_logits, None)
+    return attend_dense(query, keys, latents, scaling, *options)
 
 
 def _attend_latents_shape(query: Tensor, *args: object) -> Tensor:
@@ -95,13 +91,7 @@ def _decode_attention(
     sink_start: Tensor | None,
     key_layout: list[int],
     value_layout: list[int],
-    scaling: float,
-    bias: Tensor | None,
-    is_causal: bool,
-    window: int,
-    softcap: float,
-    sink_logits: Tensor | None,
-    alibi_slopes: Tensor | None,
+    *options: Any,
 ) -> Tensor:
     keys = Side.from_op(key_layout, key_segments, key_extras)
     values = Side.from_op(value_layout, value_segments, value_extras)
@@ -109,13 +99,7 @@ def _decode_attention(
         query,
         decode_side(keys, records, is_key=True, sink_start=sink_start),
         decode_side(values, records, is_key=False, sink_start=sink_start),
-        scaling,
-        bias,
-        is_causal,
-        window,
-        softcap,
-        sink_logits,
-        alibi_slopes,
+        *options,
     )
 
 
