@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..evaluation.hub_datasets import import_datasets
 from ..evaluation.language_reference import read_language_reference
 from ..evaluation.loading import Subject, prefix_ids
 from ..evaluation.text_files import read_text_file
@@ -93,13 +94,7 @@ def _encode_enough(subject: Subject, options: CalibrationOptions, num_tokens: in
 
 def _rows(dataset: str) -> Iterator[str]:
     """Rows of the column `text`, in order, as long as they are asked for."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            "--dataset needs the package datasets, which is not installed: "
-            "pip install 'kvcache-plugins[eval]'; or use --text_files."
-        ) from error
+    datasets = import_datasets("eval", "use --text_files")
     name, _, configuration = dataset.partition(":")
     rows: Any = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
     for row in rows:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .hub_datasets import import_datasets
 from .language_reference import read_language_reference
 from .perplexity_options import PG19, PerplexityOptions
 from .text_files import read_text_file
@@ -114,14 +115,7 @@ def _read_file(path: Path) -> Text:
 
 
 def _read_pg19(path: str) -> list[Text]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            "--dataset pg19 needs the package datasets, which is not installed: "
-            "pip install 'kvcache-plugins[eval]'."
-        ) from error
-    data: Any = datasets.load_dataset(path)
+    data = import_datasets("eval", "use --dataset text or pydoc").load_dataset(path)
     split = "test" if "test" in data else next(iter(data)) if len(data) == 1 else None
     if split is None:
         raise ValueError(f"The data set {path!r} must have a split 'test', found are {sorted(data)}.")

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from ..evaluation.hub_datasets import import_datasets
 from ..evaluation.loading import prefix_ids
 from .examples import Example, cut_middle
 
@@ -145,13 +146,7 @@ def read_rows(dataset: str) -> Sequence[Mapping[str, Any]]:
     """
     if dataset.endswith(".jsonl"):
         return _read_lines(Path(dataset))
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            "--dataset of the hub needs the package datasets, which is not installed: "
-            "pip install 'kvcache-plugins[train]'; or use a .jsonl file."
-        ) from error
+    datasets = import_datasets("train", "use a .jsonl file")
     name, _, configuration = dataset.partition(":")
     rows: Any = datasets.load_dataset(name, configuration or None, split="train")
     return rows  # type: ignore[no-any-return]  # a sequence of mappings by construction

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..hub_datasets import import_datasets
 from .json_lines import check_row, parse_rows, read_rows
 from .options import LongBenchOptions
 from .tasks import Task, find_tasks
@@ -125,14 +126,8 @@ def _rows(options: LongBenchOptions, task: Task) -> tuple[str, list[dict[str, An
     if archive is not None:
         return _from_archive(archive, configuration)
     source = f"{options.dataset}, {configuration}"
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ValueError(
-            "--dataset needs datasets, which is not installed: pip install 'kvcache-plugins[eval]', or use "
-            "--data_dir."
-        ) from error
-    rows = [dict(row) for row in load_dataset(options.dataset, configuration, split="test")]
+    datasets = import_datasets("eval", "use --data_dir")
+    rows = [dict(row) for row in datasets.load_dataset(options.dataset, configuration, split="test")]
     if not rows:
         raise ValueError(f"{source} is empty.")
     for number, row in enumerate(rows, start=1):
