@@ -42,9 +42,8 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
         and batch size.
 
     Raises:
-        ValueError: If an option of a cache is wrong, or the device does not exist.
-        RuntimeError: If the dense cache failed, or nothing fitted; the message ends with what its process
-            said last.
+        ValueError: If an option of a cache is wrong, the device does not exist, or nothing fitted.
+        RuntimeError: If the dense cache failed; the message ends with what its process said last.
     """
     device = choose_device(options.device)
     config = model_config(options.model, options.preset, options.num_layers)
@@ -65,7 +64,7 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
                     rows.append(row | dict.fromkeys(_MEASURED) | {"fits": False, "reason": reason})
             results += _compare(rows, 8 * getattr(torch, DTYPES[options.dtype]).itemsize)
     if any_answer is None:
-        raise WorkerError(f"no measurement fitted the memory: {results[0]['reason']}")
+        raise ValueError(f"no measurement fitted the memory: {results[0]['reason']}")
     facts = {"parameters": any_answer["parameters"], "model_bytes": any_answer["model_bytes"]}
     document = build_document(
         "bench generate",

@@ -391,7 +391,7 @@ def test_nothing_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         raise generation_process.DidNotFitError("did not fit: killed")
 
     monkeypatch.setattr(generation_speed, "run_job", fail)
-    with pytest.raises(RuntimeError, match="no measurement fitted the memory: did not fit: killed"):
+    with pytest.raises(ValueError, match="no measurement fitted the memory: did not fit: killed"):
         generation_speed.measure_generation(GenerationOptions(cache_config=[], lengths=[64]))
 
 
