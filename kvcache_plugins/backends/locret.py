@@ -14,7 +14,7 @@ from ..errors import UnsupportedOperationError
 from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
-from ..models.facts import LayerFacts, decoder_config, split_model_or_config
+from ..models.facts import LayerFacts, decoder_config, refuse_split_heads, split_model_or_config
 from ..registry import register_backend
 from ..retaining.loading import load_heads
 from ..retaining.projections import ProjectionTap
@@ -100,7 +100,8 @@ class LocretCache(EvictingCache):
         prompt is not read apart; positions stay absolute unless `positions="compact"`; what is kept may be
         packed, and then keeps its codes.
     Cost: 8 bytes per token and head beside the storage; the heads take 2 to 8 % of the model's weights.
-    Limits: needs heads trained for the model (`kvcache-plugins train-locret`).
+    Limits: needs heads trained for the model (`kvcache-plugins train-locret`), and all heads of a layer in
+        one process, so no tensor parallel model.
     """
 
     config_class = LocretConfig
@@ -111,6 +112,7 @@ class LocretCache(EvictingCache):
         self._check_heads(self.model_config)
 
     def attach(self, model: nn.Module) -> None:
+        refuse_split_heads(model, self.backend)
         config = decoder_config(split_model_or_config(model)[1])
         if config is not self.model_config:
             self._check_heads(config)

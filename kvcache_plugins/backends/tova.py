@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention.received import received_attention
 from ..attention.reference import AttentionOptions
@@ -12,6 +12,7 @@ from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
 from ..layers.view import StreamView
+from ..models.facts import refuse_split_heads
 from ..registry import register_backend
 
 __all__ = ["TOVACache", "TOVAConfig", "TOVALayer"]
@@ -42,8 +43,12 @@ class TOVACache(EvictingCache):
     Deviates: evicts after a chunk, not after a token, while a prompt is read; of tokens drafted with its end,
         the last one decides, also if it is rejected.
     Cost: 8 bytes per token and head beside the storage; logits of one query, twice, once per eviction.
-    Limits: needs the queries, so a model that asks transformers for its attention function.
+    Limits: needs the queries, so a model that asks transformers for its attention function, and all heads of
+        a layer in one process, so no tensor parallel model.
     """
 
     config_class = TOVAConfig
     layer_class = TOVALayer
+
+    def attach(self, model: nn.Module) -> None:
+        refuse_split_heads(model, self.backend)

@@ -24,6 +24,7 @@ __all__ = [
     "exchanges_attention",
     "masks_all_columns",
     "masks_all_seen",
+    "refuse_split_heads",
     "split_model_or_config",
     "weighs_rotated_keys",
 ]
@@ -162,6 +163,26 @@ def check_attention_function(model: nn.Module) -> None:
         raise ValueError(
             f"attn_implementation='kvcache_plugins' was set on {type(model).__name__}, whose attention is "
             "written into the model and cannot be exchanged. Allowed for this model is 'eager'."
+        )
+
+
+def refuse_split_heads(model: nn.Module, backend: str) -> None:
+    """Refuse a tensor parallel model, each of whose processes has some of the heads of a layer only.
+
+    Args:
+        model (`torch.nn.Module`): What is to use the cache.
+        backend (`str`): Which judges a token by all heads of a layer together.
+
+    Raises:
+        ValueError: Naming both.
+    """
+    processes = getattr(model, "tp_size", None) or 1
+    if processes > 1:
+        raise ValueError(
+            f"The backend {backend!r} judges a token by all heads of a layer, and {type(model).__name__} is "
+            f"spread over {processes} processes by tp_plan, each of which has some of them. Allowed for this "
+            "model are backends that judge every head by itself, such as 'snapkv'; device_map leaves "
+            "the heads of a layer together."
         )
 
 

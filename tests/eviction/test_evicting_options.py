@@ -12,6 +12,7 @@ import kvcache_plugins
 from kvcache_plugins.errors import UnsupportedOperationError
 from kvcache_plugins.testing import tiny_model
 from tests.eviction.feeding import EVICTING, NEEDS_QUERIES, bound_cache, feed, ids, model_of
+from tests.eviction.locret_feeding import locret
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "budget-missing": ({"budget": None}, r"budget must be a number of tokens >= 1, or .* got None"),
@@ -272,3 +273,15 @@ def test_layers_that_differ_need_an_attention_function_of_ours_under_eager() -> 
     message = r"Layer 1 holds 62 tokens, and the model's mask is for 56.*set_attn_implementation"
     with pytest.raises(UnsupportedOperationError, match=message):
         feed(model_of("gpt2", "eager"), cache, tokens, [32, 32, 16])
+
+
+@pytest.mark.parametrize("backend", ["locret", "tova"])
+def test_heads_that_processes_share_are_refused_where_all_count_together(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of()
+    options = locret(model) if backend == "locret" else {"backend": backend, "budget": 24}
+    cache = kvcache_plugins.build_cache(model, options)
+    monkeypatch.setattr(model, "_tp_size", 2)
+    with pytest.raises(ValueError, match=f"'{backend}' judges a token by all heads .* over 2 processes"):
+        cache.bind(model)
