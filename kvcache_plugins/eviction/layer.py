@@ -72,7 +72,7 @@ class EvictingLayer(PackedLayer):
         self._budget: int | None = None
         self._due: str | None = None
         self._postponed: str | None = None
-        self._has_missed = False
+        self._has_missed = self._awaits_queries = False
         super().__init__(config, layer_idx, facts)
 
     def score(self, keys: Tensor, values: Tensor) -> Tensor:
@@ -175,6 +175,7 @@ class EvictingLayer(PackedLayer):
             keys, values = self._append(key_states, value_states, defer=has_drafts)
             self.ledger.append(scores, seen)
         self.cumulative_length += count
+        self._awaits_queries = True
         read = self._returned(keys, values, key_states, value_states)
         if self.evicts:
             self.budget_for(count)
@@ -202,8 +203,9 @@ class EvictingLayer(PackedLayer):
 
     def attended(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
         """Take notice that `query` was answered from `tokens`; evicts if that is what was waited for."""
-        if not self.observes_queries:
-            return
+        if not (self.observes_queries and self._awaits_queries):
+            return  # later ones are those of layers that read the keys of this one (Gemma 3n)
+        self._awaits_queries = False
         due = self._due or self._postponed  # with drafts, what will be evicted once they have been judged
         if self.accumulates or (due is not None and self._exceeds(due)):
             with storing():

@@ -226,3 +226,19 @@ def test_eager_attention_that_ours_does_not_replace(method: str, obstacle: str) 
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@torch.no_grad()
+def test_only_queries_of_the_layer_itself_count_where_others_read_its_keys() -> None:
+    sharing: dict[str, Any] = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size": 128}
+    model, tokens = model_of("gemma4_text", **sharing), ids(40) % 128
+    cache = bound_cache(model, {"backend": "h2o", "budget": 40}, None)
+    feed(model, cache, tokens, [40])
+    (layer,) = cache.evicting_layers
+    eager = model_of("gemma4_text", "eager", **sharing)
+    weights = eager(tokens, output_attentions=True).attentions[layer.layer_idx]  # (1, Hq, T, T)
+    heads = layer.ledger.scores.shape[1]
+    received = weights.unflatten(1, (heads, -1)).sum(dim=(2, 3))
+    torch.testing.assert_close(layer.ledger.scores, received, atol=1e-4, rtol=0.0)
+    feed(model, cache, tokens[:, :16], [16])
+    assert layer.held_length == 40
