@@ -213,14 +213,14 @@ class TokenMetadata {
     numbers_.resize(side.width * kBlockTokens, fixed);
   }
 
-  // Takes those of a record, as `load_metadata` leaves them: [row][group].
+  // Takes those of a record, as `load_metadata` leaves them: [token][group].
   void take(const float* rows) {
     if (offset_ < 0) return;
     float* const out = numbers_.data();
     const int width = side_.width;
-    if (width == 1 && side_.group_tokens == 1) {
+    if (width == 1) {
       std::memcpy(out, rows, sizeof(float) * kBlockTokens);
-    } else if (width % 4 == 0 && side_.group_tokens == 1) {
+    } else if (width % 4 == 0) {
       for (int g = 0; g < width; g += 4) {
         for (int t = 0; t < kBlockTokens; t += 4) {
           __m128 part[4];
@@ -231,7 +231,7 @@ class TokenMetadata {
       }
     } else {
       for (int t = 0; t < kBlockTokens; ++t)
-        for (int g = 0; g < width; ++g) out[g * kBlockTokens + t] = rows[t / side_.group_tokens * width + g];
+        for (int g = 0; g < width; ++g) out[g * kBlockTokens + t] = rows[t * width + g];
     }
   }
 
@@ -247,6 +247,9 @@ bool has_integer_codes(const Side& side) {
   return (side.format == kAffine || side.format == kSymmetric) && (side.nbits < 8 || side.head_dim <= 256);
 }
 
+// Whether what is stored beside the codes belongs to single tokens.
+bool is_by_token(const Side& side) { return side.scale_offset < 0 || side.group_tokens == 1; }
+
 // Scores of a task's query rows.
 class IntegerKeys {
  public:
@@ -254,8 +257,8 @@ class IntegerKeys {
       : task_(task), key_(task.key), is_per_channel_(key_.width > 1),
         scale_(key_, key_.scale_offset, key_.static_scale), minimum_(key_, key_.minimum_offset, 0.0f) {
     serves_ = task.precise == 0 && has_integer_codes(key_) && key_.cos == nullptr && key_.inv_freq == nullptr &&
-              (!is_per_channel_ ||
-               (key_.width == key_.head_dim && key_.group_tokens >= 16 && key_.minimum_offset >= 0));
+              (is_per_channel_ ? key_.width == key_.head_dim && key_.group_tokens >= 16 && key_.minimum_offset >= 0
+                               : is_by_token(key_));
     if (!serves_) return;
     stride_ = key_.padded_dim / 2 + kSlack;
     row_length_ = key_.padded_dim + kSlack;
@@ -369,8 +372,8 @@ class IntegerValues {
       : task_(task), value_(task.value), scale_(value_, value_.scale_offset, value_.static_scale),
         minimum_(value_, value_.minimum_offset, 0.0f) {
     const int group = value_.head_dim / value_.width;
-    serves_ = task.precise == 0 && has_integer_codes(value_) && value_.factors == nullptr &&
-              (value_.width == 1 || group % 16 == 0);
+    serves_ = task.precise == 0 && has_integer_codes(value_) && is_by_token(value_) &&
+              value_.factors == nullptr && (value_.width == 1 || group % 16 == 0);
     if (serves_) weights_.resize(task.queries * value_.width);
   }
 
