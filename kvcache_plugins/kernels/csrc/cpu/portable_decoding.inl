@@ -15,9 +15,11 @@ namespace {  // see portable_numbers.inl
 
 constexpr int kTables = kMaxHeadDim / 2 * kBlockTokens;
 
-// Cosines and sines of a block: [pair][token].
+// Cosines and sines of a block: [pair][token]. Of positions, these are distances from the first token's, whose own come
+// beside them with the turn from a block to the next: (cos, sin) of every pair.
 struct RotationTables {
   alignas(64) float cos[kTables], sin[kTables];
+  double first[kMaxHeadDim / 2][2], step[kMaxHeadDim / 2][2];
 };
 
 // A decoded block, and what decoding it takes: 170 KB.
@@ -26,7 +28,7 @@ struct Workspace {
   alignas(64) float scale[kMaxMetadata], minimum[kMaxMetadata];
   alignas(64) float row_scale[kMaxHeadDim], row_minimum[kMaxHeadDim], row[kMaxHeadDim];
   std::unique_ptr<RotationTables> rotation;
-  int64_t phase = -1;  // of the rotation the tables are for; -1: none yet
+  int64_t phase = -1;  // of the rotation the tables are for, or the slot; -1: none yet
 };
 
 // Reads the metadata of a record as fp32: rows * width numbers, or one for a static scale.
@@ -211,6 +213,33 @@ Decoder choose_decoder(const Side& side, bool is_key) {
   }
 }
 
+// What non-uniform codes stand for, of up to 4 bits.
+class Levels {
+ public:
+  explicit Levels(const Side& side) {
+    for (int code = 0; code < 1 << side.nbits; ++code) levels_[code] = side.levels[code];
+  }
+
+  // Of codes that were converted to fp32.
+  Floats of(Floats codes) const {
+#if defined(KVCACHE_LANES) && KVCACHE_LANES == 8
+    const __m256i places = _mm256_cvtps_epi32((__m256)codes);
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(levels_), places);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(levels_ + 8), places);
+    return (Floats)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(places, 28)));
+#elif defined(KVCACHE_LANES) && KVCACHE_LANES == 16
+    return (Floats)_mm512_permutexvar_ps(_mm512_cvtps_epi32((__m512)codes), _mm512_load_ps(levels_));
+#else
+    Floats found;
+    for (int l = 0; l < kLanes; ++l) found[l] = levels_[static_cast<int>(codes[l])];
+    return found;
+#endif
+  }
+
+ private:
+  alignas(64) float levels_[16] = {};
+};
+
 // Decodes non-uniform codes (KVQuant): first to the codes themselves, then through the levels.
 void decode_levels(const Side& side, bool is_key, const uint8_t* record, Workspace& ws) {
   Side plain = side;
@@ -220,11 +249,12 @@ void decode_levels(const Side& side, bool is_key, const uint8_t* record, Workspa
   choose_decoder(plain, is_key)(plain, record, ws);
   const int rows = is_key ? side.head_dim : kBlockTokens, row_length = is_key ? kBlockTokens : side.padded_dim;
   if (side.channel_scale == nullptr) load_metadata(side, record, ws);
+  const Levels levels(side);
   for (int i = 0; i < rows; ++i) {
     const float scale = side.channel_scale != nullptr ? side.channel_scale[i] : ws.scale[i];
     const float offset = side.channel_scale != nullptr ? side.channel_offset[i] : ws.minimum[i];
     float* row = ws.tile + i * row_length;
-    for (int j = 0; j < row_length; ++j) row[j] = side.levels[static_cast<int>(row[j])] * scale + offset;
+    for (int j = 0; j < row_length; j += kLanes) store(row + j, levels.of(load<Floats>(row + j)) * scale + offset);
   }
 }
 
@@ -240,26 +270,52 @@ void add_outliers(const Side& side, bool is_key, int64_t start, Workspace& ws) {
   }
 }
 
-// Rotates decoded keys of the block at slot `start` by their positions. Neighbouring tokens differ by one angle, so
-// that all but the first take a complex multiplication in double precision.
+// Turns (cos, sin) by another angle.
+inline void turn(double (&angle)[2], const double (&by)[2]) {
+  const double c = angle[0] * by[0] - angle[1] * by[1];
+  angle[1] = angle[0] * by[1] + angle[1] * by[0];
+  angle[0] = c;
+}
+
+// Rotates decoded keys of the block at slot `start` by their positions: by that of the first token, which advances in
+// double precision, and by the distances of the others from it, which are the same in every block.
 void rotate_positions(const Side& side, int64_t start, Workspace& ws) {
   const int pairs = side.rotary_dim / 2;
-  const double position = static_cast<double>(start + side.position);
-  for (int i = 0; i < pairs; ++i) {
-    const double angle = side.inv_freq[i];
-    const double step_cos = __builtin_cos(angle), step_sin = __builtin_sin(angle);
-    double c = __builtin_cos(position * angle), s = __builtin_sin(position * angle);
-    float* first = ws.tile + (side.interleaved ? 2 * i : i) * kBlockTokens;
-    float* second = ws.tile + (side.interleaved ? 2 * i + 1 : i + pairs) * kBlockTokens;
-    for (int t = 0; t < kBlockTokens; ++t) {
-      const float a = first[t], b = second[t], cf = static_cast<float>(c), sf = static_cast<float>(s);
-      first[t] = a * cf - b * sf;
-      second[t] = b * cf + a * sf;
-      const double next = c * step_cos - s * step_sin;
-      s = c * step_sin + s * step_cos;
-      c = next;
+  if (ws.rotation == nullptr) {
+    ws.rotation.reset(new RotationTables);
+    for (int i = 0; i < pairs; ++i) {
+      const double one[2] = {__builtin_cos(side.inv_freq[i]), __builtin_sin(side.inv_freq[i])};
+      double (&distance)[2] = ws.rotation->step[i];
+      distance[0] = 1.0;
+      distance[1] = 0.0;
+      for (int t = 0; t < kBlockTokens; ++t) {
+        ws.rotation->cos[i * kBlockTokens + t] = static_cast<float>(distance[0]);
+        ws.rotation->sin[i * kBlockTokens + t] = static_cast<float>(distance[1]);
+        turn(distance, one);
+      }
     }
   }
+  RotationTables& tables = *ws.rotation;
+  const double position = static_cast<double>(start + side.position);
+  for (int i = 0; i < pairs; ++i) {
+    if (start != ws.phase) {
+      tables.first[i][0] = __builtin_cos(position * side.inv_freq[i]);
+      tables.first[i][1] = __builtin_sin(position * side.inv_freq[i]);
+    }
+    const float first_cos = static_cast<float>(tables.first[i][0]), first_sin = static_cast<float>(tables.first[i][1]);
+    turn(tables.first[i], tables.step[i]);
+    float* low = ws.tile + (side.interleaved ? 2 * i : i) * kBlockTokens;
+    float* high = ws.tile + (side.interleaved ? 2 * i + 1 : i + pairs) * kBlockTokens;
+    for (int t = 0; t < kBlockTokens; t += kLanes) {
+      const Floats near_cos = load<Floats>(tables.cos + i * kBlockTokens + t);
+      const Floats near_sin = load<Floats>(tables.sin + i * kBlockTokens + t);
+      const Floats c = near_cos * first_cos - near_sin * first_sin, s = near_sin * first_cos + near_cos * first_sin;
+      const Floats a = load<Floats>(low + t), b = load<Floats>(high + t);
+      store(low + t, a * c - b * s);
+      store(high + t, b * c + a * s);
+    }
+  }
+  ws.phase = start + kBlockTokens;
 }
 
 // Rotates decoded keys of the block at slot `start`: token t by the angles of t % period.
