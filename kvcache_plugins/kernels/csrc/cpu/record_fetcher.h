@@ -5,7 +5,7 @@
 // streamed at 40 GB/s, but nothing else is done meanwhile; prefetches between the instructions of a loop reach 18 GB/s
 // and cost next to nothing, but slow the loop down if they have to do it all. So records come in batches: while one is
 // worked on, loops prefetch lines of the next, one a step, and what they have not come to is loaded at its beginning.
-// With AVX-512, attention then takes 20 to 35 % less time than with loads alone.
+// With AVX-512, attention to most formats then takes 17 to 37 % less time than with loads alone, by one thread.
 #pragma once
 
 #include "decode_attention.h"
