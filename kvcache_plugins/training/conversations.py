@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
 
+from ..evaluation import json_lines
 from ..evaluation.hub_datasets import import_datasets
 from ..evaluation.loading import prefix_ids
 from .examples import Example, cut_middle
@@ -141,34 +141,12 @@ def read_rows(dataset: str) -> Sequence[Mapping[str, Any]]:
         dataset (`str`): A `.jsonl` file, or a hub id or directory with `:NAME` for its configuration.
 
     Raises:
-        ValueError: If a line is no JSON object, or the package datasets is missing.
+        ValueError: If it is empty, a line is no JSON object, or the package datasets is missing.
         OSError: If it cannot be read.
     """
     if dataset.endswith(".jsonl"):
-        return _read_lines(Path(dataset))
+        return json_lines.read_rows(Path(dataset), {}, source=f"--dataset {dataset!r}")
     datasets = import_datasets("train", "use a .jsonl file")
     name, _, configuration = dataset.partition(":")
     rows: Any = datasets.load_dataset(name, configuration or None, split="train")
     return rows  # type: ignore[no-any-return]  # a sequence of mappings by construction
-
-
-def _read_lines(path: Path) -> list[Mapping[str, Any]]:
-    rows: list[Mapping[str, Any]] = []
-    try:
-        with path.open(encoding="utf-8-sig") as lines:  # some editors begin a file with a mark
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    rows.append(_read_line(line, f"--dataset {str(path)!r}: line {number}"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--dataset must be UTF-8 text, {str(path)!r} is not ({error}).") from error
-    return rows
-
-
-def _read_line(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is no JSON ({error}).") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} must be an object, got {row!r}.")
-    return row

@@ -127,13 +127,13 @@ def test_files_are_read_shuffled_and_checked(tmp_path: Path, tokenizer: Any) -> 
     assert [len(prompts) for prompts in chosen[0]] == [5, 2] and chosen[0] == chosen[1] != chosen[2]
     assert len({tuple(prompt) for prompts in chosen[0] for prompt in prompts}) == 7
     path.write_text('{"prompt": "a", "answer": "b"}\n[1]\n')
-    with pytest.raises(ValueError, match=r"line 2 must be an object, got \[1\]"):
+    with pytest.raises(ValueError, match=r"line 2 must be a json object, got '\[1\]'"):
         read_rows(str(path))
     path.write_text("{\n")
-    with pytest.raises(ValueError, match="line 1 is no JSON"):
+    with pytest.raises(ValueError, match="line 1 is not json"):
         read_rows(str(path))
     path.write_bytes("{}".encode("utf-16"))
-    with pytest.raises(ValueError, match=r"--dataset must be UTF-8 text, '.*\.jsonl' is not"):
+    with pytest.raises(ValueError, match=r"--dataset '.*\.jsonl' is not UTF-8 text"):
         read_rows(str(path))
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n')
     assert read_rows(str(path)) == [{"prompt": "a"}]

@@ -18,8 +18,8 @@ from typing import Any
 
 from ...artifacts.files import read_json, replaced, write_json
 from ..journal import append_line
+from ..json_lines import read_rows
 from ..labels import DENSE, cache_label
-from .json_lines import read_rows
 from .tasks import TASKS, Task, find_tasks
 
 __all__ = [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..hub_datasets import import_datasets
-from .json_lines import check_row, parse_rows, read_rows
+from ..json_lines import check_row, parse_rows, read_rows
 from .options import LongBenchOptions
 from .tasks import Task, find_tasks
 

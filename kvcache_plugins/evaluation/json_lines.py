@@ -1,4 +1,4 @@
-"""Reading rows of the benchmark, questions or predictions, with errors that name file and line."""
+"""Files of one json object a line, read with errors that name file and line."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from typing import Any
 __all__ = ["check_row", "parse_rows", "read_rows"]
 
 
-def read_rows(path: Path, columns: Mapping[str, tuple[type, ...]]) -> list[dict[str, Any]]:
+def read_rows(
+    path: Path, columns: Mapping[str, tuple[type, ...]], *, source: str | None = None
+) -> list[dict[str, Any]]:
     """Read a file with one json object a line.
 
     Args:
         path (`Path`): The file.
         columns (`Mapping[str, tuple]`): Columns every row must have, and the types of each.
+        source (`str`, *optional*): What errors call the file; its path by default.
 
     Raises:
         OSError: If it cannot be read.
         ValueError: If it holds no row, or a line is no object or lacks a column.
     """
+    source = source or str(path)
     try:
-        with path.open(encoding="utf-8") as file:
-            return parse_rows(file, str(path), columns)
+        with path.open(encoding="utf-8-sig") as file:  # some editors begin a file with a mark
+            return parse_rows(file, source, columns)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}.") from error
+        raise ValueError(f"{source} is not UTF-8 text: {error}.") from error
 
 
 def parse_rows(
