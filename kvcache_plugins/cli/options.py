@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
+from ..evaluation.option_files import read_option_file
 from ..registry import TRANSFORMERS_BACKENDS, get_backend
 
 __all__ = ["add_cache_config_option", "merge_options", "options_of", "parse_cache_configs"]
@@ -63,22 +63,17 @@ def merge_options(given: dict[str, Any], config_file: str | None) -> dict[str, A
             mappings.
 
     Raises:
-        ValueError: If the file is no mapping, or a cache option is wrong.
+        ValueError: If the file cannot be read or is no mapping, or a cache option is wrong.
     """
-    merged: dict[str, Any] = {}
-    if config_file is not None:
-        import yaml
-
-        try:
-            merged = yaml.safe_load(Path(config_file).read_text(encoding="utf-8")) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"--config must be a YAML file, got {config_file!r} ({error}).") from error
-        if not isinstance(merged, dict):
-            raise ValueError(f"--config must hold options by name, got {merged!r} in {config_file!r}.")
-        if "cache_config" in merged:
-            caches = merged["cache_config"]
-            caches = caches if isinstance(caches, list) else [caches]
-            merged["cache_config"] = parse_cache_configs([[json.dumps(cache) for cache in caches]])
+    merged = {} if config_file is None else read_option_file(config_file)
+    for name in _NOT_OPTIONS:
+        if name in merged:
+            raise ValueError(f"{name!r} in {config_file!r}: it is given on the command line alone.")
+    if "cache_config" in merged:
+        caches = merged["cache_config"]
+        caches = caches if isinstance(caches, list) else [caches]
+        # a value that json has not, such as a date, is told of as the wrong option that it is
+        merged["cache_config"] = parse_cache_configs([[json.dumps(cache, default=str) for cache in caches]])
     merged |= given
     if "cache_config" in given:
         merged["cache_config"] = parse_cache_configs(given["cache_config"])
@@ -87,8 +82,8 @@ def merge_options(given: dict[str, Any], config_file: str | None) -> dict[str, A
 
 def _parse(text: str) -> dict[str, Any]:
     try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
+        options = json.loads(text, object_pairs_hook=_unique)
+    except ValueError as error:
         raise ValueError(
             f"--cache_config must be a JSON object such as '{_EXAMPLE}', got {text!r} ({error})."
         ) from error
@@ -100,3 +95,12 @@ def _parse(text: str) -> dict[str, Any]:
     if backend != "dense" and backend not in TRANSFORMERS_BACKENDS:
         get_backend(backend)  # raises and suggests the closest name
     return {**options, "backend": backend}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its keys and values; json itself would take the last of a key that stands twice."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} stands there twice")
+    return dict(pairs)

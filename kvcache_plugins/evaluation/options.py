@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..registry import suggest
 from .labels import dense_first
 
-__all__ = ["DTYPES", "Options", "check_choice", "check_count", "check_counts", "check_model"]
+__all__ = ["DTYPES", "Options", "check_choice", "check_count", "check_counts", "check_model", "check_type"]
 
 DTYPES = {
     "bf16": "bfloat16",
@@ -25,6 +26,7 @@ DTYPES = {
 }
 """Accepted names of dtypes, and torch's."""
 
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a mapping"}
 _Options = TypeVar("_Options", bound="Options")
 
 
@@ -45,12 +47,14 @@ class Options:
         Raises:
             ValueError: On an unknown option or a wrong value; the message names the allowed ones.
         """
-        known = {option.name for option in fields(cls)}
-        for name in options:
+        known, kinds = {option.name: option for option in fields(cls)}, get_type_hints(cls)
+        for name, value in options.items():
             if name not in known:
                 raise ValueError(
                     f"Unknown option {name!r}.{suggest(name, known)} Allowed are {sorted(known)}."
                 )
+            if value is not None or known[name].default is not None:
+                check_type(name, value, kinds[name])
         return cls(**options)
 
     @property
@@ -63,6 +67,38 @@ class Options:
         settings = asdict(self)
         del settings["cache_config"]  # every result carries its own
         return settings
+
+
+def check_type(name: str, value: Any, kind: Any) -> None:
+    """Check that the value of an option, which a file may hold of any kind, is of the annotated one.
+
+    Raises:
+        ValueError: Naming the option, the value and what is allowed.
+    """
+    if not _is_of(value, kind):
+        raise ValueError(f"--{name} must be {_words(kind)}, got {value!r}.")
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_is_of(value, part) for part in parts)
+    if origin in (list, Sequence):
+        return isinstance(value, (list, tuple)) and all(_is_of(item, parts[0]) for item in value)
+    if origin is Literal:
+        return value in parts
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else origin or kind)
+
+
+def _words(kind: Any) -> str:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(_words(part) for part in parts if part is not NoneType)
+    if origin in (list, Sequence):
+        return f"a list, each {_words(parts[0])}"
+    return _KINDS.get(origin or kind, str(kind))
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:

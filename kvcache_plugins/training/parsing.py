@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, get_type_hints
 
 from transformers import HfArgumentParser
 
+from ..evaluation.option_files import read_option_file
+from ..evaluation.options import check_type
 from ..registry import suggest
 from .arguments import LocretTrainingArguments
 from .options import LocretOptions
@@ -46,12 +48,10 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[LocretOptions, LocretTrai
     names = {name for action in parser._actions for name in action.option_strings}
     typed = ["--output_dir" + word[8:] if word.split("=")[0] == "--output" else word for word in arguments]
     typed, config = _take_config(typed)
-    known = {action.dest for action in parser._actions}
-    given = {} if config is None else _read_config(Path(config), known)
+    known = {action.dest: action for action in parser._actions}
+    given = {} if config is None else _read_config(config, known)
     for name in given:
-        for action in parser._actions:
-            if action.dest == name:
-                action.required = False
+        known[name].required = False
     parser.set_defaults(**given)
     named = {word.split("=")[0].lstrip("-").replace("-", "_") for word in typed if word.startswith("--")}
     named |= given.keys()
@@ -84,18 +84,16 @@ def _take_config(words: list[str]) -> tuple[list[str], str | None]:
     return kept, config
 
 
-def _read_config(path: Path, known: set[str]) -> dict[str, Any]:
-    import yaml
-
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config must be a YAML file, got {str(path)!r} ({error}).") from error
-    if not isinstance(given, dict):
-        raise ValueError(f"--config must hold options by name, got {given!r} in {str(path)!r}.")
+def _read_config(name: str, known: Mapping[str, argparse.Action]) -> dict[str, Any]:
+    given = read_option_file(name)
     if "output" in given:
         given["output_dir"] = given.pop("output")
-    for name in given:
-        if name not in known:
-            raise ValueError(f"Unknown option {name!r} in {str(path)!r}.{suggest(str(name), known)}")
+    kinds = get_type_hints(LocretOptions) | get_type_hints(LocretTrainingArguments)
+    for option, value in given.items():
+        if option not in known:
+            raise ValueError(f"Unknown option {option!r} in {name!r}.{suggest(str(option), known)}")
+        if value is None or isinstance(value, (list, dict)) or known[option].nargs == "+":
+            check_type(option, value, kinds[option])
+        else:
+            given[option] = str(value)  # read by argparse, as on the command line
     return given
