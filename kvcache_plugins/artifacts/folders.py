@@ -17,7 +17,16 @@ from torch import Tensor
 from ..errors import ArtifactError
 from .files import read_json
 
-__all__ = ["check_finite", "check_kind", "check_no_model", "locate", "push", "replacing", "stamps"]
+__all__ = [
+    "check_finite",
+    "check_kind",
+    "check_no_model",
+    "check_push",
+    "locate",
+    "push",
+    "replacing",
+    "stamps",
+]
 
 
 def locate(
@@ -125,6 +134,17 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
             unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def check_push(token: str | None = None) -> None:
+    """Check that the hub can be reached and knows the user, before there is anything to upload.
+
+    Raises:
+        OSError: If it cannot or does not.
+    """
+    from huggingface_hub import HfApi
+
+    HfApi(token=token).whoami()
 
 
 def push(

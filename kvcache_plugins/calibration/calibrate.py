@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from ..artifacts.codebooks import Codebooks, push_to_hub, save_codebooks
+from ..artifacts.folders import check_push
 from ..artifacts.model_facts import model_facts, rotary_facts
 from ..artifacts.scales import Scales
 from ..backends.kvquant import NORMAL_FLOAT
@@ -55,6 +56,8 @@ def calibrate(
             asked; nothing is written then.
         OSError: If something cannot be read or written.
     """
+    if push_to is not None:
+        check_push()
     config = AutoConfig.from_pretrained(
         options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
     )

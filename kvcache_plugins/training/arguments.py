@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 
 import torch
+from torch._inductor import list_mode_options
 from transformers import TrainingArguments
 
+from ..evaluation.options import check_choice, check_count
+
 __all__ = ["LocretTrainingArguments"]
+
+_WITHOUT_USE = {
+    "activation_checkpointing": "heads have too few activations",
+    "batch_eval_metrics": "the recall is taken of all batches together",
+    "do_predict": "there is nothing to predict",
+    "gradient_checkpointing": "heads have too few activations",
+    "hub_always_push": "the finished heads alone are uploaded",
+    "hub_strategy": "the finished heads alone are uploaded",
+    "include_for_metrics": "the recall needs nothing beside the scores",
+    "label_names": "labels are made while the model reads",
+    "label_smoothing_factor": "labels are no classes",
+    "neftune_noise_alpha": "heads have no embeddings that noise could be added to",
+    "prediction_loss_only": "a training ends with the recall of its heads",
+    "use_liger_kernel": "it has no kernels for heads",
+}
+"""Options of the Trainer that would fail later or do nothing, and why."""
 
 
 @dataclass
@@ -51,6 +70,22 @@ class LocretTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            given = getattr(self, option.name)
+            factory = option.default_factory
+            default = option.default if factory is MISSING else factory()
+            if option.name in _WITHOUT_USE and given is not False and given != default:
+                raise ValueError(
+                    f"--{option.name} must be left out, {_WITHOUT_USE[option.name]}, got {given!r}."
+                )
+        for name in (
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+        ):
+            check_count(name, getattr(self, name))
+        if self.torch_compile_mode is not None:
+            check_choice("torch_compile_mode", self.torch_compile_mode, list_mode_options())
         super().__post_init__()  # type: ignore[no-untyped-call]  # transformers annotates none
         if self.clip_value < 0:
             raise ValueError(f"--clip_value must be at least 0 (0: no clipping), got {self.clip_value!r}.")

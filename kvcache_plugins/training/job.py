@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, set_seed
+from transformers import AutoConfig, AutoTokenizer, Trainer, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..artifacts.files import write_json
-from ..artifacts.folders import check_no_model, push, replacing
+from ..artifacts.folders import check_no_model, check_push, push, replacing
 from ..backends.locret import LocretConfig
-from ..evaluation.options import DTYPES
+from ..evaluation.options import DTYPES, check_choice
 from ..evaluation.results import RESULTS_FILE, build_document
 from ..models.auto_class import auto_class
 from ..models.facts import decoder_config
@@ -28,7 +28,7 @@ from .data import build_datasets
 from .examples import Collator
 from .options import SYNTHETIC, LocretOptions
 from .picture import plot_training
-from .trainer import LocretTrainer
+from .trainer import LocretTrainer, recall_metrics
 
 __all__ = ["PICTURE_FILE", "train_locret"]
 
@@ -66,6 +66,8 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
     checkpoint = _checkpoint(args, output)
     push_to = (args.hub_model_id or output.name) if args.push_to_hub else None
     args.push_to_hub = False  # the Trainer would upload its checkpoints
+    if push_to is not None:
+        check_push(args.hub_token)
     source: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     config = AutoConfig.from_pretrained(options.model, **source)
     heads_config = RetainingHeadsConfig.from_model(
@@ -82,12 +84,13 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
 
     set_seed(args.seed)
     heads = RetainingHeads(heads_config)
-    base_model = _load_base(config, options, source)
     data: dict[str, Any] = {
         "train_dataset": train,
         "eval_dataset": held_out,
         "data_collator": Collator(tokenizer.pad_token_id or 0),
     }
+    _check_trainer(copy.deepcopy(heads), args, data)
+    base_model = _load_base(config, options, source)
     # a Trainer that has evaluated would not average gradients over processes when it trains after that
     recalls = _measure(LocretTrainer(copy.deepcopy(heads), base_model, args, **data), "untrained")
     trainer = LocretTrainer(heads, base_model, args, **data)
@@ -165,6 +168,27 @@ def _check_checkpoint(checkpoint: str | None, config: RetainingHeadsConfig) -> N
             f"--resume_from_checkpoint: the heads of {checkpoint!r} are others than those of this training: "
             f"{'; '.join(wrong)}."
         )
+
+
+def _check_trainer(heads: RetainingHeads, args: LocretTrainingArguments, data: dict[str, Any]) -> None:
+    """Make of the options, before the model is loaded, what a Trainer would make of them after it.
+
+    Raises:
+        ValueError: If it cannot: a package is missing, or an option has a value that nothing has checked.
+    """
+    names = {"loss", "recall", "knorm_recall"}
+    names |= {
+        f"{name}_layer_{layer}" for name in ("recall", "knorm_recall") for layer in range(len(heads.layers))
+    }
+    if args.metric_for_best_model is not None:
+        check_choice("metric_for_best_model", args.metric_for_best_model.removeprefix("eval_"), names)
+    try:
+        trainer = Trainer(heads, args, compute_metrics=recall_metrics, **data)
+        trainer.get_train_dataloader()
+        trainer.get_eval_dataloader()
+        trainer.create_optimizer_and_scheduler(max(1, args.max_steps))
+    except Exception as error:  # of any kind: all of it is made of the options
+        raise ValueError(f"The Trainer cannot have these options: {error}") from error
 
 
 def _load_base(config: Any, options: LocretOptions, source: dict[str, Any]) -> Any:

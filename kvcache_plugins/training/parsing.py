@@ -36,8 +36,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[LocretOptions, LocretTrai
         arguments (`Sequence[str]`): Without the name of the program.
 
     Raises:
-        ValueError: If an option is unknown, lacks its value or has a wrong one.
-        OSError: If the file cannot be read.
+        ValueError: If an option is unknown, lacks its value or has a wrong one, or a file cannot be read.
     """
     parser = _Parser(
         (LocretOptions, LocretTrainingArguments),  # type: ignore[arg-type]  # typed as a list of types
@@ -57,9 +56,12 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[LocretOptions, LocretTrai
     named |= given.keys()
     if "num_train_epochs" in named and "max_steps" not in named:
         parser.set_defaults(max_steps=-1)  # ours would be the end of it
-    options, training, rest = parser.parse_args_into_dataclasses(
-        typed, return_remaining_strings=True, look_for_args_file=False
-    )
+    try:
+        options, training, rest = parser.parse_args_into_dataclasses(
+            typed, return_remaining_strings=True, look_for_args_file=False
+        )
+    except (ImportError, OSError, TypeError) as error:  # a package, a file or a key that is not there
+        raise ValueError(f"The Trainer cannot have these options: {error}") from error
     for word in rest:
         name = word.split("=")[0]
         raise ValueError(f"Unknown option {name!r}.{suggest(name, names)} --help lists all options.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer
@@ -141,7 +142,9 @@ def recall_metrics(prediction: EvalPrediction) -> dict[str, Any]:
         prediction (`EvalPrediction`): Recalls of the heads as predictions and of `knorm` as labels, each of
             shape `(examples, layers)`.
     """
-    heads, norms = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
+    # batch by batch with --eval_do_concat_batches false
+    batches: tuple[Any, Any] = (prediction.predictions, prediction.label_ids)
+    heads, norms = (torch.as_tensor(np.vstack(recalls)) for recalls in batches)
     metrics: dict[str, Any] = {"recall": heads.mean().item(), "knorm_recall": norms.mean().item()}
     for name, values in (("recall", heads), ("knorm_recall", norms)):
         for layer, value in enumerate(values.mean(0).tolist()):

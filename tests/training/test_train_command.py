@@ -55,14 +55,16 @@ def test_the_command(
 ) -> None:
     pushed: list[Any] = []
     monkeypatch.setattr(job, "push", lambda *args, **kwargs: pushed.append((args, kwargs)))
+    monkeypatch.setattr(job, "check_push", pushed.append)
     output = tmp_path / "heads"
     more = ("--max_steps", "12", "--logging_steps", "4", "--budget", "96", "--push_to_hub", "true")
     more += ("--hub_token", "secret")
     assert main(["train-locret", *arguments(text, output, *more)]) == 0
     assert f"written to {output}" in capsys.readouterr().out
     assert sorted(path.name for path in output.iterdir()) == FILES
-    assert pushed[0][0][0] == output and pushed[0][0][2] == "heads"
-    assert pushed[0][1] == {"private": None, "token": "secret", "revision": None}
+    assert pushed[0] == "secret", "whether it can be uploaded is asked before the training"
+    assert pushed[1][0][0] == output and pushed[1][0][2] == "heads"
+    assert pushed[1][1] == {"private": None, "token": "secret", "revision": None}
     heads = load_heads(str(output))
     heads.check_model(AutoConfig.from_pretrained(MODEL))
     assert heads.config.base_model_name_or_path == "tiny-llama-books"
@@ -188,6 +190,21 @@ def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ),
         (["--model", "m", "--output", "x", "--num_train_epochs", "1"], "which have no end, got -1"),
         (["--config"], "--config must name a YAML file"),
+        (
+            ["--model", "m", "--output", "x", "--prediction_loss_only", "true"],
+            "--prediction_loss_only must be left out, a training ends with the recall of its heads, got",
+        ),
+        (
+            ["--model", "m", "--output", "x", "--neftune_noise_alpha", "5"],
+            "--neftune_noise_alpha must be left",
+        ),
+        (["--model", "m", "--output", "x", "--include_for_metrics", "loss"], "must be left out, the recall"),
+        (
+            ["--model", "m", "--output", "x", "--gradient_accumulation_steps", "0"],
+            "--gradient_accumulation_steps must be an integer >= 1, got 0.",
+        ),
+        (["--model", "m", "--output", "x", "--torch_compile_mode", "no"], "--torch_compile_mode must be one"),
+        (["--model", "m", "--output", "x", "--accelerator_config", "no.json"], "The Trainer cannot have"),
     ],
 )
 def test_wrong_arguments(
@@ -198,6 +215,27 @@ def test_wrong_arguments(
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--lr_scheduler_kwargs", '{"cycles": 1}'], "unexpected keyword argument 'cycles'"),
+        (["--learning_rate", "-1"], "Invalid learning rate: -1.0"),
+        (["--metric_for_best_model", "accuracy"], "--metric_for_best_model must be one of"),
+    ],
+)
+def test_what_only_the_trainer_refuses_is_told_before_the_model_is_loaded(
+    given: list[str],
+    message: str,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(job, "_load_base", lambda *args: pytest.fail("loaded"))
+    assert main(["train-locret", *arguments(text, tmp_path, "--no_plots", *given)]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("given", "seed"), [([], 5), (["--data_seed", "0"], 0)])

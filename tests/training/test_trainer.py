@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
+from transformers import EvalPrediction
 
 from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.heads import RetainingHeads
 from kvcache_plugins.testing import tiny_model
 from kvcache_plugins.training.arguments import LocretTrainingArguments
 from kvcache_plugins.training.examples import Collator, Example
-from kvcache_plugins.training.trainer import LocretTrainer
+from kvcache_plugins.training.trainer import LocretTrainer, recall_metrics
 
 
 class Texts(Dataset[Example]):
@@ -83,6 +84,14 @@ def test_accumulated_steps_are_a_larger_batch(layerwise_backward: bool, tmp_path
     torch.testing.assert_close(weights(small), weights(large), rtol=1e-4, atol=1e-6)
     losses = [trainer.state.log_history[0]["loss"] for trainer in (large, small)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_recall_of_batches_that_are_not_put_together() -> None:
+    """As `--eval_do_concat_batches false` leaves them, the last one smaller."""
+    heads, norms = torch.rand(3, 2).numpy(), torch.rand(3, 2).numpy()
+    whole = recall_metrics(EvalPrediction(heads, norms))
+    parts = EvalPrediction([heads[:2], heads[2:]], [norms[:2], norms[2:]])  # type: ignore[arg-type]
+    assert recall_metrics(parts) == whole and whole["recall_layer_1"] == pytest.approx(heads[:, 1].mean())
 
 
 def test_recall_rises_and_the_base_stays(tmp_path: Path) -> None:
