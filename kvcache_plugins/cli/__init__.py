@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): Arguments without the program name; `sys.argv[1:]` by default.
 
     Returns:
-        `int`: Exit status: 0, 1 where something of ours failed that was to be measured or built, or 2 for
-        an error of the user, told in one line on the standard error stream.
+        `int`: Exit status: 0, 1 where something of ours failed that was to be measured or built, 2 for an
+        error of the user and 130 for an interruption, each told in one line on the standard error stream.
     """
     parser = argparse.ArgumentParser(
         prog="kvcache-plugins", description="Packed key-value caches for Hugging Face Transformers."
@@ -53,3 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # of an import statement; a library that asks for another package gives no name
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        said = getattr(args, "interrupted", "nothing is kept.")
+        print(f"\ninterrupted: {said}", file=sys.stderr)  # below a bar, or the ^C of a terminal
+        return 130  # as a shell tells of a process that SIGINT ended

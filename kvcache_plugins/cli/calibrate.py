@@ -8,7 +8,7 @@ from pathlib import Path
 from ..calibration.options import BACKENDS, DATASET, PYDOC, WEIGHTS, CalibrationOptions
 from .display import show
 from .model_arguments import add_model_arguments
-from .options import add_cache_config_option, options_of
+from .options import RESUMED, add_cache_config_option, options_of
 from .preparing import output_directory, prepare_transformers
 
 __all__ = ["add_parser", "run"]
@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--precision_samples", type=int, metavar="N", help="to judge bits on (default: 4)")
     parser.add_argument("--push_to_hub", metavar="REPO", help="upload the artifact")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, interrupted=RESUMED)
 
 
 def run(args: argparse.Namespace) -> int:

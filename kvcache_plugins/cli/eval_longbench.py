@@ -9,7 +9,7 @@ from typing import Any
 from ..evaluation.longbench.options import LongBenchOptions
 from .display import show
 from .model_arguments import add_evaluation_arguments
-from .options import options_of
+from .options import RESUMED, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
 
 __all__ = ["add_parser", "run"]
@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="score <task>.jsonl files with rows {pred, answers, all_classes, length}, in DIR or in its "
         "folders; no model is needed",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, interrupted=RESUMED)
 
 
 def run(args: argparse.Namespace) -> int:

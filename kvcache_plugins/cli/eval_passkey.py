@@ -9,7 +9,7 @@ from typing import Any
 from ..evaluation.passkey_options import FACT_NEEDLE, FACT_QUESTION, NEEDLE, QUESTION, PasskeyOptions
 from .display import show
 from .model_arguments import add_evaluation_arguments
-from .options import options_of
+from .options import RESUMED, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
 
 __all__ = ["add_parser", "run"]
@@ -67,7 +67,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--max_new_tokens", type=int, metavar="N", help="of an answer (default: 8)")
     parser.add_argument("--batch_size", type=int, metavar="N", help="prompts generated together (default: 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="of keys and filler (default: 0)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, interrupted=RESUMED)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from ..evaluation.perplexity_options import DATASETS, PG19, PerplexityOptions
 from .display import show
 from .model_arguments import add_evaluation_arguments
-from .options import options_of
+from .options import RESUMED, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
 
 __all__ = ["add_parser", "run"]
@@ -53,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--max_reference_gb", type=float, metavar="GB", help="for the dense logits of a window (default: 8)"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, interrupted=RESUMED)
 
 
 def run(args: argparse.Namespace) -> int:

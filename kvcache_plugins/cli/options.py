@@ -10,12 +10,14 @@ from typing import Any
 from ..evaluation.option_files import read_option_file
 from ..registry import TRANSFORMERS_BACKENDS, get_backend
 
-__all__ = ["add_cache_config_option", "merge_options", "options_of", "parse_cache_configs"]
+__all__ = ["RESUMED", "add_cache_config_option", "merge_options", "options_of", "parse_cache_configs"]
 
 # What the command line knows and the work need not.
 _NOT_OPTIONS = (
-    "command", "benchmark", "evaluation", "run", "config", "output", "no_plots", "push_to_hub",
+    "command", "benchmark", "evaluation", "run", "interrupted", "config", "output", "no_plots", "push_to_hub",
 )  # fmt: skip
+RESUMED = "the same command goes on where this one ended."
+"""What the user of a command is told who has interrupted it."""
 _EXAMPLE = '{"backend": "kivi", "nbits": 2}'
 
 

@@ -8,6 +8,10 @@ from .preparing import prepare_transformers
 
 __all__ = ["add_parser", "run"]
 
+_INTERRUPTED = (
+    "--resume_from_checkpoint true goes on from the newest checkpoint in --output, if there is one."
+)
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the sub-command.
@@ -19,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "train-locret", help="train retaining heads for the backend locret", prefix_chars="\0", add_help=False
     )
     parser.add_argument("arguments", nargs="*")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, interrupted=_INTERRUPTED)
 
 
 def run(args: argparse.Namespace) -> int:

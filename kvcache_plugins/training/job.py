@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, Trainer, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
-from ..artifacts.files import write_json
+from ..artifacts.files import read_json, write_json
 from ..artifacts.folders import check_no_model, check_push, push, replacing
 from ..backends.locret import LocretConfig
 from ..evaluation.options import DTYPES, check_choice
@@ -34,6 +33,7 @@ __all__ = ["PICTURE_FILE", "train_locret"]
 
 PICTURE_FILE = "training.png"
 _CARD_FILE = "README.md"
+_STATE_FILE = "trainer_state.json"
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_dim")
 _Recalls = dict[str, dict[str, Any]]
 
@@ -127,11 +127,13 @@ def _checkpoint(args: LocretTrainingArguments, output: Path) -> str | None:
     if given is None or str(given).lower() in ("false", "0", "no"):
         return None
     if str(given).lower() in ("true", "1", "yes"):
-        found = get_last_checkpoint(str(output)) if output.is_dir() else None
-        if found is None:
+        # the state is written last: a checkpoint without it was interrupted
+        states = output.glob(f"checkpoint-*/{_STATE_FILE}")
+        found = {read_json(path)["global_step"]: path.parent for path in states}
+        if not found:
             raise ValueError(f"--resume_from_checkpoint: there is no checkpoint in {str(output)!r}.")
-        return str(found)
-    if not (Path(given) / "trainer_state.json").is_file():
+        return str(found[max(found)])
+    if not (Path(given) / _STATE_FILE).is_file():
         raise ValueError(
             f"--resume_from_checkpoint must be true or a checkpoint of the Trainer, got {given!r}."
         )

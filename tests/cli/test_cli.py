@@ -381,6 +381,28 @@ def test_a_package_that_an_option_needs_is_asked_for_in_one_line(
         main(["estimate"])
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("estimate", "nothing is kept."),
+        ("bench attention", "nothing is kept."),
+        ("eval passkey", "the same command goes on where this one ended."),
+        ("train-locret", "--resume_from_checkpoint true goes on from the newest checkpoint"),
+    ],
+)
+def test_an_interruption_says_what_is_kept(
+    command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: Any) -> int:
+        raise KeyboardInterrupt
+
+    module = "_".join(command.split()[: 2 if "eval" in command else 1]).replace("-", "_")
+    monkeypatch.setattr(f"kvcache_plugins.cli.{module}.run", run)
+    assert main(command.split()) == 130
+    error = capsys.readouterr().err
+    assert error.startswith(f"\ninterrupted: {said}") and error.count("\n") == 2
+
+
 @pytest.mark.parametrize("arguments", [[], ["lits"], ["estimate", "--preset", "gpt-9"]])
 def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -119,6 +119,7 @@ def test_an_interrupted_training_goes_on(
     whole = load_file(tmp_path / "whole" / "model.safetensors")
     (tmp_path / "part").mkdir()
     (tmp_path / "whole" / "checkpoint-2").rename(tmp_path / "part" / "checkpoint-2")
+    (tmp_path / "part" / "checkpoint-3").mkdir()  # whose saving was interrupted
     resume = ("--resume_from_checkpoint", "true")
     others = (*resume, "--hidden_dim", "8")
     assert main(["train-locret", *arguments(text, tmp_path / "part", *more, *saving, *others)]) == 2
