@@ -93,7 +93,10 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
     expected = _fingerprint(decoder_config(config))
     if facts["model"] != expected:
         raise ArtifactError(f"{folder} was saved for the model {facts['model']}, not for {expected}.")
-    cache = build_cache(model_or_config, {"backend": facts["backend"], **facts["options"]})
+    try:
+        cache = build_cache(model_or_config, {"backend": facts["backend"], **facts["options"]})
+    except (TypeError, ValueError) as error:
+        raise ArtifactError(f"{folder / _FACTS}: {error}") from error
     if facts["reads_long_text"]:
         if model is None:
             raise ArtifactError(
@@ -111,9 +114,17 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
         load = layer.load_state if isinstance(layer, PackedLayer) else partial(_load_dense_state, layer)
         try:
             load(owned, facts["layers"][layer_idx])
-        except (IndexError, KeyError, RuntimeError) as error:
+            if isinstance(layer, PackedLayer) and owned:
+                _check_lengths(layer)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ArtifactError(f"{folder} does not hold all of layer {layer_idx}: {error!r}.") from error
     return cache
+
+
+def _check_lengths(layer: PackedLayer) -> None:
+    lengths = [stream.length for stream in layer.streams]
+    if len(set(lengths)) > 1 or not isinstance(layer.cumulative_length, int):
+        raise ValueError(f"{lengths} keys and values of {layer.cumulative_length!r} tokens")
 
 
 def _fingerprint(config: Any) -> dict[str, Any]:

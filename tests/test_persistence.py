@@ -264,6 +264,12 @@ DAMAGE: dict[str, Any] = {
     "no-model": lambda folder: _edit(folder, lambda facts: facts.pop("model")),
     "no-layers": lambda folder: _edit(folder, lambda facts: facts.update(layers=[])),
     "no-length": lambda folder: _edit(folder, lambda facts: facts["layers"][1].pop("cumulative_length")),
+    "no-lengths": lambda folder: _edit(folder, lambda facts: facts["layers"][0].update(packed_lengths=None)),
+    "no-options": lambda folder: _edit(folder, lambda facts: facts.update(options=None)),
+    "wrong-options": lambda folder: _edit(folder, lambda facts: facts["options"].update(nbits=5)),
+    "other-lengths": lambda folder: _edit(
+        folder, lambda facts: facts["layers"][0]["packed_lengths"].update(key=0)
+    ),
     "a-tensor-missing": lambda folder: _drop_tensor(folder, "layers.1.value_tail"),
     "records-missing": lambda folder: _drop_tensor(folder, "layers.0.records"),
 }
