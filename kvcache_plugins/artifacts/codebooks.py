@@ -243,6 +243,12 @@ def _read(folder: Path, written: tuple[int, ...]) -> Codebooks:
         if not isinstance(facts[name], kind):
             expected = getattr(kind, "__name__", str(kind))
             raise ArtifactError(f"{folder / _FACTS}: {name} must be of type {expected}, got {facts[name]!r}.")
+    known = all(isinstance(bits, int) for bits in facts["nbits"])
+    if not known or not 0 <= facts["outlier_fraction"] <= 0.1 or facts["sink_length"] < 0:
+        raise ArtifactError(
+            f"{folder / _FACTS}: nbits must be integers, outlier_fraction within [0, 0.1] and sink_length at "
+            f"least 0, got {[facts[name] for name in ('nbits', 'outlier_fraction', 'sink_length')]}."
+        )
     if _digest(folder / _TENSORS) != facts["tensors_sha256"]:
         raise ArtifactError(
             f"{folder / _TENSORS} is not the file that {_FACTS} belongs to (its sha256 is another)."

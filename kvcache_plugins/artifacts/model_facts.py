@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import ArtifactError
 from ..models.facts import decoder_config
@@ -21,7 +21,7 @@ _SAME_FREQUENCY = 1e-5
 """Relative difference of frequencies that fp32 on another device may cause; real differences are larger."""
 
 _HELD_AS = (torch.float64, torch.bfloat16, torch.float16)
-"""What frequencies may have been rounded to: `model.half()` and `model.to()` cast them with the weights."""
+"""What the frequencies of either model may have been rounded to, with its weights: by `model.half()`."""
 
 
 def model_facts(config: Any) -> dict[str, Any]:
@@ -80,20 +80,27 @@ def check_rotary(source: str, layer_idx: int, facts: Mapping[str, Any] | None, r
     """
     if facts is None and rotary is None:
         return
+    try:
+        shown = _shown(facts)
+        made = torch.tensor([] if facts is None else facts["inv_freq"], dtype=torch.float64, device="cpu")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"{source}: the rotary parameters of layer {layer_idx} are damaged: {facts!r:.80}."
+        ) from error
     if facts is not None and rotary is not None and bool(facts["interleaved"]) == rotary.interleaved:
-        made = torch.tensor(facts["inv_freq"], dtype=torch.float64, device="cpu")
-        if any(_are_same(made.to(dtype).tolist(), rotary.inv_freq) for dtype in _HELD_AS):
+        used = torch.tensor(rotary.inv_freq, dtype=torch.float64, device="cpu")
+        if any(_are_same(made.to(kind), used) or _are_same(made, used.to(kind)) for kind in _HELD_AS):
             return
     raise ArtifactError(
-        f"{source} was made for other rotary parameters in layer {layer_idx}: {_shown(facts)}; "
+        f"{source} was made for other rotary parameters in layer {layer_idx}: {shown}; "
         f"the model's are {_shown(rotary_facts(rotary))}."
     )
 
 
-def _are_same(made: Sequence[float], used: Sequence[float]) -> bool:
-    """Whether two lists of frequencies agree as far as devices compute them alike."""
-    return len(made) == len(used) and all(
-        math.isclose(a, b, rel_tol=_SAME_FREQUENCY) for a, b in zip(made, used, strict=True)
+def _are_same(made: Tensor, used: Tensor) -> bool:
+    """Whether frequencies agree as far as devices compute them alike."""
+    return made.shape == used.shape and torch.allclose(
+        made.double(), used.double(), rtol=_SAME_FREQUENCY, atol=0.0
     )
 
 

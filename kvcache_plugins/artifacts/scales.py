@@ -83,7 +83,7 @@ class Scales:
         absmax = by_layer[layer_idx]
         if absmax.shape != (num_heads,):
             raise ArtifactError(
-                f"{self.source} was made for {len(absmax)} kv heads in layer {layer_idx}, "
+                f"{self.source} was made for {absmax.numel()} kv heads in layer {layer_idx}, "
                 f"which has {num_heads}."
             )
         absmax = absmax if scheme == "head" else absmax.max()[None]
@@ -126,6 +126,11 @@ def _read(folder: Path, written: tuple[int, ...]) -> Scales:
         if match is None:
             raise ArtifactError(
                 f"{folder / _TENSORS}: expected names like 'layers.0.key_absmax', got {name!r}."
+            )
+        if tensor.dim() != 1 or not tensor.is_floating_point() or bool((tensor < 0).any()):
+            raise ArtifactError(
+                f"{folder / _TENSORS}: {name} must be a magnitude for each kv head, got "
+                f"{tensor.tolist()!r:.80}."
             )
         sides[match["side"]][int(match["layer_idx"])] = tensor.float()
     return Scales(sides["key"], sides["value"], facts, str(folder))

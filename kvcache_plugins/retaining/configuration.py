@@ -83,6 +83,10 @@ class RetainingHeadsConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers annotates none
         if self.defaults is None:
             self.defaults = dict(DEFAULT_BUDGET)
+        if not isinstance(self.defaults, dict):
+            raise ValueError(
+                f"RetainingHeadsConfig.defaults must be options of the cache by name, got {self.defaults!r}."
+            )
         for name in (
             "num_hidden_layers",
             "num_attention_heads",

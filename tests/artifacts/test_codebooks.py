@@ -189,6 +189,25 @@ def test_the_same_rotation_in_a_model_that_was_cast(artifact: Path, dtype: torch
         layer_of(load_codebooks(str(artifact)), rotary=replace(ROTARY, inv_freq=other))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_artifact_of_a_model_that_was_cast(artifact: Path, dtype: torch.dtype) -> None:
+    """It turned keys back by the frequencies it had turned them by, so it serves the model as it was."""
+    cast = torch.tensor(ROTARY.inv_freq).to(dtype).tolist()
+    _edit_facts(artifact, rope={"0": {"interleaved": False, "inv_freq": cast}})
+    layer_of(load_codebooks(str(artifact)))
+    with pytest.raises(ArtifactError, match="other rotary parameters"):
+        layer_of(
+            load_codebooks(str(artifact)), rotary=replace(ROTARY, inv_freq=(*ROTARY.inv_freq[:3], 0.00102))
+        )
+
+
+@pytest.mark.parametrize("rope", ["x", [1], {"interleaved": False}, {"interleaved": False, "inv_freq": "x"}])
+def test_damaged_rotary_parameters(artifact: Path, rope: Any) -> None:
+    _edit_facts(artifact, rope={"0": rope})
+    with pytest.raises(ArtifactError, match="rotary parameters of layer 0 are damaged"):
+        layer_of(load_codebooks(str(artifact)))
+
+
 def test_a_rotation_where_there_was_none(artifact: Path) -> None:
     with pytest.raises(ArtifactError, match=r"layer 1: no rotary embedding.*the model's are half-split"):
         layer_of(load_codebooks(str(artifact)), 1)
@@ -238,6 +257,9 @@ DAMAGE: dict[str, tuple[Any, str, str]] = {
     "share-no-number": (
         lambda f: _edit_facts(f, outlier_fraction=[]), FACTS, "outlier_fraction must be of type float | int",
     ),
+    "share-too-large": (lambda f: _edit_facts(f, outlier_fraction=7), FACTS, "outlier_fraction within"),
+    "sinks-below-none": (lambda f: _edit_facts(f, sink_length=-1), FACTS, "sink_length at least 0"),
+    "bits-no-numbers": (lambda f: _edit_facts(f, nbits=[2, "3"]), FACTS, "nbits must be integers"),
     "not-finite": (
         lambda f: _edit_tensors(f, {LEVELS: torch.tensor([-1.0, 0.0, float("nan"), 1.0])}), TENSORS, LEVELS,
     ),

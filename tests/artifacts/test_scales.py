@@ -174,6 +174,16 @@ DAMAGE: dict[str, tuple[Any, str, str]] = {
         TENSORS,
         "layers.0.key_absmax",
     ),
+    "no-heads": (
+        lambda folder: save_file({"layers.0.key_absmax": torch.tensor(3.0)}, folder / TENSORS),
+        TENSORS,
+        "layers.0.key_absmax must be a magnitude for each kv head, got 3.0",
+    ),
+    "below-zero": (
+        lambda folder: save_file({"layers.0.key_absmax": torch.tensor([-1.0])}, folder / TENSORS),
+        TENSORS,
+        "layers.0.key_absmax must be a magnitude",
+    ),
     "other-tensors": (
         lambda folder: save_file({"lm_head": torch.ones(2)}, folder / TENSORS),
         TENSORS,

@@ -67,7 +67,9 @@ def test_folders_of_something_else(folder: str, message: str) -> None:
 
 
 @pytest.mark.usefixtures("_no_forward")
-@pytest.mark.parametrize("damage", ["no-weights", "cut-weights", "nan", "cut-config", "other-width"])
+@pytest.mark.parametrize(
+    "damage", ["no-weights", "cut-weights", "nan", "cut-config", "other-width", "no-options"]
+)
 def test_damaged_heads(damage: str, tmp_path: Path) -> None:
     heads = RetainingHeads(RetainingHeadsConfig.from_model(model_of(), hidden_dim=8))
     if damage == "nan":
@@ -83,6 +85,9 @@ def test_damaged_heads(damage: str, tmp_path: Path) -> None:
     if damage == "other-width":
         facts = json.loads(config.read_text(encoding="utf-8"))
         config.write_text(json.dumps(facts | {"hidden_dim": 16}), encoding="utf-8")
+    if damage == "no-options":
+        facts = json.loads(config.read_text(encoding="utf-8"))
+        config.write_text(json.dumps(facts | {"defaults": "x"}), encoding="utf-8")
     options = {"backend": "locret", "budget": 24, "heads": str(tmp_path)}
     _refused(options, rf"{tmp_path}.*(cannot be (read|loaded)|not finite)", ArtifactError)
 
