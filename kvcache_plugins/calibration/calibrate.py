@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from ..artifacts.codebooks import Codebooks, push_to_hub, save_codebooks
 from ..artifacts.folders import check_push
 from ..artifacts.model_facts import model_facts, rotary_facts
 from ..artifacts.scales import Scales
 from ..backends.kvquant import NORMAL_FLOAT
-from ..evaluation.loading import Subject, load_subject
+from ..evaluation.loading import Subject, load_config, load_subject
 from ..evaluation.progress import Progress, silent
 from ..models.facts import decoder_config
 from .fitting import fit_layers
@@ -58,10 +57,7 @@ def calibrate(
     """
     if push_to is not None:
         check_push()
-    config = AutoConfig.from_pretrained(
-        options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
-    )
-    decoder_config(config)  # refuses encoder-decoder models before their weights are loaded
+    decoder_config(load_config(options))  # refuses encoder-decoder models before their weights are loaded
     calibrate_subject(load_subject(options), options, output, progress)
     if push_to is not None:
         push_to_hub(output, push_to)

@@ -109,11 +109,15 @@ def _measure(benchmark: str, options: Any) -> dict[str, Any]:
 
         with progress_bar(points * (caches - 1 + options.repeats + options.warm_up)) as progress:
             return measure_attention(options, progress)
+    from ..evaluation.generation_process import WorkerError
     from ..evaluation.generation_speed import measure_generation
 
     verified = len(options.batch_sizes) * caches if options.verify_memory else 0
     with progress_bar(points * caches * options.repeats + verified) as progress:
-        return measure_generation(options, progress)
+        try:
+            return measure_generation(options, progress)
+        except WorkerError as error:  # of the dense cache, without which nothing is compared
+            raise ValueError(str(error)) from error
 
 
 def _show(benchmark: str, document: dict[str, Any], output: Path, *, draws: bool) -> None:

@@ -88,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model_config(args: argparse.Namespace) -> PreTrainedConfig:
-    from transformers import AutoConfig
+    from ..models.pretrained import load_config
 
     config: PreTrainedConfig
     if args.model is not None:
-        config = AutoConfig.from_pretrained(args.model)
+        config = load_config(args.model)
     else:
         config = preset_config(args.preset or _DEFAULT_PRESET)
     return config

@@ -29,12 +29,11 @@ def run(args: argparse.Namespace) -> int:
     """Convert, and say what was written."""
     output = output_directory(args)
 
-    import transformers
-
+    from ..models.pretrained import load_config
     from ..retaining.importing import import_heads
 
     prepare_transformers()
-    config = transformers.AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    config = load_config(args.model, trust_remote_code=args.trust_remote_code)
     heads = import_heads(args.source, config, output, revision=args.revision)
     layers, width = heads.config.num_hidden_layers, heads.config.hidden_dim
     from .display import show

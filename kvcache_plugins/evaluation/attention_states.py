@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ..models.facts import decoder_config
 from ..models.layer_plan import caches_latents, key_value_heads
 from ..models.presets import preset_config
+from ..models.pretrained import load_config
 from .speed_options import AttentionOptions
 
 __all__ = ["AttentionShape", "States", "heads_of", "layer_config"]
@@ -100,7 +101,7 @@ def layer_config(options: AttentionOptions) -> PreTrainedConfig:
         config = preset_config(options.preset)
     else:
         assert options.model is not None
-        config = decoder_config(AutoConfig.from_pretrained(options.model))
+        config = decoder_config(load_config(options.model))
     if caches_latents(config):
         given = f"--preset {options.preset}" if options.preset is not None else f"--model {options.model}"
         raise ValueError(

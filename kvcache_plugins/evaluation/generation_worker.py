@@ -21,6 +21,7 @@ from ..artifacts.files import read_json, write_json
 from ..cache import KVCache
 from ..models.auto_class import auto_class
 from ..models.presets import preset_config
+from ..models.pretrained import load_config, load_model
 from .caches import cache_bytes, generate
 from .generation_process import OUT_OF_MEMORY
 from .timing import StepTimer
@@ -61,7 +62,7 @@ def model_config(
     """
     config: PreTrainedConfig
     if model is not None:
-        config = AutoConfig.from_pretrained(model)
+        config = load_config(model)
     elif preset is not None:
         config = preset_config(preset, num_layers)
     else:
@@ -95,8 +96,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     device = torch.device(job["device"])
     memory = DeviceMemory(device) if device.type == "cuda" else None
     if job["model"] is not None:
-        loader = auto_class(AutoConfig.from_pretrained(job["model"]))
-        model = loader.from_pretrained(job["model"], dtype=dtype)
+        model = load_model(job["model"], load_config(job["model"]), dtype=dtype)
     else:
         config = model_config(None, job["preset"], job["num_layers"])
         with device:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
 
-from ..models.auto_class import auto_class
+from ..models import pretrained
 from .model_options import ModelOptions
 from .sharding import Shard
 
@@ -62,8 +61,9 @@ def load_config(options: ModelOptions) -> Any:
 
     Raises:
         OSError: If the model cannot be found.
+        ValueError: If it cannot be read.
     """
-    return AutoConfig.from_pretrained(options.model, **_source(options))
+    return pretrained.load_config(options.model, **_source(options))
 
 
 def load_tokenizer(options: ModelOptions) -> Any:
@@ -71,8 +71,9 @@ def load_tokenizer(options: ModelOptions) -> Any:
 
     Raises:
         OSError: If the model cannot be found.
+        ValueError: If it cannot be read.
     """
-    return AutoTokenizer.from_pretrained(options.model, **_source(options))
+    return pretrained.load_tokenizer(options.model, **_source(options))
 
 
 def load_subject(options: ModelOptions, tokenizer: Any = None) -> Subject:
@@ -98,8 +99,8 @@ def load_subject(options: ModelOptions, tokenizer: Any = None) -> Subject:
         placement["attn_implementation"] = options.attn_implementation
     if tokenizer is None:
         tokenizer = load_tokenizer(options)
-    model: Any = auto_class(load_config(options)).from_pretrained(
-        options.model, dtype=options.torch_dtype, **_source(options), **placement
+    model: Any = pretrained.load_model(
+        options.model, load_config(options), dtype=options.torch_dtype, **_source(options), **placement
     )
     # A tensor parallel model has made the process group by now, which the state then finds.
     shard = Shard.of_this_process(is_tensor_parallel=options.tp_plan is not None)

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, Trainer, set_seed
+from transformers import Trainer, set_seed
 
 from ..artifacts.files import read_json, write_json
 from ..artifacts.folders import check_no_model, check_push, push, replacing
 from ..backends.locret import LocretConfig
 from ..evaluation.options import DTYPES, check_choice
 from ..evaluation.results import RESULTS_FILE, build_document
-from ..models.auto_class import auto_class
 from ..models.facts import decoder_config
+from ..models.pretrained import load_config, load_model, load_tokenizer
 from ..retaining.configuration import DEFAULT_BUDGET, RetainingHeadsConfig
 from ..retaining.heads import RetainingHeads
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
@@ -69,7 +69,7 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
     if push_to is not None:
         check_push(args.hub_token)
     source: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    config = AutoConfig.from_pretrained(options.model, **source)
+    config = load_config(options.model, **source)
     heads_config = RetainingHeadsConfig.from_model(
         config,
         hidden_dim=options.hidden_dim,
@@ -77,7 +77,7 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
         defaults=_recommended(options),
     )
     _check_checkpoint(checkpoint, heads_config)
-    tokenizer = AutoTokenizer.from_pretrained(options.model, **source)
+    tokenizer = load_tokenizer(options.model, **source)
     positions = getattr(decoder_config(config), "max_position_embeddings", None)
     data_seed = args.seed if args.data_seed is None else args.data_seed
     train, held_out = build_datasets(options, tokenizer, positions=positions, seed=data_seed)
@@ -199,7 +199,7 @@ def _load_base(config: Any, options: LocretOptions, source: dict[str, Any]) -> A
         if getattr(options, name) is not None:
             placement[name] = getattr(options, name)
     dtype = DTYPES.get(options.dtype, "auto")
-    return auto_class(config).from_pretrained(str(options.model), dtype=dtype, **source, **placement)
+    return load_model(str(options.model), config, dtype=dtype, **source, **placement)
 
 
 def _measure(trainer: LocretTrainer, name: str) -> _Recalls:

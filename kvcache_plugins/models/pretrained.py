@@ -1,0 +1,71 @@
+"""Models that a user names, loaded with errors that name what is wrong with their files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer
+
+from .auto_class import auto_class
+
+__all__ = ["load_config", "load_model", "load_tokenizer"]
+
+
+def load_config(name: str, **source: Any) -> Any:
+    """Return the configuration of a model.
+
+    Args:
+        name (`str`): Path or hub id.
+        source: As for `AutoConfig.from_pretrained`: `revision`, `trust_remote_code`.
+
+    Raises:
+        OSError: If it cannot be found.
+        ValueError: If it cannot be read.
+    """
+    with _named("configuration", name):
+        return AutoConfig.from_pretrained(name, **source)
+
+
+def load_tokenizer(name: str, **source: Any) -> Any:
+    """Return the tokenizer of a model; arguments and errors are those of [`load_config`]."""
+    with _named("tokenizer", name):
+        return AutoTokenizer.from_pretrained(name, **source)
+
+
+def load_model(name: str, config: Any, **options: Any) -> Any:
+    """Return a model whose files hold all of its weights.
+
+    Args:
+        name (`str`): Path or hub id.
+        config (`PreTrainedConfig`): Of [`load_config`].
+        options: As for `from_pretrained`: also `dtype`, `device_map` and the like.
+
+    Raises:
+        OSError: If it cannot be found.
+        ValueError: If a file is damaged, or a weight is missing or has another shape than the configuration
+            says; transformers itself would make up a missing one.
+    """
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with _named("weights", name):
+        model, found = auto_class(config).from_pretrained(name, **options)
+    wrong = [f"{weight} is missing" for weight in sorted(found["missing_keys"])]
+    wrong += [
+        f"{weight} has the shape {tuple(given)} instead of {tuple(expected)}"
+        for weight, given, expected in sorted(found["mismatched_keys"])
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"The weights of --model {name!r} are incomplete: {', '.join(wrong[:3])}{more}.")
+    return model
+
+
+@contextmanager
+def _named(what: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ArithmeticError, KeyError, SafetensorError, StrictDataclassError, TypeError, ValueError) as error:
+        raise ValueError(f"The {what} of --model {name!r} cannot be loaded: {error}") from error

@@ -1,0 +1,67 @@
+"""Folders of models that are damaged: one line that names the folder and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvcache_plugins.models.pretrained import load_config, load_model, load_tokenizer
+from kvcache_plugins.testing import tiny_model
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def describe(folder: Path, **changes: object) -> None:
+    facts = json.loads((folder / CONFIG).read_text()) | changes
+    (folder / CONFIG).write_text(json.dumps(facts))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "weights-cut": (lambda f: os.truncate(f / WEIGHTS, 5000), "weights of .* cannot be loaded"),
+    "weights-empty": (lambda f: os.truncate(f / WEIGHTS, 0), "weights of .* cannot be loaded"),
+    "a-weight-missing": (lambda f: edit(f, lambda t: t.pop(UP)), f"incomplete: {UP} is missing"),
+    "a-weight-of-another-shape": (
+        lambda f: edit(f, lambda t: t.update({UP: torch.zeros(3, 3)})),
+        rf"{UP} has the shape \(3, 3\) instead of",
+    ),
+    "a-number-that-is-none": (lambda f: describe(f, num_hidden_layers="x"), "configuration of .* cannot be"),
+    "a-number-of-none": (lambda f: describe(f, num_key_value_heads=0), "weights of .* cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_model(name: str, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    damage, said = DAMAGE[name]
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=said) as failure:
+        load_model(str(tmp_path), load_config(str(tmp_path)))
+    assert str(tmp_path) in str(failure.value)
+
+
+def test_a_whole_model(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), load_config(str(tmp_path)))
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_damaged_tokenizer(tmp_path: Path) -> None:
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer of --model .* cannot be loaded"):
+        load_tokenizer(str(tmp_path))
