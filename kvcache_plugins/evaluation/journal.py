@@ -89,19 +89,21 @@ class Journal:
         return records
 
     def _read(self, path: Path) -> dict[str, dict[str, Any]]:
-        text = path.read_text(encoding="utf-8")
-        complete = text[: text.rfind("\n") + 1]  # the last line may have been cut short
-        if len(complete) < len(text) and path == self._path:
-            os.truncate(path, len(complete.encode("utf-8")))
-        lines = [json.loads(line) for line in complete.splitlines()]
-        if not lines:
+        data = path.read_bytes()
+        complete = data[: data.rfind(b"\n") + 1]  # the last line may have been cut short
+        if len(complete) < len(data) and path == self._path:
+            os.truncate(path, len(complete))
+        if not complete:
             if path == self._path:  # that of another process may be about to get its first line
                 path.unlink()
             return {}
-        if "settings" not in lines[0]:
-            raise ArtifactError(f"{path} is not a record of an unfinished run; remove it.")
-        check_settings(lines[0]["settings"], self._settings, self._folder.parent)
-        return {line["key"]: line["record"] for line in lines[1:]}
+        try:
+            first, *lines = [json.loads(line) for line in complete.splitlines()]
+            settings, records = first["settings"], {line["key"]: line["record"] for line in lines}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(f"{path} is not a record of an unfinished run; remove it.") from error
+        check_settings(settings, self._settings, self._folder.parent)
+        return records
 
 
 def append_line(path: Path, line: str) -> None:

@@ -55,11 +55,16 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     assert "a" in Journal(tmp_path, SETTINGS)
 
 
-def test_a_strange_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "progress").mkdir()
-    (tmp_path / "progress" / "records-0.jsonl").write_text(json.dumps({"key": "a"}) + "\n")
-    with pytest.raises(ArtifactError, match="records-0"):
+@pytest.mark.parametrize(
+    "damage", [b'{"key": "a"}\n', b"[]\n", b"\xff\n", b'{"settings": {}}\n{"ke\n', b'{"settings": {}}\n{}\n']
+)
+def test_a_strange_file_is_refused(damage: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "progress" / "records-0.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(damage)
+    with pytest.raises(ArtifactError, match=r"records-0.*is not a record of an unfinished run"):
         Journal(tmp_path, SETTINGS)
+    assert path.read_bytes() == damage
 
 
 def test_a_full_disk_keeps_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
