@@ -46,6 +46,11 @@ class Int8Config(BackendConfig):
         super().__post_init__()
         check_choice(self, "granularity", self.granularity, _GRANULARITIES)
         check_integer(self, "q_group_size", self.q_group_size, minimum=1)
+        if self.granularity != "group" and self.q_group_size != type(self).q_group_size:
+            raise ValueError(
+                f"Int8Config.q_group_size is for granularity='group', got q_group_size={self.q_group_size} "
+                f"with granularity={self.granularity!r}."
+            )
         if self.calibration is None:
             return
         check_path_or_id(self, "calibration", self.calibration, "a scales artifact, or None")

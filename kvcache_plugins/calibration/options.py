@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..evaluation.model_options import ModelOptions
-from ..evaluation.options import check_choice, check_count
+from ..evaluation.options import check_choice, check_count, check_unused
 
 __all__ = ["BACKENDS", "DATASET", "PYDOC", "WEIGHTS", "CalibrationOptions"]
 
@@ -50,7 +50,7 @@ class CalibrationOptions(ModelOptions):
     sink_length: int = 1
     num_samples: int = 16
     sequence_length: int = 2048
-    dataset: str = DATASET
+    dataset: str = None  # type: ignore[assignment]  # what is not given is not refused beside text files
     text_files: Sequence[str] | None = None
     weight: str = "fisher_scale"
     q_norm: bool = False
@@ -74,6 +74,10 @@ class CalibrationOptions(ModelOptions):
         self._check_numbers()
         check_choice("weight", self.weight, WEIGHTS)
         check_choice("backend", self.backend, BACKENDS)
+        if self.text_files is not None:
+            check_unused(self, ("dataset",), "is not for --text_files, which take its place")
+        elif not self.dataset:
+            object.__setattr__(self, "dataset", DATASET)
         if self.text_files is not None and (isinstance(self.text_files, str) or not self.text_files):
             raise ValueError(f"--text_files must be one or more files, got {self.text_files!r}.")
         if self.tp_plan is not None:
@@ -107,7 +111,11 @@ class CalibrationOptions(ModelOptions):
                 )
             self._check_own_artifact(config)
         if self.target_bits is None:
+            check_unused(self, ("backend", "precision_samples"), "is for --target_bits, which is not given")
             return
+        if not self.needs_codebooks:
+            levels = ("nbits", "outlier_fraction", "q_norm", "weight")
+            check_unused(self, levels, f"is for the levels of kvquant, --backend is {self.backend!r}")
         target: object = self.target_bits
         bits = self.candidate_bits
         if isinstance(target, bool) or not isinstance(target, (int, float)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from .preparing import output_directory, prepare_transformers
 
@@ -28,6 +29,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Convert, and say what was written."""
     output = output_directory(args)
+    if args.revision is not None and Path(args.source).exists():
+        raise ValueError(
+            f"--revision is for sources on the hub, {args.source!r} is here, got {args.revision!r}."
+        )
 
     from ..models.pretrained import load_config
     from ..retaining.importing import import_heads

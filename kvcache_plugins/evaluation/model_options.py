@@ -57,7 +57,7 @@ class ModelOptions(Options):
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        check_model(self.model)
+        check_model(self.model, self.revision)
         check_choice("dtype", self.dtype, ["auto", *DTYPES])
         if self.threads is not None:
             check_count("threads", self.threads)

@@ -6,7 +6,7 @@ Nothing heavy is imported.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -14,7 +14,16 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from ..registry import suggest
 from .labels import dense_first
 
-__all__ = ["DTYPES", "Options", "check_choice", "check_count", "check_counts", "check_model", "check_type"]
+__all__ = [
+    "DTYPES",
+    "Options",
+    "check_choice",
+    "check_count",
+    "check_counts",
+    "check_model",
+    "check_type",
+    "check_unused",
+]
 
 DTYPES = {
     "bf16": "bfloat16",
@@ -123,12 +132,34 @@ def check_counts(name: str, values: Any) -> None:
         check_count(name, value)
 
 
-def check_model(model: str) -> None:
+def check_unused(options: Any, names: Iterable[str], why: str) -> None:
+    """Check that options which would change nothing have their defaults.
+
+    Args:
+        options (`Any`): A dataclass of options.
+        names (`Iterable[str]`): Which of them.
+        why (`str`): What follows the name of an option in the message.
+
+    Raises:
+        ValueError: Naming the option, the reason and the value.
+    """
+    names = set(names)
+    for option in fields(options):
+        value = getattr(options, option.name)
+        default = option.default if option.default_factory is MISSING else option.default_factory()
+        # what was given as false changes nothing, whatever the default
+        if option.name in names and value is not False and value != default:
+            raise ValueError(f"--{option.name} {why}, got {value!r}.")
+
+
+def check_model(model: str, revision: str | None = None) -> None:
     """Check that what looks like a path is one; a hub id never begins with a dot, a slash or a tilde.
 
     Raises:
-        ValueError: Naming it.
+        ValueError: Naming it, or the revision of a directory, which has none.
     """
+    if revision is not None and Path(model).is_dir():
+        raise ValueError(f"--revision is for models on the hub, {model!r} is a directory, got {revision!r}.")
     if model.startswith((".", "/", "~", "\\")) and not Path(model).is_dir():
         raise ValueError(f"--model must be a directory or a hub id; there is no directory {model!r}.")
 

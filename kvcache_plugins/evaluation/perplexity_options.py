@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .model_options import ModelOptions
-from .options import check_choice, check_count
+from .options import check_choice, check_count, check_unused
 
 __all__ = ["DATASETS", "PG19", "PerplexityOptions"]
 
@@ -87,6 +87,10 @@ class PerplexityOptions(ModelOptions):
                 f"(--context_length minus --prefill_length), or tokens would be predicted twice; got "
                 f"{self.stride}."
             )
+        if self.no_kl:
+            check_unused(self, ("max_reference_gb",), "is for the comparison that --no_kl leaves out")
+        if self.block_length == 1:
+            check_unused(self, ("approximate_blocks",), "needs a --block_length above 1")
         if isinstance(self.max_reference_gb, bool) or not self.max_reference_gb > 0:
             raise ValueError(f"--max_reference_gb must be positive, got {self.max_reference_gb!r}.")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch._inductor import list_mode_options
 from transformers import TrainingArguments
 
-from ..evaluation.options import check_choice, check_count
+from ..evaluation.options import check_choice, check_count, check_unused
 
 __all__ = ["LocretTrainingArguments"]
 
@@ -70,14 +70,13 @@ class LocretTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            given = getattr(self, option.name)
-            factory = option.default_factory
-            default = option.default if factory is MISSING else factory()
-            if option.name in _WITHOUT_USE and given is not False and given != default:
-                raise ValueError(
-                    f"--{option.name} must be left out, {_WITHOUT_USE[option.name]}, got {given!r}."
-                )
+        for name, why in _WITHOUT_USE.items():
+            check_unused(self, (name,), f"must be left out, {why}")
+        if not self.push_to_hub:
+            uploads = ("hub_model_id", "hub_private_repo", "hub_revision")
+            check_unused(self, uploads, "needs --push_to_hub true")
+        if not self.fsdp:
+            check_unused(self, ("fsdp_config",), "needs --fsdp")
         for name in (
             "per_device_train_batch_size",
             "per_device_eval_batch_size",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..evaluation.options import DTYPES, check_choice, check_count, check_model
+from ..evaluation.options import DTYPES, check_choice, check_count, check_model, check_unused
 
 __all__ = ["HEADS_DTYPES", "SYNTHETIC", "LocretOptions"]
 
@@ -104,7 +104,7 @@ class LocretOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("--model must name the model the heads are for, a path or a hub id.")
-        check_model(self.model)
+        check_model(self.model, self.revision)
         check_choice("dtype", self.dtype, ["auto", *DTYPES])
         check_choice("heads_dtype", self.heads_dtype, HEADS_DTYPES)
         check_count("sequence_length", self.sequence_length, least=64)
@@ -115,6 +115,10 @@ class LocretOptions:
         if isinstance(self.text_files, str) or (self.text_files is not None and not self.text_files):
             raise ValueError(f"--text_files must be one or more files, got {self.text_files!r}.")
         self._check_sources()
+        if self.dataset == SYNTHETIC:
+            check_unused(self, ("max_length", "num_examples"), f"is not for --dataset {SYNTHETIC}")
+        else:
+            check_unused(self, ("sequence_length",), f"is for --dataset {SYNTHETIC}, not {self.dataset!r}")
 
     def _check_sources(self) -> None:
         dataset: object = self.dataset

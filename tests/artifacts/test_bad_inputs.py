@@ -109,8 +109,7 @@ def test_a_text_shorter_than_a_sample(
         }
 
 
-@pytest.mark.parametrize("target_bits", [None, 3.0])
-@pytest.mark.parametrize("backend", ["kvquant", "kivi"])
+@pytest.mark.parametrize(("backend", "target_bits"), [("kvquant", None), ("kvquant", 3.0), ("kivi", 3.0)])
 def test_a_model_on_the_meta_device(
     backend: str, target_bits: float | None, places: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -114,6 +114,12 @@ def test_it_is_saved_and_found_again(config: dict[str, Any], tmp_path: Path) -> 
         assert torch.equal(one.key_stream_.decode(0, 70), other.key_stream_.decode(0, 70))
 
 
+@pytest.mark.parametrize("granularity", ["head", "token", "tensor"])
+def test_a_group_size_is_for_groups(granularity: str) -> None:
+    with pytest.raises(ValueError, match=r"q_group_size is for granularity='group', got q_group_size=16"):
+        Int8Config(granularity=granularity, q_group_size=16)
+
+
 @pytest.mark.parametrize("granularity", ["group", "token"])
 def test_only_some_granularities_have_static_scales(granularity: str) -> None:
     with pytest.raises(ValueError, match=r"Int8Config\.calibration") as failure:

@@ -230,6 +230,26 @@ def test_samples_longer_than_the_context(subject: Subject, text: Path, tmp_path:
         (["--model", "m", "--output", "x", "--nbits", "8"], "different numbers of 2, 3, 4, got [8]"),
         (["--model", "m", "--output", "x", "--outlier_fraction", "0.5"], "[0, 0.1]"),
         (
+            ["--model", "m", "--output", "x", "--dataset", "pydoc", "--text_files", "f"],
+            "--dataset is not for --text_files, which take its place, got 'pydoc'.",
+        ),
+        (
+            ["--model", "m", "--output", "x", "--backend", "kivi"],
+            "--backend is for --target_bits, which is not given, got 'kivi'.",
+        ),
+        (
+            ["--model", "m", "--output", "x", "--precision_samples", "2"],
+            "--precision_samples is for --target",
+        ),
+        (
+            ["--model", "m", "--output", "x", "--target_bits", "3", "--backend", "kivi", "--nbits", "2", "4"],
+            "--nbits is for the levels of kvquant, --backend is 'kivi', got [2, 4].",
+        ),
+        (
+            ["--model", str(MODEL), "--output", "x", "--revision", "main"],
+            "--revision is for models on the hub",
+        ),
+        (
             [
                 "--model",
                 "m",

@@ -80,6 +80,14 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--dataset", "pydoc", "--context_length", "64", "--stride", "31"], "at least the 32 predicted"),
         (["--dataset", "pydoc", "--block_length", "0"], "--block_length must be an integer >= 1"),
         (["--dataset", "pydoc", "--max_reference_gb", "0.001"], "--no_kl"),
+        (
+            ["--dataset", "pydoc", "--no_kl", "--max_reference_gb", "9"],
+            "--max_reference_gb is for the comparison that --no_kl leaves out, got 9.0.",
+        ),
+        (
+            ["--dataset", "pydoc", "--approximate_blocks"],
+            "--approximate_blocks needs a --block_length above 1",
+        ),
         (["--dataset", "pydoc", "--context_length", "100000000"], "needs 100000000 tokens of text"),
         (["--dataset", "pydoc", "--cache_config", '{"backend": "int8", "nbits": 3}'], "nbits"),
     ],

@@ -191,6 +191,16 @@ def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ),
         (["--model", "m", "--output", "x", "--num_train_epochs", "1"], "which have no end, got -1"),
         (["--config"], "--config must name a YAML file"),
+        (["--model", "m", "--output", "x", "--num_examples", "4"], "--num_examples is not for --dataset syn"),
+        (
+            ["--model", "m", "--output", "x", "--dataset", "a/b", "--sequence_length", "128"],
+            "--sequence_length is for --dataset synthetic, not 'a/b', got 128.",
+        ),
+        (
+            ["--model", "m", "--output", "x", "--hub_model_id", "a/b"],
+            "--hub_model_id needs --push_to_hub true",
+        ),
+        (["--model", "m", "--output", "x", "--fsdp_config", "f.json"], "--fsdp_config needs --fsdp, got"),
         (
             ["--model", "m", "--output", "x", "--prediction_loss_only", "true"],
             "--prediction_loss_only must be left out, a training ends with the recall of its heads, got",
@@ -280,5 +290,7 @@ def test_heads_of_the_authors_by_command(tmp_path: Path, capsys: pytest.CaptureF
     assert main([*command, str(tmp_path / "out")]) == 0
     assert "6 heads of width 8" in capsys.readouterr().out
     assert load_heads(str(tmp_path / "out")).config.hidden_dim == 8
+    assert main([*command, str(tmp_path / "out"), "--revision", "main"]) == 2
+    assert "--revision is for sources on the hub" in capsys.readouterr().err
     assert main([*command, str(tmp_path / "official.safetensors")]) == 2
     assert "--output must be a directory" in capsys.readouterr().err
