@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import check_integer
 from ..eviction.cache import EvictingCache
@@ -35,16 +35,22 @@ class RandomConfig(EvictingConfig):
 
 
 class RandomLayer(EvictingLayer):
-    """Worth of a token: a hash of where it stands."""
+    """Worth of a token: a hash of where it stands.
+
+    Attributes:
+        process (`int`): Of the processes that share the heads of a layer, one after another.
+    """
 
     config: RandomConfig
+    process = 0
 
     def score(self, keys: Tensor, values: Tensor) -> Tensor:
         seen, count, heads = self.cumulative_length, keys.shape[2], keys.shape[1]
         positions = torch.arange(seen, seen + count, device=keys.device)[None]
         if self.pads is not None:  # counted from the first real token, so that a padded row is as it is alone
             positions = positions - self.pads.to(keys.device)[:, None]
-        streams = torch.arange(heads, device=keys.device) + 1000003 * self.layer_idx + 7919 * self.config.seed
+        own = heads * self.process + torch.arange(heads, device=keys.device)
+        streams = own + 1000003 * self.layer_idx + 7919 * self.config.seed
         mixed = _mixed(_mixed(streams)[:, None] + positions[:, None])
         return (mixed.double() / _BITS).float().expand(keys.shape[:3])
 
@@ -68,3 +74,9 @@ class RandomCache(EvictingCache):
 
     config_class = RandomConfig
     layer_class = RandomLayer
+
+    def attach(self, model: nn.Module) -> None:
+        processes = getattr(model, "tp_size", None) or 1
+        for layer in self.evicting_layers:
+            assert isinstance(layer, RandomLayer)
+            layer.process = torch.distributed.get_rank() % processes if processes > 1 else 0

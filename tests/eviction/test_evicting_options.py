@@ -275,6 +275,18 @@ def test_layers_that_differ_need_an_attention_function_of_ours_under_eager() -> 
         feed(model_of("gpt2", "eager"), cache, tokens, [32, 32, 16])
 
 
+def test_heads_that_processes_share_have_lots_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, states = model_of(), torch.zeros(1, 2, 9, 16)
+    cache = kvcache_plugins.build_cache(model, {"backend": "random", "budget": 24})
+    whole = cache.layers[1].score(states, states)
+    monkeypatch.setattr(model, "_tp_size", 2)
+    for process in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda process=process: process)
+        cache.bind(model)
+        half = cache.layers[1].score(states[:, :1], states[:, :1])
+        torch.testing.assert_close(half, whole[:, process, None], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("backend", ["locret", "tova"])
 def test_heads_that_processes_share_are_refused_where_all_count_together(
     backend: str, monkeypatch: pytest.MonkeyPatch
