@@ -37,6 +37,7 @@ from .models.facts import (
     check_owner,
     decoder_config,
     describe_layers,
+    refuse_split_heads,
     split_model_or_config,
 )
 from .models.layer_plan import LayerPlan, caches_latents, key_value_heads, plan_layers
@@ -290,6 +291,8 @@ class KVCache(Cache):
 
     def _prepare_model(self, model: nn.Module) -> None:
         refuse_encoder_states(model)
+        if (stored := self._limited_storage(self.config)) and stored[1].is_calibrated:
+            refuse_split_heads(model, self.backend, has_artifact=True)
         if caches_latents(self.model_config):
             let_latents_pass(model)
 
@@ -334,9 +337,7 @@ class KVCache(Cache):
         stored = self._limited_storage(self.config)
         if stored is None:
             return "what it holds of images is not evicted"
-        if stored[1].is_calibrated:
-            return "a calibration knows keys and values of text only"
-        return None
+        return "a calibration knows keys and values of text only" if stored[1].is_calibrated else None
 
     def _build_limited(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
         stored = self._limited_storage(config)

@@ -166,23 +166,27 @@ def check_attention_function(model: nn.Module) -> None:
         )
 
 
-def refuse_split_heads(model: nn.Module, backend: str) -> None:
+def refuse_split_heads(model: nn.Module, backend: str, *, has_artifact: bool = False) -> None:
     """Refuse a tensor parallel model, each of whose processes has some of the heads of a layer only.
 
     Args:
         model (`torch.nn.Module`): What is to use the cache.
         backend (`str`): Which judges a token by all heads of a layer together.
+        has_artifact (`bool`): Or rather has an artifact that was made for them.
 
     Raises:
         ValueError: Naming both.
     """
     processes = getattr(model, "tp_size", None) or 1
     if processes > 1:
+        does = "has an artifact for" if has_artifact else "judges a token by"
+        others = (
+            "without an artifact" if has_artifact else "that judge every head by itself, such as 'snapkv'"
+        )
         raise ValueError(
-            f"The backend {backend!r} judges a token by all heads of a layer, and {type(model).__name__} is "
-            f"spread over {processes} processes by tp_plan, each of which has some of them. Allowed for this "
-            "model are backends that judge every head by itself, such as 'snapkv'; device_map leaves "
-            "the heads of a layer together."
+            f"The backend {backend!r} {does} all heads of a layer, and {type(model).__name__} is spread over "
+            f"{processes} processes by tp_plan, each of which has some of them. Allowed for this model are "
+            f"backends {others}; device_map leaves the heads of a layer together."
         )
 
 

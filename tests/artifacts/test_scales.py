@@ -316,6 +316,16 @@ def test_a_dynamic_scale_needs_no_artifact_and_takes_none(model: Any, calibratio
         build_cache(model, {"backend": "float8", "calibration": calibration})
 
 
+@pytest.mark.parametrize("use", ["int8", "float8", "storage"])
+def test_heads_that_processes_share_are_refused(
+    use: str, model: Any, calibration: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = build_cache(model, _calibrated(use, calibration))
+    monkeypatch.setattr(model, "_tp_size", 2)
+    with pytest.raises(ValueError, match=r"has an artifact for all heads of a layer.*2 processes by tp_plan"):
+        cache.bind(model)
+
+
 @pytest.mark.parametrize("scheme", ["head", "tensor"])
 def test_an_artifact_of_other_heads(tmp_path: Path, scheme: str) -> None:
     absmax = {layer_idx: torch.ones(3) for layer_idx in range(2)}
