@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..evaluation.labels import cache_label, dense_first
 from ..evaluation.model_options import OURS
-from ..evaluation.options import DTYPES
+from ..evaluation.options import DTYPES, check_count
 from ..models.presets import PRESETS, preset_config
 from ..registry import TRANSFORMERS_BACKENDS
 from .display import show
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _DEFAULT_PRESET = "llama3-8b"
+_MOST = 2**31 - 1  # positions have 32 bits
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
     """Print one row per number of tokens and cache, the dense cache first."""
     from ..estimation import estimate
 
-    for name, value in (("--tokens", min(args.tokens)), ("--batch_size", args.batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value}.")
+    for tokens in args.tokens:
+        check_count("tokens", tokens, most=_MOST)
+    check_count("batch_size", args.batch_size, most=_MOST)
     chosen = list(OURS) if args.cache_config is None else parse_cache_configs(args.cache_config)
     cache_configs = dense_first(chosen)
     for cache_config in cache_configs:

@@ -94,6 +94,8 @@ def _parse(text: str) -> dict[str, Any]:
             f"--cache_config must be a JSON object naming a backend: '{_EXAMPLE}', got {text!r}."
         )
     backend = options["backend"].lower()
+    if backend == "dense" and len(options) > 1:
+        raise ValueError(f"--cache_config: 'dense' takes no options, got {text!r}.")
     if backend != "dense" and backend not in TRANSFORMERS_BACKENDS:
         get_backend(backend)  # raises and suggests the closest name
     return {**options, "backend": backend}

@@ -14,9 +14,12 @@ def output_directory(args: argparse.Namespace) -> Path:
     """Return `--output`, the current directory by default.
 
     Raises:
-        ValueError: If it is a file.
+        ValueError: If it is a file, or no name at all.
     """
-    output = Path(getattr(args, "output", "."))
+    given = getattr(args, "output", ".")
+    if not given:
+        raise ValueError(f"--output must be a directory, got {given!r}.")
+    output = Path(given)
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
     return output

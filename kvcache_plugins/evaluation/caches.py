@@ -130,6 +130,12 @@ def why_unavailable(model_config: Any, cache_config: Mapping[str, Any]) -> str |
         new_cache(model_config, cache_config)
     except ImportError:
         return "not installed"
+    except TypeError as error:
+        if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
+            raise
+        raise ValueError(
+            f"{dict(cache_config)} is not what transformers' own cache takes: {error}"
+        ) from error
     except ValueError as error:
         if "Unknown quantization backend" in str(error):  # fp8 came with a later transformers
             return f"not in transformers {transformers.__version__}"

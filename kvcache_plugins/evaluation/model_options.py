@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .options import DTYPES, Options, check_choice, check_count, check_model
+from .options import DTYPES, MOST_THREADS, Options, check_choice, check_count, check_model
 
 __all__ = ["COMPARISON", "OURS", "ModelOptions"]
 
@@ -60,7 +60,7 @@ class ModelOptions(Options):
         check_model(self.model, self.revision)
         check_choice("dtype", self.dtype, ["auto", *DTYPES])
         if self.threads is not None:
-            check_count("threads", self.threads)
+            check_count("threads", self.threads, most=MOST_THREADS)
         if self.tp_plan is not None:
             check_choice("tp_plan", self.tp_plan, ["auto"])
         if self.tp_plan is not None and self.device_map is not None:

@@ -16,6 +16,7 @@ from .labels import dense_first
 
 __all__ = [
     "DTYPES",
+    "MOST_THREADS",
     "Options",
     "check_choice",
     "check_count",
@@ -35,6 +36,8 @@ DTYPES = {
 }
 """Accepted names of dtypes, and torch's."""
 
+MOST_THREADS = 1024
+"""More than machines have; torch crashes where the system refuses it some."""
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a mapping"}
 _Options = TypeVar("_Options", bound="Options")
 
@@ -110,14 +113,16 @@ def _words(kind: Any) -> str:
     return _KINDS.get(origin or kind, str(kind))
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Check that an option is an integer of at least `least`.
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
+    """Check that an option is an integer of at least `least`, and at most `most` where that is given.
 
     Raises:
         ValueError: Naming the option, the value and what is allowed.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"--{name} must be an integer >= {least}, got {value!r}.")
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not is_count or (most is not None and value > most):
+        rule = f"an integer >= {least}" + (f" and at most {most}" if is_count else "")
+        raise ValueError(f"--{name} must be {rule}, got {value!r}.")
 
 
 def check_counts(name: str, values: Any) -> None:

@@ -93,6 +93,8 @@ def _check_positions(options: PasskeyOptions, config: Any, question_length: int)
     """Check that the model has a position for every token; a question in the prompt is part of its length."""
     limit = getattr(decoder_config(config), "max_position_embeddings", None)
     longest, answer = max(options.lengths), options.max_new_tokens
+    if limit is not None and answer >= limit:
+        raise ValueError(f"--max_new_tokens must be below the model's {limit} positions, got {answer}.")
     if limit is not None and longest + question_length + answer > limit:
         question = f"the question takes {question_length} and " if question_length else ""
         raise ValueError(

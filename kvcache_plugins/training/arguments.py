@@ -86,7 +86,7 @@ class LocretTrainingArguments(TrainingArguments):
         if self.torch_compile_mode is not None:
             check_choice("torch_compile_mode", self.torch_compile_mode, list_mode_options())
         super().__post_init__()  # type: ignore[no-untyped-call]  # transformers annotates none
-        if self.clip_value < 0:
+        if not self.clip_value >= 0:
             raise ValueError(f"--clip_value must be at least 0 (0: no clipping), got {self.clip_value!r}.")
 
     @property

@@ -65,7 +65,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[LocretOptions, LocretTrai
     for word in rest:
         name = word.split("=")[0]
         raise ValueError(f"Unknown option {name!r}.{suggest(name, names)} --help lists all options.")
-    if "output_dir" not in named:
+    if not training.output_dir or "output_dir" not in named:
         raise ValueError("--output_dir (or --output) is needed: the directory the heads go to.")
     return options, training
 

@@ -84,6 +84,8 @@ def test_an_output_that_is_a_file_is_refused(
     (tmp_path / "file").write_text("")
     assert main([*command.split(), "--model", "org/model", "--output", str(tmp_path / "file")]) == 2
     assert "--output must be a directory, got the file" in capsys.readouterr().err
+    assert main([*command.split(), "--model", "org/model", "--output", ""]) == 2
+    assert "--output must be a directory, got ''." in capsys.readouterr().err
 
 
 # ---- list ----
@@ -342,12 +344,16 @@ def test_kernels_build_says_why_it_cannot(
         (["--cache_config", "[1]"], ["JSON object", "[1]"]),
         (["--cache_config", '{"nbits": 2}'], ["backend"]),
         (["--cache_config", '{"backend": "kiwi"}'], ["kiwi", "kivi"]),
+        (["--cache_config", '{"backend": "kivi", "nbits": 2, "nbits": 4}'], ["'nbits' stands there twice"]),
         (["--cache_config", '{"backend": "kivi", "nbit": 2}'], ["nbit", "nbits"]),
         (["--cache_config", '{"backend": "kivi", "nbits": 5}'], ["nbits", "5"]),
         (["--cache_config", '{"backend": "quanto"}'], ["quanto", "measured"]),
         (["--cache_config", '{"backend": "int8", "kernel": "fast"}'], ["kernel", "fast", "native"]),
         (["--tokens", "0"], ["--tokens", "0"]),
         (["--batch_size", "-1"], ["--batch_size", "-1"]),
+        (["--tokens", "9" * 30], ["--tokens", "at most 2147483647", "9" * 30]),
+        (["--batch_size", "9" * 30], ["--batch_size", "at most 2147483647"]),
+        (["--cache_config", '{"backend": "dense", "nbits": 2}'], ["'dense' takes no options", "nbits"]),
         (["--dtype", "int7"], ["--dtype", "int7"]),
         (["--model", "no/such/directory/anywhere"], ["no/such/directory/anywhere"]),
     ],

@@ -543,6 +543,7 @@ def test_random_model_is_the_one_promised() -> None:
         (["attention", "--repeats", "0"], ["--repeats", "0"]),
         (["attention", "--warm_up", "-1"], ["--warm_up", ">= 0", "-1"]),
         (["attention", "--threads", "0"], ["--threads", "0"]),
+        (["attention", "--threads", "9999"], ["--threads", "at most 1024", "9999"]),
         (["attention", "--preset", "tiny", "--model", "x"], ["--preset", "--model"]),
         (["attention", "--model", "no/such/model"], ["no/such/model"]),
         (["attention", "--device", "gpu"], ["--device", "auto", "cuda", "'gpu'"]),

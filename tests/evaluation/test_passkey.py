@@ -225,6 +225,8 @@ def test_a_failure_of_transformers_is_noted_and_ours_stops_the_run(
     ("options", "message"),
     [
         (["--lengths", "4090"], "--lengths must be at most 4088: the model has 4096 positions"),
+        (["--max_new_tokens", "5000"], "--max_new_tokens must be below the model's 4096 positions, got 5000"),
+        (["--cache_config", '{"backend": "quanto", "foo": 1}'], "'foo': 1} is not what transformers' own"),
         (["--lengths", "20"], "--lengths must be above"),
         (["--needle", " The pass key is lost."], "--needle must hold {key}"),
         (["--filler_files", "{tmp}/missing.txt"], "missing.txt"),

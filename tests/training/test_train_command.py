@@ -191,6 +191,8 @@ def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ),
         (["--model", "m", "--output", "x", "--num_train_epochs", "1"], "which have no end, got -1"),
         (["--config"], "--config must name a YAML file"),
+        (["--model", "m", "--output", ""], "--output_dir (or --output) is needed"),
+        (["--model", "m", "--output", "x", "--clip_value", "nan"], "--clip_value must be at least 0"),
         (["--model", "m", "--output", "x", "--num_examples", "4"], "--num_examples is not for --dataset syn"),
         (
             ["--model", "m", "--output", "x", "--dataset", "a/b", "--sequence_length", "128"],

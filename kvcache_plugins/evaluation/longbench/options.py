@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..model_options import ModelOptions
 from ..options import check_count
@@ -56,6 +57,8 @@ class LongBenchOptions(ModelOptions):
                 "LongBench needs its data: --data_dir DIR with <task>.jsonl files as published, or --dataset "
                 f"with a hub id such as THUDM/LongBench; got {self.data_dir!r} and {self.dataset!r}."
             )
+        if self.data_dir is not None and not Path(self.data_dir).is_dir():
+            raise ValueError(f"--data_dir must be a directory, got {self.data_dir!r}.")
         if self.tasks is not None and (isinstance(self.tasks, str) or not self.tasks):
             raise ValueError(f"--tasks must be one or more names, got {self.tasks!r}.")
         find_tasks(self.tasks, longbench_e=self.longbench_e)

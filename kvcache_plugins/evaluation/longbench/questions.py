@@ -12,6 +12,7 @@ from typing import Any
 
 from ..hub_datasets import import_datasets
 from ..json_lines import check_row, parse_rows, read_rows
+from ..text_files import read_text_file
 from .options import LongBenchOptions
 from .tasks import Task, find_tasks
 
@@ -80,12 +81,11 @@ def read_templates(path: Path) -> dict[str, str]:
     """Read templates by task, in which `{column}` stands for a column.
 
     Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it does not hold an object of strings.
+        ValueError: If the file cannot be read, or does not hold an object of strings.
     """
     try:
-        templates = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        templates = json.loads(read_text_file(path, "--prompts"))
+    except json.JSONDecodeError as error:
         raise ValueError(f"--prompts must be a json file, got {str(path)!r} ({error}).") from error
     if not isinstance(templates, dict) or not all(isinstance(text, str) for text in templates.values()):
         raise ValueError(f"--prompts must hold templates by task, got {templates!r:.80} in {str(path)!r}.")

@@ -123,6 +123,8 @@ def test_bad_options_are_told_before_the_model_is_looked_for(
     assert "--max_length must be an integer >= 2" in _error(capsys, data, "--max_length", "1")
     assert "--limit must be an integer >= 1" in _error(capsys, data, "--limit", "0")
     assert "got" in _error(capsys, data, "--dataset", "someone/LongBench")  # two sources
+    assert "--prompts must be a file, 'no.json'" in _error(capsys, data, "--prompts", "no.json")
+    assert "--data_dir must be a directory, got 'no'" in _error(capsys, data, "--data_dir", "no")
     (data / "prompts.json").write_text(json.dumps({"hotpotqa": "{context} {nothing}"}))
     assert "does not fit the template of hotpotqa: KeyError('nothing')" in _error(capsys, data)
     (data / "prompts.json").write_text(json.dumps({"hotpotqa": "{input}"}))
