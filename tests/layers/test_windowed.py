@@ -7,6 +7,7 @@ attention from it what plain attention with a window is.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -74,15 +75,21 @@ def stored(layer: PackedLayer) -> list[Tensor]:
 
 
 def feed(windowed: WindowedLayer, full: PackedLayer, count: int) -> None:
-    """Give both the same tokens and compare what they return."""
+    """Give both the same tokens and compare what they return.
+
+    Decoding all that is shown takes most of the time. Of single steps those around which blocks come or go
+    are compared, and every seventh: what is stored is shown in the next `WINDOW` steps too.
+    """
     seen = full.get_seq_length()
     shown, offset = windowed.get_mask_sizes(count)
     assert (shown, offset) == (min(seen, windowed.window - 1) + count, max(0, seen - windowed.window + 1))
     given = states(count)
     returned = windowed.update(*given), full.update(*given)
+    is_edge = (seen + 1) % 32 < 3 or (seen + 2 - WINDOW) % 64 < 4
+    compared = count > 1 or is_edge or seen % 7 == 0
     for mine, whole in zip(*returned, strict=True):
         assert mine.shape == (BATCH, HEADS, shown, DIM)
-        assert torch.equal(dense(mine), dense(whole)[:, :, -shown:])
+        assert not compared or torch.equal(dense(mine), dense(whole)[:, :, -shown:])
 
 
 def fed(options: dict[str, Any], counts: Sequence[int], pads: Tensor | None = None) -> Any:
@@ -92,6 +99,16 @@ def fed(options: dict[str, Any], counts: Sequence[int], pads: Tensor | None = No
     for count in counts:
         feed(windowed, full, count)
     return windowed, full
+
+
+@functools.cache
+def _past_its_window(kernel: str, **options: Any) -> Any:
+    return fed({**options, "kernel": kernel}, [430, *[1] * 45], torch.tensor([0, 90]))
+
+
+def past_its_window(options: dict[str, Any], kernel: str = "auto") -> Any:
+    """Both layers after 475 tokens, of which some have left; the second row's first 90 are pads."""
+    return copy.deepcopy(_past_its_window(kernel, **options))
 
 
 @pytest.mark.parametrize("pads", [None, torch.tensor([0, 90])], ids=["", "padded"])
@@ -146,8 +163,7 @@ def test_a_known_end_reserves_no_more_than_a_window() -> None:
 def test_attention_sees_the_window_and_no_more(
     options: dict[str, Any], has_mask: bool, count: int, kernel: str
 ) -> None:
-    pads = torch.tensor([0, 90])
-    windowed, full = fed({**options, "kernel": kernel}, [430, *[1] * 45], pads)
+    windowed, full = past_its_window(options, kernel)
     given, query = states(count), torch.randn(BATCH, 2 * HEADS, count, DIM)
     key, value = windowed.update(*given)
     whole = [dense(read) for read in full.update(*given)]
@@ -170,7 +186,7 @@ def test_attention_sees_the_window_and_no_more(
 @pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
 def test_tiles_begin_where_the_window_does(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_has_fast_passes", lambda dtype: False)
-    windowed, full = fed(options, [430, *[1] * 45], torch.tensor([0, 90]))
+    windowed, full = past_its_window(options)
     given, query = states(40), torch.randn(BATCH, 2 * HEADS, 40, DIM)
     key, value = windowed.update(*given)
     whole = [dense(read)[:, :, -key.shape[2] :].repeat_interleave(2, 1) for read in full.update(*given)]
