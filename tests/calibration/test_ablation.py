@@ -61,7 +61,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[float, str]:
             model=str(MODEL),
             text_files=[str(text)],
             num_samples=6,
-            sequence_length=512,
+            sequence_length=256,
             nbits=[3],
             outlier_fraction=fraction,
         )
@@ -123,7 +123,7 @@ def distances(artifacts: dict[float, str]) -> dict[str, dict[str, float]]:
     }
     return {
         name: fidelity(
-            subject.model, token_ids, partial(cache_class, subject.model, **OPTIONS, **given), max_windows=2
+            subject.model, token_ids, partial(cache_class, subject.model, **OPTIONS, **given), max_windows=1
         )
         for name, (cache_class, given) in cases.items()
     }

@@ -38,7 +38,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_chosen_bits_beat_uniform_ones_on_unseen_text(seed: int, text: Path, tmp_path: Path) -> None:
     """At the same average and with the same levels, whichever samples the choice was made on."""
     base: dict[str, Any] = {"backend": "kvquant", "residual_length": 0}
@@ -47,7 +47,7 @@ def test_chosen_bits_beat_uniform_ones_on_unseen_text(seed: int, text: Path, tmp
         dtype="fp32",
         text_files=[str(text)],
         num_samples=4,
-        sequence_length=512,
+        sequence_length=256,
         seed=seed,
         target_bits=TARGET,
         precision_samples=1,
@@ -64,6 +64,6 @@ def test_chosen_bits_beat_uniform_ones_on_unseen_text(seed: int, text: Path, tmp
     uniform = {**base, "nbits": 3, "calibration": str(tmp_path)}
 
     def divergence(config: dict[str, Any]) -> float:
-        return fidelity(model, token_ids, lambda: build_cache(model, config), max_windows=2)["kl"]
+        return fidelity(model, token_ids, lambda: build_cache(model, config), max_windows=1)["kl"]
 
     assert 0 < divergence(chosen) < 0.8 * divergence(uniform)
