@@ -94,19 +94,6 @@ def test_the_cache_really_packs(model: PreTrainedModel, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_beam_is_greedy(model: PreTrainedModel, backend: str) -> None:
-    one_beam = run_scenario(
-        model,
-        "greedy",
-        cache_config=BACKENDS[backend],
-        lengths=LENGTHS,
-        max_new_tokens=NEW_TOKENS,
-        num_beams=1,
-    )
-    assert one_beam.tolist() == _generated(model, backend, "greedy").tolist()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_beams_keep_the_history_they_were_scored_with(model: PreTrainedModel, backend: str) -> None:
     # Feeding a returned beam token by token to a fresh cache gives its score again only if the packed data
     # followed every reorder.

@@ -21,7 +21,8 @@ from tests.models.families import greedy, small_model
 # Softcap and eager attention, sink logits, every layer windowed, layers without rotation, heads of two sizes.
 ARCHITECTURES = ("gemma2", "gpt_oss", "phi3", "exaone4", "gemma4_text")
 WINDOW = 48
-LENGTHS = (150, 131)
+# 64 tokens leave with the prompt, and 64 more when token 175 comes.
+LENGTHS, NEW_TOKENS = (170, 151), 12
 INT8 = {"backend": "int8"}
 BACKENDS: dict[str, dict[str, Any]] = {
     "int8": INT8,
@@ -50,7 +51,7 @@ def windowed(cache: Any) -> list[WindowedLayer]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_exact_windows_give_the_tokens_of_dynamic_cache(architecture: str, scenario: str) -> None:
     model = _model(architecture)
-    run = functools.partial(run_scenario, model, scenario, lengths=(61, 40), max_new_tokens=20)
+    run = functools.partial(run_scenario, model, scenario, lengths=(61, 40), max_new_tokens=NEW_TOKENS)
     assert torch.equal(run(cache_config={**INT8, "residual_length": 4096}), run())
 
 
@@ -62,7 +63,8 @@ def test_what_has_left_the_window_is_not_missed(
     architecture: str, backend: str, scenario: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = _model(architecture)
-    run = functools.partial(run_scenario, model, scenario, lengths=LENGTHS, cache_config=BACKENDS[backend])
+    sizes = {"lengths": LENGTHS, "max_new_tokens": NEW_TOKENS}
+    run = functools.partial(run_scenario, model, scenario, cache_config=BACKENDS[backend], **sizes)
     left, leaving = [], WindowedLayer._leaving
 
     def observed(self: WindowedLayer, seen: int) -> int:
