@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from kvcache_plugins.evaluation.longbench import run as run_module
 from kvcache_plugins.evaluation.longbench.prediction_files import folder_name
 from kvcache_plugins.evaluation.results import check_document, read_results
 from tests.evaluation.longbench.rows import write_data, write_rows
+from tests.launching import run_script
 
 ROOT = Path(__file__).resolve().parents[3]
 INT8 = {"backend": "int8"}
@@ -293,12 +292,7 @@ def test_folders_have_names_that_every_file_system_takes() -> None:
 
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(model: Path, data: Path, tmp_path: Path, finished: Path) -> None:
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0"]
-    script = str(ROOT / "scripts" / "eval_longbench.py")
-    command = [sys.executable, *launch, script, *_command(model, data, tmp_path / "out")]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500
-    )
+    done = run_script("eval_longbench.py", *_command(model, data, tmp_path / "out"), processes=2)
     assert done.returncode == 0, done.stderr[-2000:]
     assert _files(tmp_path / "out") == _files(finished)
     assert _metrics(read_results(tmp_path / "out")) == _metrics(read_results(finished))
