@@ -1,6 +1,7 @@
 // Runs the attention kernels on random tasks whose buffers are exactly as large as they may read, for the
 // address and undefined-behaviour sanitizers. Unused metadata is NaN. Every kernel must agree with the
 // portable one.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -37,8 +38,12 @@ struct Arena {
 
   char* bytes(int64_t count) {
     buffers.emplace_back(new char[count]);
-    for (int64_t i = 0; i < count; ++i) buffers.back()[i] = static_cast<char>(draw(0, 255));
-    return buffers.back().get();
+    char* data = buffers.back().get();
+    for (int64_t i = 0; i < count; i += 4) {
+      const uint32_t word = static_cast<uint32_t>(generator());
+      std::memcpy(data + i, &word, std::min<int64_t>(4, count - i));
+    }
+    return data;
   }
 
   float* floats(int64_t count) {

@@ -11,7 +11,7 @@ from kvcache_plugins.kernels import compiler, loader
 
 SOURCES = Path(compiler.__file__).with_name("csrc") / "cpu"
 KERNELS = ("attend_latents", "decode_attention")
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Og", "-g1"]
 
 
 @pytest.mark.slow
