@@ -6,6 +6,7 @@ The device is "meta", where nothing can be read, and stands for any on which the
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,18 +73,28 @@ def logits(model: Any, config: dict[str, Any]) -> Tensor:
     return torch.stack(output.logits)
 
 
+def forget() -> None:
+    for remembered in (description._frequencies, cuda_inputs.rotation_tables, rotary._layout_is_interleaved):
+        remembered.cache_clear()
+
+
+@functools.cache
+def without_defaults(name: str, attention: str, kernel: str) -> Tensor:
+    forget()
+    return logits(tiny_model("llama", attn_implementation=attention), {**CACHES[name], "kernel": kernel})
+
+
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("default", DEFAULTS)
 @pytest.mark.parametrize("name", CACHES)
 def test_the_same_numbers(name: str, default: str, attention: str, kernel: str) -> None:
-    for remembered in (description._frequencies, cuda_inputs.rotation_tables, rotary._layout_is_interleaved):
-        remembered.cache_clear()
+    expected = without_defaults(name, attention, kernel)
     model = tiny_model("llama", attn_implementation=attention)
-    config = {**CACHES[name], "kernel": kernel}
+    forget()
     with DEFAULTS[default]():
-        got = logits(model, config)
-    assert torch.equal(got, logits(model, config))
+        got = logits(model, {**CACHES[name], "kernel": kernel})
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("is_filled", [False, True])
