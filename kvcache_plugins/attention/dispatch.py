@@ -13,7 +13,6 @@ Four doors, all leading to [`attend`]:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -25,8 +24,10 @@ from torch.nn.attention.flex_attention import create_mask
 from ..layers.expanded import ExpandedHandle
 from ..layers.gradients import refusing_gradients
 from ..layers.handle import KVHandle, intercept
+from ..layers.heads import GroupedHandle
 from ..layers.view import joined
 from .exact import reads_exact_tokens_faster
+from .grouped import attend_groups, fitted
 from .latent import attend_latents
 from .native import attend_handles
 from .reference import AttentionOptions, DenseView, TokenView, attend
@@ -81,22 +82,16 @@ def _as_handles(key: Tensor, value: Tensor) -> tuple[KVHandle, KVHandle] | None:
 
 
 def _attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor:
-    options = _fitted(options, key, query.shape[2])
+    options = fitted(options, key, query.shape[2])
     with torch.no_grad():
         if isinstance(key, ExpandedHandle):
             output = attend_latents(query, key.expansion, options)
+        elif isinstance(key, GroupedHandle) and isinstance(value, GroupedHandle):
+            output = attend_groups(query, key, value, options)
         else:
             output = attend_handles(query, key, value, options)
             key.layer.attended(query, key.tokens, options)
     return refusing_gradients(output, query, *key.sources, *value.sources)
-
-
-def _fitted(options: AttentionOptions, key: KVHandle, query_length: int) -> AttentionOptions:
-    """Options whose mask fits the layer: its own where the model's was made for another number of tokens."""
-    mask = options.mask
-    if mask is None or mask.shape[-1] in (1, key.tokens.length):
-        return options
-    return replace(options, mask=key.layer.own_mask(key.tokens), is_causal=query_length > 1)
 
 
 def forward_over_handles(
@@ -175,7 +170,7 @@ def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
         if handles is None or _needs_dropout(module, kwargs):
             return original(module, query, key, value, *args, **kwargs)
         if (
-            not isinstance(key, ExpandedHandle)
+            not isinstance(key, (ExpandedHandle, GroupedHandle))
             and _is_exact(*handles)
             and mask_fits(handles[0], *args, **kwargs)
             and not reads_exact_tokens_faster(query, handles[0].layer.config.kernel)

@@ -14,8 +14,7 @@ from ..attention.query_moments import QueryMoments, average_rotation
 from ..attention.reference import AttentionOptions
 from ..config import check_flag, check_integer, check_number
 from ..eviction.cache import EvictingCache
-from ..eviction.layer import EvictingLayer
-from ..eviction.options import EvictingConfig
+from ..eviction.headwise import HeadwiseConfig, HeadwiseLayer
 from ..layers.view import StreamView
 from ..models.layer_plan import caches_latents, query_heads
 from ..registry import register_backend
@@ -28,8 +27,8 @@ _TILE_VALUES = 1 << 21
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedAttentionConfig(EvictingConfig):
-    """Options of [`ExpectedAttentionCache`]; see [`EvictingConfig`].
+class ExpectedAttentionConfig(HeadwiseConfig):
+    """Options of [`ExpectedAttentionCache`]; see [`HeadwiseConfig`].
 
     Args:
         sink_length (`int`): First real tokens never evicted; they neither count as queries nor share the
@@ -61,7 +60,7 @@ class ExpectedAttentionConfig(EvictingConfig):
             )
 
 
-class ExpectedAttentionLayer(EvictingLayer):
+class ExpectedAttentionLayer(HeadwiseLayer):
     """Worth of a token: the attention expected of the next queries, times the length of its value.
 
     Attributes:

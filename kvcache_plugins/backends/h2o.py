@@ -11,8 +11,8 @@ from ..attention.received import received_attention
 from ..attention.reference import AttentionOptions
 from ..config import check_flag
 from ..eviction.cache import EvictingCache
-from ..eviction.layer import EvictingLayer
-from ..eviction.options import EvictingConfig
+from ..eviction.headwise import HeadwiseConfig, HeadwiseLayer
+from ..eviction.queries import counted_queries
 from ..layers.view import StreamView
 from ..registry import register_backend
 
@@ -20,8 +20,8 @@ __all__ = ["H2OCache", "H2OConfig", "H2OLayer"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2OConfig(EvictingConfig):
-    """Options of [`H2OCache`]; see [`EvictingConfig`].
+class H2OConfig(HeadwiseConfig):
+    """Options of [`H2OCache`]; see [`HeadwiseConfig`].
 
     Args:
         local_length (`int`, *optional*), stabilizer_length (`int`, *optional*): Newest tokens that are kept;
@@ -41,7 +41,7 @@ class H2OConfig(EvictingConfig):
         return max(budget // 2 if given is None else given, self.exact_length)
 
 
-class H2OLayer(EvictingLayer):
+class H2OLayer(HeadwiseLayer):
     """Worth of a token: the attention it has received from every query since it came."""
 
     scored_after = "attention"
@@ -49,7 +49,7 @@ class H2OLayer(EvictingLayer):
     config: H2OConfig
 
     def observe(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
-        received = received_attention(query, tokens, options, self.counted_queries(query, tokens))
+        received = received_attention(query, tokens, options, counted_queries(query, tokens))
         self.ledger.scores.add_(received)
 
     def ranks(self) -> Tensor:

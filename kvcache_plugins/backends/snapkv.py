@@ -12,8 +12,8 @@ from ..attention.received import received_attention
 from ..attention.reference import AttentionOptions
 from ..config import check_integer
 from ..eviction.cache import EvictingCache
-from ..eviction.layer import EvictingLayer
-from ..eviction.options import EvictingConfig
+from ..eviction.headwise import HeadwiseConfig, HeadwiseLayer
+from ..eviction.queries import counted_queries, newest_queries
 from ..layers.view import StreamView
 from ..registry import register_backend
 
@@ -21,8 +21,8 @@ __all__ = ["SnapKVCache", "SnapKVConfig", "SnapKVLayer"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapKVConfig(EvictingConfig):
-    """Options of [`SnapKVCache`]; see [`EvictingConfig`].
+class SnapKVConfig(HeadwiseConfig):
+    """Options of [`SnapKVCache`]; see [`HeadwiseConfig`].
 
     Args:
         window_length (`int`): Newest queries whose attention counts.
@@ -40,7 +40,7 @@ class SnapKVConfig(EvictingConfig):
             raise ValueError(f"SnapKVConfig.kernel_size must be odd, got {self.kernel_size!r}.")
 
 
-class SnapKVLayer(EvictingLayer):
+class SnapKVLayer(HeadwiseLayer):
     """Worth of a token: the attention it and its neighbours receive from the newest queries."""
 
     scored_after = "attention"
@@ -48,8 +48,8 @@ class SnapKVLayer(EvictingLayer):
     config: SnapKVConfig
 
     def observe(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
-        query, options = self.newest_queries(query, options, self.config.window_length)
-        received = received_attention(query, tokens, options, self.counted_queries(query, tokens))
+        query, options = newest_queries(query, options, self.config.window_length)
+        received = received_attention(query, tokens, options, counted_queries(query, tokens))
         slots = torch.arange(tokens.length, device=received.device)
         is_real = (slots >= tokens.stream.padding.starts(query)[:, None])[:, None].to(received)
         # an average over the neighbours that exist: pads are not among them

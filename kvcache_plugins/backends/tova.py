@@ -11,6 +11,7 @@ from ..attention.reference import AttentionOptions
 from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
+from ..eviction.queries import newest_queries
 from ..layers.view import StreamView
 from ..models.facts import refuse_split_heads
 from ..registry import register_backend
@@ -30,7 +31,7 @@ class TOVALayer(EvictingLayer):
 
     def observe(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
         heads = query.shape[1]
-        query, options = self.newest_queries(query, options, 1)
+        query, options = newest_queries(query, options, 1)
         received = received_attention(query, tokens, options)
         self.ledger.scores.copy_(received.sum(1, keepdim=True).div_(heads).expand_as(received))
 

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 from transformers import cache_utils
 from transformers.cache_utils import HQQQuantizedLayer, LinearAttentionCacheLayerMixin, QuantizedLayer
 
+from ..eviction.headwise import HeadwiseLayer
 from ..eviction.layer import EvictingLayer
 from ..layers.base import PackedLayer
 from ..layers.crossing import CrossAttentionLayer
@@ -97,7 +98,7 @@ def room(layer: Any, limit: int) -> int | None:
     """
     # A class that brings its own `update` follows its own rule.
     if isinstance(layer, PackedLayer):
-        if type(layer).update not in (PackedLayer.update, EvictingLayer.update):
+        if type(layer).update not in (PackedLayer.update, EvictingLayer.update, HeadwiseLayer.update):
             return None
         return layer.room(limit)
     if isinstance(layer, QuantizedLayer):
@@ -132,6 +133,11 @@ def packed_shares(cache: Any, count: int) -> list[float]:
 def _layer_shares(layer: Any, count: int) -> list[float] | None:
     if isinstance(layer, CrossAttentionLayer) or not hasattr(layer, "get_mask_sizes"):
         return None  # texts have no images, and linear attention has no tokens to attend to
+    if isinstance(layer, PackedLayer) and len(layer.uniform_layers) > 1:
+        parts = [(part.num_heads, _layer_shares(part, count) or []) for part in layer.uniform_layers]
+        heads = sum(number for number, _ in parts)
+        of_heads = zip(*([number * share for share in shares] for number, shares in parts), strict=True)
+        return [sum(shares) / heads for shares in of_heads]
     attended = range(layer.get_mask_sizes(count)[0] - count + 1, layer.get_mask_sizes(count)[0] + 1)
     if isinstance(layer, PackedLayer):
         if not layer.is_initialized:

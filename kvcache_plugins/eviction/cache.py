@@ -66,8 +66,9 @@ class EvictingCache(KVCache):
         self.prompt_length: int | None = None
         layers = self.evicting_layers
         kinds = {(layer.config.budget if layer.evicts else None) for layer in layers}
+        are_uneven = any(layer.config.is_uneven for layer in layers)
         for layer in layers:
-            layer.is_ragged = len(kinds) > 1 or masks_all_seen(self.model_config)
+            layer.is_ragged = len(kinds) > 1 or are_uneven or masks_all_seen(self.model_config)
             if self.config.storage is None:
                 layer.kernel = "dense"  # read by the model's own attention, unless that cannot mask it
         if self.config.positions == "compact":

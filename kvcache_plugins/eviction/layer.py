@@ -10,8 +10,6 @@ when it is attended to, or `ranks` when some must go.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +23,7 @@ from ..layers.base import PackedLayer
 from ..layers.checking import check_states
 from ..layers.handle import KVHandle
 from ..layers.storing import storing
-from ..layers.stream import Stream, StreamSpec
+from ..layers.stream import StreamSpec
 from ..layers.view import StreamView, joined
 from ..models.facts import LayerFacts
 from .keeping import keep_slots
@@ -179,8 +177,7 @@ class EvictingLayer(PackedLayer):
         read = self._returned(keys, values, key_states, value_states)
         if self.evicts:
             self.budget_for(count)
-            self._postponed = phase if has_drafts and self._postponed is None else self._postponed
-            self._due = None if has_drafts else phase
+            self._postpone(phase, has_drafts)
             if self.scored_after == "update" or key_states.is_meta:
                 self.evict_due()
         return read
@@ -212,21 +209,15 @@ class EvictingLayer(PackedLayer):
                 self.observe(query, tokens, options)
         self.evict_due()
 
-    def newest_queries(
-        self, query: Tensor, options: AttentionOptions, count: int
-    ) -> tuple[Tensor, AttentionOptions]:
-        """The newest `count` of the queries `(B, Hq, q, D)`, with what masks them."""
-        changed = {}
-        for name in ("mask", "position_bias"):
-            tensor = getattr(options, name)
-            if tensor is not None and tensor.dim() >= 2 and tensor.shape[-2] > count:
-                changed[name] = tensor[..., -count:, :]
-        return query[:, :, -count:], replace(options, **changed)
+    @property
+    def mean_held(self) -> int:
+        """Tokens held per row and head, which must not exceed the budget."""
+        return self.held_length
 
-    def counted_queries(self, query: Tensor, tokens: StreamView) -> Tensor:
-        """Which of the queries `(B, Hq, q, D)` of the newest tokens are no pads: bool `(B, q)`."""
-        slots = torch.arange(tokens.length - query.shape[2], tokens.length, device=query.device)
-        return slots >= tokens.stream.padding.starts(query)[:, None]
+    @property
+    def exact_tail(self) -> int:
+        """Newest tokens that are not packed where others are, so that no head can be without them."""
+        return self.key_stream_.tail.length if self.key_stream_.packed_length else 0
 
     def evict_due(self) -> None:
         """Evict what `update` left until the scores are known."""
@@ -240,7 +231,20 @@ class EvictingLayer(PackedLayer):
             return room
         if not self.counts_all_queries:
             return 1
-        return max(1, min(room, self._budget + self.config.decode_slack + 1 - self.held_length))
+        return max(1, min(room, self._budget + self.config.decode_slack + 1 - self.mean_held))
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse to `crop` tokens of which some are gone."""
+        removed = -int(tokens_to_remove)
+        if self.is_initialized and 0 < removed < self.cumulative_length:
+            newest = self.ledger.positions[:, :, -removed:]
+            first = self.cumulative_length - removed
+            expected = torch.arange(first, first + newest.shape[2], device=newest.device)
+            if removed > self.held_length or bool((newest != expected).any()):
+                raise UnsupportedOperationError(
+                    f"crop({tokens_to_remove}): layer {self.layer_idx} has evicted some of the newest "
+                    f"{removed} tokens; only tokens that all heads still hold can be removed."
+                )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens, all of which must still be held.
@@ -249,14 +253,7 @@ class EvictingLayer(PackedLayer):
             UnsupportedOperationError: If some head has evicted one of them.
         """
         removed = -int(tokens_to_remove)
-        if self.is_initialized and 0 < removed < self.cumulative_length:
-            newest = self.ledger.positions[:, :, -removed:]
-            first = self.cumulative_length - removed
-            if removed > self.held_length or bool((newest != _positions(first, newest)).any()):
-                raise UnsupportedOperationError(
-                    f"crop({tokens_to_remove}): layer {self.layer_idx} has evicted some of the newest "
-                    f"{removed} tokens; only tokens that all heads still hold can be removed."
-                )
+        self.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
         if self.is_initialized:
             self.ledger.truncate(min(removed, self.ledger.scores.shape[2]))
@@ -341,25 +338,24 @@ class EvictingLayer(PackedLayer):
         """Whether a `crop` will follow, before which nothing may be packed or evicted (drafted tokens)."""
         return self.record_past and (self.prompt_length is None or seen > self.prompt_length)
 
+    def _postpone(self, phase: str, has_drafts: bool) -> None:
+        """Evict later: once the queries have been seen, and drafts judged."""
+        self._postponed = phase if has_drafts and self._postponed is None else self._postponed
+        self._due = None if has_drafts else phase
+
     def _exceeds(self, phase: str) -> bool:
         """Whether something must go now."""
         assert self._budget is not None
         if phase == "decode":
-            return self.config.evict_at_decode and self.held_length > self._budget + self.config.decode_slack
-        return self.held_length > self._budget
+            return self.config.evict_at_decode and self.mean_held > self._budget + self.config.decode_slack
+        return self.mean_held > self._budget
 
     def _evict(self, phase: str) -> None:
         budget = self._budget
         assert budget is not None
         if not self._exceeds(phase):
             return
-        if self._has_missed:
-            raise UnsupportedOperationError(
-                f"Layer {self.layer_idx} was not shown by its model what it needs to choose from: "
-                f"scores come after the {self.scored_after!r} of every call. The model's attention function "
-                "must be 'sdpa', a flash or flex one, or 'kvcache_plugins' (model.set_attn_implementation), "
-                "and the cache must have been bound to the model (`cache.bind`) before the first call."
-            )
+        self._check_shown()
         recent = self.config.protected_at(phase, budget, self._turn_length)
         pooling = self.config.pooling()
         with storing():
@@ -372,9 +368,19 @@ class EvictingLayer(PackedLayer):
                 pads=self.padding.lengths,
                 sink_length=self.config.sink_length,
                 recent=recent,
-                exact=self.key_stream_.tail.length if self.key_stream_.packed_length else 0,
+                exact=self.exact_tail,
             )
             keep_slots(self, index)
+
+    def _check_shown(self) -> None:
+        """Raise `UnsupportedOperationError` if attention has not shown what there is to choose by."""
+        if self._has_missed:
+            raise UnsupportedOperationError(
+                f"Layer {self.layer_idx} was not shown by its model what it needs to choose from: "
+                f"scores come after the {self.scored_after!r} of every call. The model's attention function "
+                "must be 'sdpa', a flash or flex one, or 'kvcache_plugins' (model.set_attn_implementation), "
+                "and the cache must have been bound to the model (`cache.bind`) before the first call."
+            )
 
     def _kept_length(self, budget: int) -> int:
         """Tokens kept of `budget`: where whole blocks are packed, those and what is exact."""
@@ -389,12 +395,5 @@ class EvictingLayer(PackedLayer):
         if final is not None and self.evicts and prompt is not None and self._budget is not None:
             final = min(final, self._budget + max(0, final - prompt))
         self.final_length = final
-        for stream in self._live_streams():
+        for stream in self.streams if self.is_initialized else ():
             stream.final_length = final
-
-    def _live_streams(self) -> Iterable[Stream]:
-        return self.streams if self.is_initialized else ()
-
-
-def _positions(first: int, newest: Tensor) -> Tensor:
-    return torch.arange(first, first + newest.shape[2], device=newest.device)

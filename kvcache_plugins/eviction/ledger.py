@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..layers.heads import HeadGroup
 from ..layers.tail import Tail
 
 __all__ = ["Ledger"]
@@ -61,6 +63,22 @@ class Ledger:
         """Replace the rows of the batch by rows `indices`."""
         for column in (self._scores, self._positions):
             column.buffer = column.buffer.index_select(0, indices)
+
+    def of_heads(self, group: HeadGroup) -> Ledger:
+        """A copy of what is known of some heads."""
+        return self._holding(group.of_states(self.scores), group.of_states(self.positions))
+
+    @classmethod
+    def joined(cls, ledgers: Sequence[Ledger]) -> Ledger:
+        """What is known of all heads of ledgers that are as long."""
+        columns = [[getattr(ledger, name) for ledger in ledgers] for name in ("scores", "positions")]
+        return ledgers[0]._holding(*(torch.cat(column, dim=1) for column in columns))
+
+    def _holding(self, scores: Tensor, positions: Tensor) -> Ledger:
+        made = Ledger(scores.shape[0], scores.shape[1], scores.device)
+        made._scores.replace(scores[..., None], scores.shape[2])
+        made._positions.replace(positions[..., None], scores.shape[2])
+        return made
 
     def to(self, device: torch.device) -> None:
         """Move to `device`."""

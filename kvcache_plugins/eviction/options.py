@@ -134,6 +134,11 @@ class EvictingConfig(BackendConfig):
         return read_pooling(self.pool, type(self).__name__, storage=self.storage, positions=self.positions)
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether heads of one layer may hold different numbers of tokens."""
+        return False
+
+    @property
     def exact_length(self) -> int:
         """Newest tokens that a packed storage has not packed yet, and that cannot be evicted therefore."""
         storage = self.storage_config()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..layers.padding import first_slots
 
-__all__ = ["choose_slots"]
+__all__ = ["best_slots", "choose_slots", "ranked"]
 
 
 def choose_slots(
@@ -19,15 +19,26 @@ def choose_slots(
     recent: int = 0,
     exact: int = 0,
 ) -> Tensor:
-    """Choose `count` slots per row and head.
+    """Choose `count` slots per row and head, of at least `sink_length + max(recent, exact)` (see `ranked`).
 
-    Pads go first and protected slots last; a score that is not a number counts as the lowest. The result is
-    in ascending order, so that the pads that remain lie at the left edge, where transformers' mask of the
-    newest columns expects them.
+    The result is in ascending order, so that the pads that remain lie at the left edge, where transformers'
+    mask of the newest columns expects them.
+
+    Returns:
+        `torch.Tensor` of shape `(B, H, count)`: int64.
+    """
+    ranks = ranked(scores, pads=pads, sink_length=sink_length, recent=recent, exact=exact)
+    return best_slots(ranks, count)
+
+
+def ranked(
+    scores: Tensor, *, pads: Tensor | None = None, sink_length: int = 0, recent: int = 0, exact: int = 0
+) -> Tensor:
+    """Scores by which the best are chosen: pads go first and protected slots last.
 
     Args:
-        scores (`torch.Tensor` of shape `(B, H, m)`): fp32, higher is kept.
-        count (`int`): Slots to keep, at most `m`, at least `sink_length + max(recent, exact)`.
+        scores (`torch.Tensor` of shape `(B, H, m)`): fp32, higher is kept; one that is not a number counts as
+            the lowest.
         pads (`torch.Tensor` of shape `(B,)`, *optional*): Leading slots of every row that are padding.
         sink_length (`int`): Slots after the pads that are protected.
         recent (`int`): Newest slots that are protected, unless they are pads.
@@ -35,7 +46,7 @@ def choose_slots(
             rows and heads.
 
     Returns:
-        `torch.Tensor` of shape `(B, H, count)`: int64.
+        `torch.Tensor` of shape `(B, H, m)`: -inf over the pads, inf where slots are protected.
     """
     length = scores.shape[2]
     largest = torch.finfo(scores.dtype).max
@@ -46,4 +57,9 @@ def choose_slots(
     ranks = ranks.masked_fill(protected[:, None], torch.inf)
     ranks = ranks.masked_fill((offsets < 0)[:, None], -torch.inf)
     ranks[..., length - exact :] = torch.inf
+    return ranks
+
+
+def best_slots(ranks: Tensor, count: int) -> Tensor:
+    """The `count` slots of highest rank, of ranks `(B, H, m)`: int64 `(B, H, count)`, ascending."""
     return ranks.topk(count, dim=2, sorted=False).indices.sort(dim=2).values

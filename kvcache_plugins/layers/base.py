@@ -13,6 +13,7 @@ Invariants, tested by the conformance suite:
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ class PackedLayer(CacheLayerMixin):
                 if self._prepared is not None:
                     self.prepare(*self._prepared[0])
         elif self.is_initialized:
-            self.key_stream_.final_length = self.value_stream_.final_length = final_length
+            for stream in self.streams:
+                stream.final_length = final_length
 
     def set_prompt_length(self, length: int | None) -> None:
         """Say after how many tokens the prompt, or the next turn of it, has been read; evicting layers care.
@@ -205,17 +207,17 @@ class PackedLayer(CacheLayerMixin):
 
     def own_mask(self, tokens: StreamView) -> Tensor | None:
         """Which slots are no pads, bool `(B, 1, 1, T)`; `None` if none is."""
-        pads = tokens.stream.padding.lengths
-        if pads is None:
-            return None
-        newest = tokens.segments[-1]
-        slots = torch.arange(tokens.first, tokens.first + tokens.length, device=newest.device)
-        return (slots >= tokens.stream.padding.starts(newest)[:, None])[:, None, None, :]
+        return tokens.real_slots()
 
     @property
-    def streams(self) -> tuple[Stream, Stream]:
+    def streams(self) -> tuple[Stream, ...]:
         """The key and the value stream."""
         return self.key_stream_, self.value_stream_
+
+    @property
+    def uniform_layers(self) -> Sequence[PackedLayer]:
+        """What this layer consists of: itself, unless some of its heads hold more tokens than others."""
+        return [self]
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -334,8 +336,8 @@ class PackedLayer(CacheLayerMixin):
     @property
     def dropped_outliers(self) -> int:
         """Outliers that found no room in the longest list there can be, when tokens moved."""
-        lists = [stream.outliers for stream in self.streams] if self.is_initialized else []
-        return sum(store.dropped for store in lists if store is not None)
+        streams = self.streams if self.is_initialized else ()
+        return sum(stream.outliers.dropped for stream in streams if stream.outliers is not None)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors in use and plain facts, from which `load_state` rebuilds this layer."""

@@ -23,10 +23,11 @@ def dense_size(layer: Any) -> tuple[int, int]:
     """
     values = num_bytes = 0
     if isinstance(layer, PackedLayer) and layer.is_initialized:
-        batch_size, num_heads = layer.records.data.shape[:2]
-        per_token = batch_size * num_heads * sum(stream.head_dim for stream in layer.streams)
-        values = per_token * layer.held_length
-        num_bytes = per_token * layer.dense_length * layer.dtype.itemsize
+        for part in layer.uniform_layers:
+            batch_size, num_heads = part.records.data.shape[:2]
+            per_token = batch_size * num_heads * sum(stream.head_dim for stream in part.streams)
+            values += per_token * part.held_length
+            num_bytes += per_token * part.dense_length * part.dtype.itemsize
     for tensor in tensors_in(layer.beside() if isinstance(layer, PackedLayer) else vars(layer)):
         if tensor.is_floating_point():
             values += tensor.numel()

@@ -50,6 +50,14 @@ class StreamView:
             ends.append(ends[-1] + segment.shape[2])
         return tuple(ends)
 
+    def real_slots(self) -> Tensor | None:
+        """Which slots are no pads, bool `(B, 1, 1, T)`; `None` if none is."""
+        if self.stream.padding.lengths is None:
+            return None
+        newest = self.segments[-1]
+        slots = torch.arange(self.first, self.first + self.length, device=newest.device)
+        return (slots >= self.stream.padding.starts(newest)[:, None])[:, None, None, :]
+
     def read(self, start: int, stop: int) -> Tensor:
         """Return tokens `[start, stop)`, fp32 where they come from codes, else in their own dtype."""
         parts = [self._decode(start, min(stop, self.packed_length))] if start < self.packed_length else []

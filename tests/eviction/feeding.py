@@ -90,6 +90,12 @@ def feed(
 
 def real_positions(layer: Any) -> list[list[list[int]]]:
     """Positions of the real tokens a layer holds: `[row][head]`."""
-    held = layer.ledger.positions.tolist()
+    parts = [(part.group.heads, part.layer) for part in getattr(layer, "parts", ())]
+    positions = {
+        head: part.ledger.positions[:, place].tolist()
+        for heads, part in parts or [(range(layer.num_heads), layer)]
+        for place, head in enumerate(heads)
+    }
+    held = list(zip(*(positions[head] for head in sorted(positions)), strict=True))
     pads = [0] * len(held) if layer.pads is None else layer.pads.tolist()
     return [[[p for p in head if p >= pad] for head in row] for row, pad in zip(held, pads, strict=True)]

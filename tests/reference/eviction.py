@@ -14,6 +14,8 @@ anew in every call, at the places 0, 1, 2, ... where they then stand.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +58,7 @@ class Policy:
         covariance: Whether it knows the queries' covariance.
         value_norm: Whether it multiplies by the norms of values.
         lag: Tokens of a partition of LagKV.
+        head_floor: Part of the budget that every head keeps, where the rest is shared.
     """
 
     method: str
@@ -73,9 +76,10 @@ class Policy:
     covariance: bool = True
     value_norm: bool = True
     lag: int = 128
+    head_floor: float | None = None
 
-    def is_due(self, phase: str, held: int) -> bool:
-        """Whether something goes, with `held` tokens."""
+    def is_due(self, phase: str, held: float) -> bool:
+        """Whether something goes, with `held` tokens per head."""
         if self.budget is None or (phase == "decode" and not self.evicts_at_decode):
             return False
         return held > self.budget + (self.slack if phase == "decode" else 0)
@@ -136,6 +140,18 @@ def _expected_worth(
     return weights.tolist()
 
 
+def _runs(order: Sequence[int], count: int) -> Iterator[list[list[int]]]:
+    """All ways to cut a sequence into `count` runs."""
+    for cuts in itertools.combinations(range(1, len(order)), count - 1):
+        yield [list(order[a:b]) for a, b in itertools.pairwise([0, *cuts, len(order)])]
+
+
+def _deviation(groups: list[list[int]], shares: Sequence[float]) -> float:
+    """Sum of the squares by which heads differ from the mean of their group."""
+    means = [sum(shares[h] for h in group) / len(group) for group in groups]
+    return sum((shares[h] - mean) ** 2 for group, mean in zip(groups, means, strict=True) for h in group)
+
+
 @dataclass
 class _Row:
     """One row of the batch in one layer, in float64.
@@ -175,23 +191,58 @@ class _Row:
             if self.policy.method == "lagkv":
                 for h, partitions in enumerate(self.partitions):
                     partitions.judge(held[h], seen, [self.keys[h].__getitem__, self.values[h].__getitem__])
-            if self.policy.is_due(phase, len(held[0])):
+            if self.policy.is_due(phase, sum(map(len, held)) / heads):
                 worth = self._worth(held, new)
-                held = [self._kept(held[head], worth[head], phase) for head in range(heads)]
+                is_shared = self.policy.head_floor is not None
+                same = [self.policy.budget or 0] * heads
+                budgets = self._shares(held, worth, phase) if is_shared else same
+                held = [self._kept(held[h], worth[h], phase, budgets[h]) for h in range(heads)]
         return self.visible, [[p for p in positions if p >= self.pads] for positions in held]
 
-    def _kept(self, held: list[int], worth: dict[int, float], phase: str) -> list[int]:
-        budget = self.policy.budget
-        assert budget is not None
+    def _kept(self, held: list[int], worth: dict[int, float], phase: str, budget: int) -> list[int]:
         real = [p for p in held if p >= self.pads]
         pads = [p for p in held if p < self.pads]
         if len(real) <= budget:
             return pads[len(pads) - (budget - len(real)) :] + real
-        first_newest = len(held) - self.policy.recent(phase)
-        stays = {p for p in real if p < self.pads + self.policy.sinks}
-        stays |= {p for p in held[first_newest:] if p >= self.pads}
-        others = sorted((p for p in real if p not in stays), key=lambda p: worth[p], reverse=True)
-        return sorted(stays | set(others[: budget - len(stays)]))
+        return sorted(self._by_worth(held, worth, phase)[:budget])
+
+    def _by_worth(self, held: list[int], worth: dict[int, float], phase: str) -> list[int]:
+        """The real tokens of a head, what stays in any case first, then the best."""
+        real = [p for p in held if p >= self.pads]
+        newest = held[len(held) - self.policy.recent(phase) :]
+        stays = [p for p in real if p < self.pads + self.policy.sinks or p in newest]
+        return stays + sorted((p for p in real if p not in stays), key=lambda p: worth[p], reverse=True)
+
+    def _shares(self, held: list[list[int]], worth: list[dict[int, float]], phase: str) -> list[int]:
+        """Tokens that heads keep: those of the floor, then the best of all heads, in up to four groups."""
+        policy, heads = self.policy, range(len(held))
+        assert policy.budget is not None and policy.head_floor is not None
+        floor = max(math.ceil(policy.head_floor * policy.budget), policy.sinks + policy.recent(phase) + 1)
+        floor = min(floor, policy.budget)
+        ranked = [self._by_worth(held[h], worth[h], phase) for h in heads]
+        own = [len(ranked[h][:floor]) for h in heads]
+        others = sorted(((worth[h][p], h) for h in heads for p in ranked[h][floor:]), reverse=True)
+        total = policy.budget * len(held)
+        for _, h in others[: total - sum(own)]:
+            own[h] += 1
+        shares = [count * total / max(1, sum(own)) for count in own]
+        order = sorted(heads, key=lambda h: -shares[h])
+        best: tuple[float, list[list[int]]] | None = None
+        for count in range(1, min(4, len(held)) + 1):
+            found = min(  # of equal ones that with the longest first groups
+                ((_deviation(groups, shares), groups) for groups in _runs(order, count)),
+                key=lambda one: (round(one[0], 6), [-len(group) for group in one[1]]),
+            )
+            if best is not None and best[0] - found[0] < 1.0:
+                break
+            best = found
+        assert best is not None
+        budgets = dict.fromkeys(heads, 0)
+        for group in best[1]:
+            mean = int(sum(shares[h] for h in group) / len(group) + 1e-6)
+            for h in group:
+                budgets[h] = min(max(floor, mean), *(len(held[other]) for other in group))
+        return [budgets[h] for h in heads]
 
     def _worth(self, held: list[list[int]], new: range) -> list[dict[int, float]]:
         """Worth of the real tokens held, per head, after the call of the tokens `new`."""

@@ -1,0 +1,29 @@
+"""Which of the queries a layer is shown count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..attention.reference import AttentionOptions
+from ..layers.view import StreamView
+
+__all__ = ["counted_queries", "newest_queries"]
+
+
+def newest_queries(query: Tensor, options: AttentionOptions, count: int) -> tuple[Tensor, AttentionOptions]:
+    """The newest `count` of the queries `(B, Hq, q, D)`, with what masks them."""
+    changed = {}
+    for name in ("mask", "position_bias"):
+        tensor = getattr(options, name)
+        if tensor is not None and tensor.dim() >= 2 and tensor.shape[-2] > count:
+            changed[name] = tensor[..., -count:, :]
+    return query[:, :, -count:], replace(options, **changed)
+
+
+def counted_queries(query: Tensor, tokens: StreamView) -> Tensor:
+    """Which of the queries `(B, Hq, q, D)` of the newest tokens are no pads: bool `(B, q)`."""
+    slots = torch.arange(tokens.length - query.shape[2], tokens.length, device=query.device)
+    return slots >= tokens.stream.padding.starts(query)[:, None]
