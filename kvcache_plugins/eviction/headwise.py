@@ -7,8 +7,7 @@ each a layer of its own, so that what a head does not keep takes no memory. Ever
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ..attention.reference import AttentionOptions
 from ..config import check_number
+from ..layers.base import PackedLayer
 from ..layers.checking import check_agreement
 from ..layers.handle import KVHandle
 from ..layers.heads import GroupedHandle, HeadGroup
@@ -37,10 +37,19 @@ class HeadwiseConfig(EvictingConfig):
     Args:
         head_floor (`float`, *optional*): Least part of `budget` that every key-value head keeps, 0 to 1. The
             rest of what the heads of a layer keep goes to those that score highest (Ada-KV, which takes
-            0.2). Every head keeps `budget` if not given.
+            0.2); rows of a batch share alike, and under tensor parallelism the heads of one process. Every
+            head keeps `budget` if not given.
+
+    Every group of heads, of four at most, is a call of its own at every step. What it gains depends on the
+    scores: with the bundled model, of two key-value heads, the mean KL divergence from the dense cache (nats
+    per token, 384 tokens after 1536 of novels, budgets of 128, 256 and 512) was
+
+        snapkv              0.0216  0.0130  0.0058    with head_floor=0.2  0.0186  0.0113  0.0054
+        expected_attention  0.0216  0.0128  0.0047                         0.0188  0.0106  0.0058
+        h2o                 0.0321  0.0144  0.0057                         0.0320  0.0144  0.0057
     """
 
-    head_floor: float | None = field(default=None, metadata={"shown": "None"})
+    head_floor: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,8 +213,8 @@ class HeadwiseLayer(EvictingLayer):
         self.prompt_length, self._turn_length = facts["prompt_length"], facts["turn_length"]
 
     @property
-    def uniform_layers(self) -> Sequence[EvictingLayer]:
-        return [layer for _, layer in self.parts] or [self]
+    def uniform_layers(self) -> tuple[PackedLayer, ...]:
+        return tuple(layer for _, layer in self.parts) or (self,)
 
     @property
     def streams(self) -> tuple[Stream, ...]:

@@ -13,7 +13,6 @@ Invariants, tested by the conformance suite:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -215,9 +214,9 @@ class PackedLayer(CacheLayerMixin):
         return self.key_stream_, self.value_stream_
 
     @property
-    def uniform_layers(self) -> Sequence[PackedLayer]:
+    def uniform_layers(self) -> tuple[PackedLayer, ...]:
         """What this layer consists of: itself, unless some of its heads hold more tokens than others."""
-        return [self]
+        return (self,)
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import Module
 
+import kvcache_plugins
+from kvcache_plugins.attention.dispatch import forward_over_handles
 from tests.eviction.feeding import bound_cache, feed, ids, mask_of, model_of, real_positions
 from tests.reference.eviction import Call, Policy, run_with_evictions
 
@@ -72,3 +75,193 @@ def _compare(
     assert held == survivors
     assert pads or len({len(head) for layer in held for head in layer[0]}) > 2
     torch.testing.assert_close(got[mask.bool()], logits[mask.bool()], atol=1e-4, rtol=0.0)
+
+
+def test_a_second_turn() -> None:
+    model = model_of("llama", **SIZES)
+    calls: list[Call] = [(30, "chunk"), (11, "prompt"), *DECODE, (20, "chunk"), (9, "prompt"), *DECODE]
+    counts = [count for count, _ in calls]
+    tokens = ids(sum(counts))
+    for options, policy in METHODS.values():
+        config = {**options, "budget": 24, "head_floor": 0.2, "local_length": policy.local}
+        cache = bound_cache(model, config, 41)
+        first = feed(model, cache, tokens[:, :46], counts[:7])
+        cache.bind(model, prompt_length=75)
+        second = feed(model, cache, tokens[:, 46:], counts[7:])
+        logits, survivors = run_with_evictions(model, tokens, calls, replace(policy, head_floor=0.2))
+        assert [real_positions(layer) for layer in cache.evicting_layers] == survivors
+        torch.testing.assert_close(torch.cat([first, second], 1), logits, atol=1e-4, rtol=0.0)
+
+
+def test_a_budget_that_grows_keeps_what_there_is() -> None:
+    model, tokens = model_of("llama", **SIZES), ids(200)
+    cache = bound_cache(model, {"backend": "snapkv", "budget": 0.5, "head_floor": 0.2}, 60)
+    feed(model, cache, tokens[:, :60], [60])
+    cache.bind(model, prompt_length=120)
+    before = [real_positions(layer) for layer in cache.evicting_layers]
+    feed(model, cache, tokens[:, 60:90], [30])  # 30 and 30 a head, of 60
+    for layer, held in zip(cache.evicting_layers, before, strict=True):
+        expected = [[*head, *range(60, 90)] for head in held[0]]
+        assert real_positions(layer)[0] == expected
+    feed(model, cache, tokens[:, 90:120], [30])
+    for layer in cache.evicting_layers:
+        assert 58 <= sum(map(len, real_positions(layer)[0])) / 8 <= 60
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_floor_of_the_budget_is_the_same_for_all_heads(method: str) -> None:
+    model, tokens, config = model_of("llama", **SIZES), ids(90, 2), {**METHODS[method][0], "budget": 24}
+    found = []
+    for floor in (None, 1.0):
+        cache = bound_cache(model, {**config, "head_floor": floor}, 80)
+        logits = feed(model, cache, tokens, [30, 30, 20, *[1] * 10])
+        found.append((logits, [real_positions(layer) for layer in cache.evicting_layers]))
+    assert found[0][1] == found[1][1]
+    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("storage", [None, {"backend": "int8"}], ids=["exact", "int8"])
+def test_what_a_head_does_not_keep_takes_no_memory(storage: dict[str, Any] | None) -> None:
+    model, tokens = model_of("llama", **SIZES), ids(400)
+    bytes_of = {}
+    for floor in (None, 0.2):
+        config = {"backend": "snapkv", "budget": 128, "head_floor": floor, "storage": storage}
+        cache = bound_cache(model, config, 400)
+        feed(model, cache, tokens, [200, 200])
+        bytes_of[floor] = cache.kv_bytes()
+        estimated = kvcache_plugins.estimate(model, config, 400)
+        room = 8 * 2 * 64 * 40 if storage else 0  # a block of every head, of which some are not full
+        assert abs(estimated - cache.kv_bytes()) <= cache.kv_bytes() / 16 + room
+        report = cache.report()
+        held = sum(len(head) for layer in cache.evicting_layers for head in real_positions(layer)[0])
+        assert report.values == held * 2 * 16
+        assert report.dense_bytes == 2 * 8 * 400 * 2 * 16 * 4
+    widest = max(len(head) for layer in cache.evicting_layers for head in real_positions(layer)[0])
+    assert widest > 128 + 4  # as many in all heads would take more
+    assert bytes_of[0.2] <= 17 / 16 * bytes_of[None] + room
+
+
+def test_packed_tokens_move_as_they_are() -> None:
+    config = {
+        "backend": "h2o", "budget": 40, "head_floor": 0.1, "storage": {"backend": "int8"},
+        "local_length": 4, "stabilizer_length": 4, "evict_at_decode": True,
+    }  # fmt: skip
+    cache = bound_cache(model_of("llama", **SIZES), config, 100)
+    layer = cache.evicting_layers[0]
+    generator = torch.Generator().manual_seed(3)
+    keys, values = (torch.randn(2, 8, 250, 16, generator=generator) for _ in range(2))
+    for start, stop in [(0, 50), (50, 100), *[(n, n + 1) for n in range(100, 250)]]:
+        query = 3 * torch.randn(2, 16, stop - start, 16, generator=generator)
+        handles = layer.update(keys[:, :, start:stop], values[:, :, start:stop])
+        forward_over_handles(Module(), query, *handles, None)
+    plain = kvcache_plugins.build_cache(cache.model_config, {"backend": "int8"}).layers[0]
+    plain.update(keys, values)
+    assert len(layer.parts) > 1
+    for part in layer.parts:
+        for stream, whole in zip(part.layer.streams, plain.streams, strict=True):
+            length = stream.packed_length
+            index = part.layer.ledger.positions[:, :, :length].long()[..., None].expand(-1, -1, -1, 16)
+            heads = whole.decode(0, 250)[:, list(part.group.heads)]
+            assert torch.equal(stream.decode(0, length), heads.gather(2, index))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 3])
+def test_attention_with_sink_logits_and_a_softcap(length: int, dtype: torch.dtype) -> None:
+    cache = bound_cache(model_of("llama", **SIZES), {"backend": "h2o", "budget": 24, "head_floor": 0.1}, 60)
+    layer = cache.evicting_layers[0]
+    generator = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(2, 8, 60 + length, 16, generator=generator).to(dtype) for _ in range(2))
+    query = 2 * torch.randn(2, 16, 60 + length, 16, generator=generator).to(dtype)
+    handles = layer.update(keys[:, :, :60], values[:, :, :60])
+    forward_over_handles(Module(), query[:, :, :60], *handles, None)
+    held = [[[*head, *range(60, 60 + length)] for head in row] for row in real_positions(layer)]
+    sinks = torch.randn(16, generator=generator)
+    handles = layer.update(keys[:, :, 60:], values[:, :, 60:])
+    got, _ = forward_over_handles(Module(), query[:, :, 60:], *handles, None, 0.3, softcap=5.0, s_aux=sinks)
+    for row in range(2):
+        for head in range(16):
+            slots = torch.tensor(held[row][head // 2])
+            one = query[row, head, 60:].float() @ keys[row, head // 2, slots].float().T * 0.3
+            one = 5.0 * torch.tanh(one / 5.0)
+            one = one.masked_fill(slots[None] > torch.arange(60, 60 + length)[:, None], -torch.inf)
+            with_sink = torch.cat([one, sinks[head].expand(length, 1)], dim=1).softmax(-1)[:, :-1]
+            expected = with_sink @ values[row, head // 2, slots].float()
+            torch.testing.assert_close(
+                got[row, :, head].float(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0.0
+            )
+
+
+@pytest.mark.allow_deprecation(
+    "Passing .generation_config. together", reason="transformers drafts in this way"
+)
+@pytest.mark.parametrize("mode", ["beams", "sampling", "assistant", "lookup", "long"])
+@pytest.mark.parametrize("method", ["snapkv", "expected"])
+def test_modes_of_generation(mode: str, method: str) -> None:
+    # What the torch reference makes of the same calls.
+    model, tokens = model_of("llama", **SIZES), ids(60, 2, pads=[0, 13])
+    arguments: dict[str, Any] = {
+        "beams": {"num_beams": 3},
+        "sampling": {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
+        "assistant": {"assistant_model": model_of("llama", **SIZES, seed=5)},
+        "lookup": {"prompt_lookup_num_tokens": 3},
+        "long": {"max_new_tokens": 80},
+    }[mode]
+    inputs = ids(60).repeat(1, 2) if mode in ("assistant", "lookup") else tokens
+    config = {
+        **METHODS[method][0], "budget": 24, "head_floor": 0.2, "chunk_size": 32,
+        "evict_at_decode": mode == "long",
+    }  # fmt: skip
+
+    def run(**changed: str) -> list[list[int]]:
+        torch.manual_seed(0)
+        given = {"max_new_tokens": 12, "do_sample": False, **arguments}
+        output: Any = model.generate(  # type: ignore[operator]
+            inputs, attention_mask=(inputs != 0).long(), cache_implementation="quantized",
+            cache_config={**config, **changed}, return_dict_in_generate=True, **given,
+        )  # fmt: skip
+        assert all(len(layer.parts) > 1 for layer in output.past_key_values.evicting_layers)
+        return output.sequences.tolist()  # type: ignore[no-any-return]
+
+    assert run() == run(kernel="torch")
+
+
+def test_attention_that_needs_tensors_is_refused() -> None:
+    model, tokens = model_of("llama", "eager", **SIZES), ids(60)
+    with pytest.raises(
+        NotImplementedError, match=r"heads of layer 0 hold from \d+ to \d+ tokens \(head_floor"
+    ):
+        model.generate(  # type: ignore[operator]
+            tokens, cache_implementation="quantized", max_new_tokens=3, output_attentions=True,
+            cache_config={"backend": "h2o", "budget": 24, "head_floor": 0.2},
+            return_dict_in_generate=True,
+        )  # fmt: skip
+
+
+def test_states_of_other_heads_are_refused() -> None:
+    cache = bound_cache(model_of("llama", **SIZES), {"backend": "h2o", "budget": 24, "head_floor": 0.2}, 60)
+    feed(model_of("llama", **SIZES), cache, ids(60), [60])
+    with pytest.raises(ValueError, match=r"Layer 0 holds 8 heads, got states of \(1, 4\)"):
+        cache.layers[0].update(torch.zeros(1, 4, 1, 16), torch.zeros(1, 4, 1, 16))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_floor": 1.5}, r"head_floor must be a number in \[0.0, 1.0\], got 1.5"),
+        ({"head_floor": "0.2"}, "head_floor must be a number"),
+        ({"head_floor": 0.2, "positions": "compact"}, "head_floor makes heads hold different numbers"),
+        ({"head_floor": 0.2, "pool": "merge"}, "head_floor cannot be combined with pool='merge'"),
+        (
+            {
+                "head_floor": 0.2,
+                "storage": {"backend": "float8", "scale": "head", "calibration": "somewhere"},
+            },
+            "allowed with it are 'int8', 'int4' and 'float8' without `calibration`, or None",
+        ),
+        ({"head_floor": 0.2, "backend": "knorm"}, "head_floor"),
+    ],
+)
+def test_what_does_not_go_with_it(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kvcache_plugins.build_cache(model_of().config, {"backend": "snapkv", "budget": 24, **options})
