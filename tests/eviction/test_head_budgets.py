@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import Module
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcache_plugins
 from kvcache_plugins.attention.dispatch import forward_over_handles
 from tests.eviction.feeding import bound_cache, feed, ids, mask_of, model_of, real_positions
 from tests.reference.eviction import Call, Policy, run_with_evictions
 
+ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8}
 METHODS: dict[str, tuple[dict[str, Any], Policy]] = {
     "snapkv": ({"backend": "snapkv"}, Policy("snapkv", 24, stabilizers=3, local=3)),
@@ -224,6 +227,24 @@ def test_modes_of_generation(mode: str, method: str) -> None:
         return output.sequences.tolist()  # type: ignore[no-any-return]
 
     assert run() == run(kernel="torch")
+
+
+@torch.no_grad()
+def test_sharing_pays() -> None:
+    # The mean divergence from the whole cache, with as many tokens held, on a text that is not prose.
+    folder = ROOT / "examples" / "models" / "tiny-llama-books"
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    text = (ROOT / "LICENSE").read_text()
+    tokens = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[:, 1000:2200]
+    dense = model(tokens).logits[:, 1000:].log_softmax(-1)
+    loss = {}
+    for floor in (None, 0.2):
+        config = {"backend": "expected_attention", "budget": 96, "head_floor": floor}
+        cache = bound_cache(model, config, 1000)
+        feed(model, cache, tokens[:, :1000], [1000])
+        got = feed(model, cache, tokens[:, 1000:], [200]).log_softmax(-1)
+        loss[floor] = float((dense.exp() * (dense - got)).sum(-1).mean())
+    assert loss[0.2] < 0.8 * loss[None], loss
 
 
 def test_attention_that_needs_tensors_is_refused() -> None:
