@@ -77,6 +77,13 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8": {"backend": "fp8"},
     "quanto": {"backend": "quanto", "nbits": 2, "residual_length": 32},
     "hqq": {"backend": "hqq", "nbits": 2, "residual_length": 32, "axis_key": 1, "axis_value": 1},
+    "h2o-heads": {
+        "backend": "h2o",
+        "budget": 6,
+        "local_length": 1,
+        "head_floor": 0.1,
+        "stabilizer_length": 1,
+    },
 }
 
 
@@ -159,6 +166,19 @@ def test_share_read_from_codes(name: str) -> None:
     assert [prediction.first for prediction in found] == list(range(PREFILL, WINDOW))
     expected = [0.0] + [packed(held) / (held + 1) for held in range(PREFILL, WINDOW - 1)]
     assert [prediction.packed_shares[0] for prediction in found] == pytest.approx(expected, abs=1e-12)
+
+
+@torch.inference_mode()
+def test_heads_that_hold_different_numbers_of_tokens() -> None:
+    config = {**CASES["h2o-heads"], "storage": {"backend": "int8"}}
+    cache = kvp.build_cache(model(), config).bind(model(), prompt_length=PREFILL)
+    model()(window()[:, :PREFILL], past_key_values=cache)
+    held = [
+        part.layer.held_length for layer in cache.layers for part in layer.parts for _ in part.group.heads
+    ]
+    assert len(held) == 2 * len(cache.layers) and len(set(held)) > 1
+    for n, share in enumerate(packed_shares(cache, 3)):
+        assert share == pytest.approx(sum(m / (m + 1 + n) for m in held) / len(held), abs=1e-12)
 
 
 def test_layers_left_dense_do_not_count_as_packing() -> None:
