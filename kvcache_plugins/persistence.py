@@ -122,9 +122,13 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
 
 
 def _check_lengths(layer: PackedLayer) -> None:
-    lengths = [stream.length for stream in layer.streams]
-    if len(set(lengths)) > 1 or not isinstance(layer.cumulative_length, int):
-        raise ValueError(f"{lengths} keys and values of {layer.cumulative_length!r} tokens")
+    for part in layer.uniform_layers:
+        lengths = [stream.length for stream in part.streams]
+        is_odd = (
+            not isinstance(part.cumulative_length, int) or part.cumulative_length != layer.cumulative_length
+        )
+        if len(set(lengths)) > 1 or is_odd:
+            raise ValueError(f"{lengths} keys and values of {part.cumulative_length!r} tokens")
 
 
 def _fingerprint(config: Any) -> dict[str, Any]:

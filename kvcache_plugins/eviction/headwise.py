@@ -206,6 +206,8 @@ class HeadwiseLayer(EvictingLayer):
             owned = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             layer.load_state(owned, part["facts"])
             parts.append(HeadPart(HeadGroup(part["heads"], layer.device), layer))
+        if sorted(head for group, _ in parts for head in group.heads) != list(range(self.num_heads)):
+            raise ValueError(f"parts of the heads {[group.heads for group, _ in parts]}, of {self.num_heads}")
         self.parts, self.is_initialized = tuple(parts), True
         self.dtype, self.device = parts[0].layer.dtype, parts[0].layer.device
         self.pads = tensors.get("pads")

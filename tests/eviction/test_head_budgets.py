@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcache_plugins
 from kvcache_plugins.attention.dispatch import forward_over_handles
+from kvcache_plugins.errors import ArtifactError
 from tests.eviction.feeding import bound_cache, feed, ids, mask_of, model_of, real_positions
 from tests.reference.eviction import Call, Policy, run_with_evictions
 
@@ -245,6 +248,29 @@ def test_sharing_pays() -> None:
         got = feed(model, cache, tokens[:, 1000:], [200]).log_softmax(-1)
         loss[floor] = float((dense.exp() * (dense - got)).sum(-1).mean())
     assert loss[0.2] < 0.8 * loss[None], loss
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda facts: facts["parts"].pop(), "of 8"),
+        (lambda facts: facts["parts"][0].update(heads=facts["parts"][1]["heads"]), "of 8"),
+        (lambda facts: facts["parts"][0]["facts"].update(cumulative_length=3), "keys and values of 3 tokens"),
+        (lambda facts: facts.pop("kept"), "kept"),
+    ],
+)
+def test_damaged_facts(damage: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path) -> None:
+    model = model_of("llama", **SIZES)
+    cache = bound_cache(model, {"backend": "snapkv", "budget": 24, "head_floor": 0.2}, 60)
+    feed(model, cache, ids(60), [60])
+    cache.save_pretrained(tmp_path)
+    kvcache_plugins.KVCache.from_pretrained(tmp_path, model)
+    (path,) = tmp_path.glob("*.json")
+    facts = json.loads(path.read_text())
+    damage(facts["layers"][1])
+    path.write_text(json.dumps(facts))
+    with pytest.raises(ArtifactError, match=f"layer 1.*{message}"):
+        kvcache_plugins.KVCache.from_pretrained(tmp_path, model)
 
 
 def test_attention_that_needs_tensors_is_refused() -> None:
