@@ -139,12 +139,16 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
 def check_push(token: str | None = None) -> None:
     """Check that the hub can be reached and knows the user, before there is anything to upload.
 
+    Args:
+        token (`str`, *optional*): Of the user; the one that is logged in if not given.
+
     Raises:
         OSError: If it cannot or does not.
     """
     from huggingface_hub import HfApi
 
-    HfApi(token=token).whoami()
+    with _uploading():
+        HfApi(token=token).whoami()
 
 
 def push(
@@ -175,18 +179,28 @@ def push(
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
-    # without an owner it is a repository of the user, of whose whole name an upload must be told
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    if revision is not None:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    commit = api.upload_folder(
-        repo_id=repo_id,
-        folder_path=str(directory),
-        allow_patterns=list(files),
-        revision=revision,
-        commit_message="Upload with kvcache-plugins",
-    )
+    with _uploading():
+        # without an owner it is a repository of the user, of whose whole name an upload must be told
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=str(directory),
+            allow_patterns=list(files),
+            revision=revision,
+            commit_message="Upload with kvcache-plugins",
+        )
     return str(commit)
+
+
+@contextmanager
+def _uploading() -> Iterator[None]:
+    """Raise `OSError` for all that the hub client raises: what it raises without a network is none."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(f"Nothing can be uploaded to the hub: {error}") from error
 
 
 def _umask() -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcache_plugins.artifacts.folders import locate, push, replacing
+from kvcache_plugins.artifacts.folders import check_push, locate, push, replacing
 from kvcache_plugins.errors import ArtifactError
 
 
@@ -106,6 +106,22 @@ def test_push_uploads_the_named_files(tmp_path: Path, monkeypatch: pytest.Monkey
     push(tmp_path, ("a.json", "b"), "artifact")
     assert calls[5] == ("artifact", {"private": None, "exist_ok": True}), "as the owner has it"
     assert calls[6][0] == "upload" and calls[6][1]["revision"] is None
+
+
+def test_whatever_the_hub_raises_is_told_as_an_os_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ConnectError(Exception):
+        """As of httpx, which the hub client hands on where there is no network."""
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise ConnectError("name not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.whoami", fail)
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fail)
+    for call in (check_push, lambda: push(tmp_path, (), "artifact")):
+        with pytest.raises(OSError, match="Nothing can be uploaded to the hub: name not known"):
+            call()
 
 
 @pytest.mark.parametrize(
