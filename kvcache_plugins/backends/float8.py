@@ -84,7 +84,7 @@ class Float8Cache(KVCache):
     Deviates: scales are dynamic by default, so no later token is clipped; they are rounded up to fp16.
     Cost: `8 + 16 / head_dim` bits per value; 8 with static scales.
     Limits: e5m2 has two bits of mantissa; int8 is more accurate for keys and values without outliers inside a
-        head.
+        head. Static scales serve no tensor parallel model.
     """
 
     config_class = Float8Config

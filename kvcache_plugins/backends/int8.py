@@ -115,7 +115,7 @@ class Int8Cache(KVCache):
     Cost: `8 + 16 / head_dim` bits per value; `8 + 16 / q_group_size` with groups, 8 with static scales. Those
         of `"token"` and `"tensor"`, if dynamic, are stored in the records of every head, so they save less
         than their definition suggests.
-    Limits: none known.
+    Limits: static scales serve no tensor parallel model.
     """
 
     config_class = Int8Config
