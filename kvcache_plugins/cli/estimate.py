@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..evaluation.labels import cache_label, dense_first
 from ..evaluation.model_options import OURS
-from ..evaluation.options import DTYPES, check_count
+from ..evaluation.options import DTYPES, check_count, check_model
 from ..models.presets import PRESETS, preset_config
 from ..registry import TRANSFORMERS_BACKENDS
 from .display import show
@@ -93,6 +93,7 @@ def _model_config(args: argparse.Namespace) -> PreTrainedConfig:
 
     config: PreTrainedConfig
     if args.model is not None:
+        check_model(args.model)
         config = load_config(args.model)
     else:
         config = preset_config(args.preset or _DEFAULT_PRESET)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..evaluation.options import check_model
 from .preparing import output_directory, prepare_transformers
 
 __all__ = ["add_parser", "run"]
@@ -29,6 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Convert, and say what was written."""
     output = output_directory(args)
+    check_model(args.model)
     if args.revision is not None and Path(args.source).exists():
         raise ValueError(
             f"--revision is for sources on the hub, {args.source!r} is here, got {args.revision!r}."

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..models.presets import PRESETS
 from .model_options import COMPARISON, OURS
-from .options import DTYPES, MOST_THREADS, Options, check_choice, check_count, check_counts
+from .options import DTYPES, MOST_THREADS, Options, check_choice, check_count, check_counts, check_model
 
 __all__ = ["DTYPES", "AttentionOptions", "GenerationOptions", "SpeedOptions"]
 
@@ -53,6 +53,8 @@ class SpeedOptions(Options):
             check_count("threads", self.threads, most=MOST_THREADS)
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"--device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r}.")
+        if self.model is not None:
+            check_model(self.model)
         if self.preset is not None:
             check_choice("preset", self.preset, PRESETS)
             if self.model is not None:

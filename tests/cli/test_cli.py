@@ -356,6 +356,7 @@ def test_kernels_build_says_why_it_cannot(
         (["--cache_config", '{"backend": "dense", "nbits": 2}'], ["'dense' takes no options", "nbits"]),
         (["--dtype", "int7"], ["--dtype", "int7"]),
         (["--model", "no/such/directory/anywhere"], ["no/such/directory/anywhere"]),
+        (["--model", "./nowhere"], ["--model must be a directory or a hub id", "'./nowhere'"]),
     ],
     ids=lambda value: " ".join(value)[:60],
 )

@@ -546,6 +546,7 @@ def test_random_model_is_the_one_promised() -> None:
         (["attention", "--threads", "9999"], ["--threads", "at most 1024", "9999"]),
         (["attention", "--preset", "tiny", "--model", "x"], ["--preset", "--model"]),
         (["attention", "--model", "no/such/model"], ["no/such/model"]),
+        (["attention", "--model", "./nowhere"], ["--model must be a directory", "'./nowhere'"]),
         (["attention", "--device", "gpu"], ["--device", "auto", "cuda", "'gpu'"]),
         (["attention", "--device", "cuda:99"], ["--device", "cuda:99", "GPUs"]),
         (["attention", "--cache_config", "{"], ["--cache_config", "JSON"]),

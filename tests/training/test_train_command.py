@@ -294,5 +294,7 @@ def test_heads_of_the_authors_by_command(tmp_path: Path, capsys: pytest.CaptureF
     assert load_heads(str(tmp_path / "out")).config.hidden_dim == 8
     assert main([*command, str(tmp_path / "out"), "--revision", "main"]) == 2
     assert "--revision is for sources on the hub" in capsys.readouterr().err
+    assert main(["import-locret", "x", "--model", "./nowhere", "--output", str(tmp_path / "out")]) == 2
+    assert "--model must be a directory or a hub id" in capsys.readouterr().err
     assert main([*command, str(tmp_path / "official.safetensors")]) == 2
     assert "--output must be a directory" in capsys.readouterr().err
