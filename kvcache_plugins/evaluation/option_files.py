@@ -33,7 +33,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         names = set()
         for key, _ in node.value:
-            if isinstance(key.value, str) and key.value in names:
-                raise yaml.YAMLError(f"{key.value!r} stands there twice:{key.start_mark}")
+            if str(key.value) in names:
+                raise yaml.YAMLError(
+                    f"{key.value!r} stands there twice, again in line {key.start_mark.line + 1}"
+                )
             names.add(str(key.value))
         return super().construct_mapping(node, deep)

@@ -110,7 +110,7 @@ def _words(kind: Any) -> str:
         return " or ".join(_words(part) for part in parts if part is not NoneType)
     if origin in (list, Sequence):
         return f"a list, each {_words(parts[0])}"
-    return _KINDS.get(origin or kind, str(kind))
+    return _KINDS.get(origin or kind, getattr(kind, "__name__", str(kind)))
 
 
 def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> None:

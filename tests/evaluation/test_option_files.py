@@ -20,7 +20,7 @@ MODEL = "model: org/model\n"
         ("", "--config must hold text, 'options.yaml' is empty."),
         ("false", "--config must hold options by name, got False in 'options.yaml'."),
         ("a: [", "--config must be a YAML file, got 'options.yaml'"),
-        (f"{MODEL}seed: 1\nseed: 2", "'seed' stands there twice"),
+        (f"{MODEL}seed: 1\nseed: 2", "'seed' stands there twice, again in line 3)."),
         ("model: [a, b]", "--model must be a string, got ['a', 'b']."),
         (f"{MODEL}seed: [1]", "--seed must be an integer, got [1]."),
         (f"{MODEL}stride: 5", "Unknown option 'stride'"),
@@ -75,6 +75,7 @@ def test_what_a_file_may_hold() -> None:
     [
         ("text_files: book.txt", "--text_files must be a list, each a string, got 'book.txt'."),
         ("max_steps: null", "--max_steps must be an integer, got None."),
+        ("optim: null", "--optim must be OptimizerNames or a string, got None."),
         ("max_steps: 2.5", "--max_steps/--max-steps: invalid int value: '2.5'"),
         ("fp16: perhaps", "--fp16: Truthy value expected: got perhaps"),
     ],
