@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import Trainer, set_seed
+from transformers import EvalPrediction, Trainer, set_seed
 
 from ..artifacts.files import read_json, write_json
 from ..artifacts.folders import check_no_model, check_push, push, replacing
@@ -178,11 +179,9 @@ def _check_trainer(heads: RetainingHeads, args: LocretTrainingArguments, data: d
     Raises:
         ValueError: If it cannot: a package is missing, or an option has a value that nothing has checked.
     """
-    names = {"loss", "recall", "knorm_recall"}
-    names |= {
-        f"{name}_layer_{layer}" for name in ("recall", "knorm_recall") for layer in range(len(heads.layers))
-    }
     if args.metric_for_best_model is not None:
+        recalls = np.zeros((1, len(heads.layers)))
+        names = {"loss", *recall_metrics(EvalPrediction(recalls, recalls))}
         check_choice("metric_for_best_model", args.metric_for_best_model.removeprefix("eval_"), names)
     try:
         trainer = Trainer(heads, args, compute_metrics=recall_metrics, **data)
