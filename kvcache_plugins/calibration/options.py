@@ -33,6 +33,7 @@ class CalibrationOptions(ModelOptions):
         sequence_length (`int`): Tokens of a sample.
         dataset (`str`): Data set with a column `text`: a hub id or local directory, with `:NAME` where it has
             several configurations; its split `train`. `"pydoc"` is the language reference of this Python.
+            WikiText-2 by default, where there are no text files.
         text_files (`Sequence[str]`, *optional*): UTF-8 files, instead of a data set.
         weight (`str`): What an error counts: `"fisher_scale"` (squared gradient times squared scale),
             `"fisher"` (squared gradient) or `"none"`.
@@ -50,7 +51,7 @@ class CalibrationOptions(ModelOptions):
     sink_length: int = 1
     num_samples: int = 16
     sequence_length: int = 2048
-    dataset: str = None  # type: ignore[assignment]  # what is not given is not refused beside text files
+    dataset: str = None  # type: ignore[assignment]  # becomes DATASET, unless there are text files
     text_files: Sequence[str] | None = None
     weight: str = "fisher_scale"
     q_norm: bool = False

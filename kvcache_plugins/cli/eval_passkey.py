@@ -23,7 +23,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="keys hidden in a long text",
         description="Hide a key in a long text, ask for it at the end, and count the right answers: a grid "
         "of lengths and depths, with the same prompts for every cache. With several facts in a prompt, it is "
-        "read without any question, and each fact is asked for on a copy of the cache.",
+        "read without any question, and each fact is asked for on a copy of the cache. An interrupted run "
+        "goes on where it ended.",
     )
     add_evaluation_arguments(parser)
     parser.add_argument(

@@ -22,7 +22,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         argument_default=argparse.SUPPRESS,
         help="perplexity of a text, read through the cache",
         description="Perplexity of a text: windows of tokens, each with a fresh cache; every token after the "
-        "prefill is predicted exactly once, reading the cache block by block.",
+        "prefill is predicted exactly once, reading the cache block by block. An interrupted run goes on "
+        "where it ended.",
     )
     add_evaluation_arguments(parser)
     parser.add_argument("--dataset", help=f"one of {', '.join(DATASETS)} (default: pg19)")
