@@ -180,8 +180,8 @@ class ExpectedAttentionCache(EvictingCache):
     Paper: Expected Attention, arXiv 2510.00636.
     Deviates: every query so far counts, those of generated tokens too; of drafted tokens, those of the
         accepted ones; others that `crop` removes have counted. A value counts by its own length, as in
-        NVIDIA's kvpress, not by that of what the output projection makes of it. Heads keep the newest tokens
-        in any case, and without `head_floor` as many. Positions to come begin where the text ends when
+        NVIDIA's kvpress, not by that of what the output projection makes of it. All heads keep the newest
+        tokens, and without `head_floor` equally many. Positions to come begin where the text ends when
         something is evicted, so between two chunks of a prompt in its middle; with `positions="compact"`,
         after what is held before the eviction. Soft caps and sink logits are left out.
     Cost: `Hq * (D + D * D)` fp32 numbers per row and layer, for `Hq` query heads of `D` channels: as much as
