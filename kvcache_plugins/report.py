@@ -15,7 +15,8 @@ class CacheReport:
     Args:
         backend (`str`): Registry name.
         tokens_seen (`int`): Tokens the cache was given (per row, pads included).
-        tokens_held (`int`): Tokens it still holds; fewer only for evicting backends.
+        tokens_held (`int`): Tokens it still holds, in the head that holds most; fewer only for evicting
+            backends.
         kv_bytes (`int`): Bytes of every live tensor the cache owns.
         dense_bytes (`int`): Bytes of the tokens seen in transformers' own cache layers, without slack.
         kernel (`list[str]`): What reads each layer: `"cuda"`, `"cpu"`, `"torch"`, or `"dense"`.

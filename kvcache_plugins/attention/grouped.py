@@ -54,4 +54,4 @@ def _of_heads(options: AttentionOptions, chosen: Tensor, query_heads: int) -> At
         tensor = getattr(options, name)
         if tensor is not None:
             changed[name] = tensor.index_select(0, chosen)
-    return replace(options, **changed)
+    return replace(options, **changed) if changed else options

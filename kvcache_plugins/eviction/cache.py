@@ -32,7 +32,9 @@ _SKIPPED = "skip_layers"
 
 
 class EvictingCache(KVCache):
-    """A cache that keeps `budget` tokens per layer and head. Base class of every evicting backend's cache.
+    """A cache that keeps `budget` tokens per layer and head, or as many on average where heads share it.
+
+    Base class of every evicting backend's cache.
 
     Memory while a prompt of any length is read is bounded by the budget and a chunk: `generate()` is told to
     read in chunks of `chunk_size` tokens, and after each a layer keeps its best. `get_seq_length()` goes on

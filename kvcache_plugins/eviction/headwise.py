@@ -40,13 +40,16 @@ class HeadwiseConfig(EvictingConfig):
             0.2); rows of a batch share alike, and under tensor parallelism the heads of one process. Every
             head keeps `budget` if not given.
 
-    Every group of heads, of four at most, is a call of its own at every step. What it gains depends on the
-    scores: with the bundled model, of two key-value heads, the mean KL divergence from the dense cache (nats
-    per token, 384 tokens after 1536 of novels, budgets of 128, 256 and 512) was
+    Heads that share are put into groups, four at most, and every further group is a call of its own: 0.11 ms
+    a layer and token on a core of a Zen 5 processor. What sharing gains depends on the scores. With the
+    bundled model, of two key-value heads, the mean KL divergence from the dense cache (nats per token, 384
+    tokens after 1536 of novels, budgets of 128, 256 and 512) was
 
         snapkv              0.0216  0.0130  0.0058    with head_floor=0.2  0.0186  0.0113  0.0054
         expected_attention  0.0216  0.0128  0.0047                         0.0188  0.0106  0.0058
         h2o                 0.0321  0.0144  0.0057                         0.0320  0.0144  0.0057
+
+    and it remembered no more of the facts of `configs/passkey/tiny_eviction.yaml`.
     """
 
     head_floor: float | None = None
