@@ -187,7 +187,7 @@ def _is_exact(key: KVHandle, value: KVHandle) -> bool:
 
 def mask_fits(key: KVHandle, attention_mask: Any = None, *args: Any, **kwargs: Any) -> bool:
     """Whether the mask among the arguments of an attention function is for the tokens of a handle."""
-    return not isinstance(attention_mask, Tensor) or attention_mask.shape[-1] == key.tokens.length
+    return attention_mask is None or attention_mask.shape[-1] == key.tokens.length
 
 
 def _original_over_exact(
@@ -243,8 +243,9 @@ def attention_options(
     is_causal = attention_mask is None
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         # The block mask of flex attention: a function of the slots.
+        length = attention_mask.shape[-1]  # of the layer it was made for
         attention_mask = create_mask(
-            attention_mask.mask_mod, query.shape[0], 1, query.shape[2], kv_length, query.device
+            attention_mask.mask_mod, query.shape[0], 1, query.shape[2], length, query.device
         )
     elif attention_mask is not None and attention_mask.dim() == 2:
         # (B, T), of the flash functions: which keys are real.

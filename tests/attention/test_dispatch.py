@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvcache_plugins as kvp
+from kvcache_plugins.backends.h2o import H2OConfig, H2OLayer
 from kvcache_plugins.backends.kivi import KIVIConfig, KIVILayer
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.handle import KVHandle
@@ -153,6 +154,22 @@ def test_flex_attention_and_its_masks_that_are_functions(layer: PackedLayer, cou
     expected = naive_attention(query, *dense, scaling=0.2, mask=mask, is_causal=True)
     assert_close("flex_attention", expected.transpose(1, 2), got, 1e-5)
     assert layer.fallback_reads == 0
+
+
+@pytest.mark.parametrize("length", [70, 120])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_block_mask_for_another_number_of_tokens(layer: PackedLayer, packed: bool, length: int) -> None:
+    # All layers share the mask of one of them; those that hold fewer or more make their own.
+    if not packed:
+        layer = H2OLayer(H2OConfig(budget=500, kernel="torch"), 0, LayerFacts())
+        layer.update(torch.randn(2, 2, 100, 48), torch.randn(2, 2, 100, 48))
+    query, key, value, dense = step(layer, 3)
+    block_mask = create_block_mask(lambda b, h, q, k: k <= q + length - 3, 2, 1, 3, length, device="cpu")
+    got, _ = ALL_ATTENTION_FUNCTIONS["flex_attention"](
+        Attention(), query, key, value, block_mask, scaling=0.2
+    )
+    expected = naive_attention(query, *dense, scaling=0.2, is_causal=True)
+    assert_close("flex_attention", expected.transpose(1, 2), got, 1e-5)
 
 
 @pytest.mark.parametrize("is_causal", [True, False, None])
