@@ -279,11 +279,11 @@ class PackedLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.prefetch()
-        length = max(0, self.stored_length + tokens_to_remove)
-        if length == 0:
+        if self.cumulative_length + tokens_to_remove <= 0:
             self._forget()
             return
-        self.cumulative_length = max(0, self.cumulative_length + tokens_to_remove)
+        length = max(0, self.stored_length + tokens_to_remove)  # 0 too where older tokens were evicted
+        self.cumulative_length += tokens_to_remove
         with storing():
             for stream in self.streams:
                 stream.truncate(length)

@@ -215,6 +215,21 @@ def test_crop_refuses_what_is_gone(name: str) -> None:
     assert cache.get_seq_length() == cache.num_held() == 0
 
 
+@pytest.mark.parametrize("storage", [None, {"backend": "int8"}], ids=["exact", "int8"])
+def test_crop_of_all_that_is_held(storage: dict[str, Any] | None) -> None:
+    # What came before was evicted, and is counted still.
+    model, tokens = model_of(), ids(60)
+    config = {"backend": "streaming_llm", "budget": 24, "sink_length": 0, "storage": storage}
+    cache = bound_cache(model, config, 50)
+    feed(model, cache, tokens[:, :50], [50])
+    cache.crop(-24)
+    assert (cache.get_seq_length(), cache.num_held()) == (26, 0)
+    positions = torch.arange(26, 36)[None]
+    with torch.no_grad():
+        expected = model(tokens[:, 50:], position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(feed(model, cache, tokens[:, 50:], [10]), expected, atol=1e-4, rtol=0.0)
+
+
 @pytest.mark.parametrize("length", [PROMPT, 32], ids=["after-the-prompt", "in-the-prompt"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_save_load_continue(name: str, length: int, tmp_path: Path) -> None:
