@@ -246,10 +246,11 @@ class HeadwiseLayer(EvictingLayer):
     def values(self) -> Tensor | None:  # type: ignore[override]
         return self.parts[0].layer.values if self.parts else super().values
 
-    def set_prompt_length(self, length: int | None) -> None:
-        super().set_prompt_length(length)
-        for _, layer in self.parts:
-            layer.prompt_length = length
+    def _set_final_length(self) -> None:
+        super()._set_final_length()
+        for _, layer in self.parts:  # each ends as much longer or shorter as it is
+            layer.prompt_length, layer._full_length = self.prompt_length, self._full_length
+            layer._set_final_length()
 
     def _forget(self) -> None:
         super()._forget()

@@ -64,15 +64,15 @@ def share_among_heads(layer: HeadwiseLayer, budget: int, recent: int) -> tuple[H
             places = [place for place, head in enumerate(group.heads) if head in chosen]
             if places:
                 own = HeadGroup([group.heads[place] for place in places], device)
-                piece = _of_heads(source, HeadGroup(places, device))
+                piece = _of_heads(source, HeadGroup(places, device), share)
                 keep_slots(piece, best_slots(torch.stack([ranks[head] for head in own.heads], dim=1), share))
                 pieces.append(HeadPart(own, piece))
         parts.append(_joined(pieces, share))
     return tuple(parts)
 
 
-def _of_heads(layer: HeadwiseLayer, group: HeadGroup) -> HeadwiseLayer:
-    """A copy of some heads of a layer, which are counted as they lie in it."""
+def _of_heads(layer: HeadwiseLayer, group: HeadGroup, share: int) -> HeadwiseLayer:
+    """A copy of some heads of a layer, which are counted as they lie in it, and will keep `share` tokens."""
     part = copy.copy(layer)
     part.parts, part.is_part, part.num_heads = (), True, len(group.heads)
     part.padding, part.records = copy.copy(layer.padding), records_of_heads(layer.records, group)
@@ -83,6 +83,8 @@ def _of_heads(layer: HeadwiseLayer, group: HeadGroup) -> HeadwiseLayer:
     part.companions = {
         name: _companion_of(tensor, group, layer.num_heads) for name, tensor in layer.companions.items()
     }
+    part._budget = share
+    part._set_final_length()
     return part
 
 
@@ -108,7 +110,7 @@ def _joined(pieces: Sequence[HeadPart], share: int) -> HeadPart:
         for name, tensor in joined.companions.items():
             if tensor.dim() > 1:
                 joined.companions[name] = torch.cat([layer.companions[name] for layer in layers], dim=1)
-    joined.num_heads, joined._budget = len(heads), share
+    joined.num_heads = len(heads)
     joined._due = joined._postponed = None
     joined._has_missed = False
     return HeadPart(HeadGroup(heads, joined.device), joined)

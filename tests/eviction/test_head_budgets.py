@@ -147,6 +147,21 @@ def test_what_a_head_does_not_keep_takes_no_memory(storage: dict[str, Any] | Non
     assert bytes_of[0.2] <= 17 / 16 * bytes_of[None] + room
 
 
+def test_room_is_reserved_for_what_each_head_will_hold() -> None:
+    model, tokens = model_of("llama", **SIZES), ids(440)
+    config = {
+        "backend": "expected_attention",
+        "budget": 256,
+        "head_floor": 0.2,
+        "storage": {"backend": "int8"},
+    }
+    cache = bound_cache(model, config, 400).bind(model, max_cache_length=440, prompt_length=400)
+    feed(model, cache, tokens, [400, *[1] * 40])
+    for layer in cache.evicting_layers:
+        for part in layer.uniform_layers:
+            assert part.records.num_blocks == -(-part.stored_length // 64)
+
+
 def test_packed_tokens_move_as_they_are() -> None:
     config = {
         "backend": "h2o", "budget": 40, "head_floor": 0.1, "storage": {"backend": "int8"},
