@@ -31,7 +31,9 @@ def estimate(
     prediction is the allocation itself rather than a formula beside it. Left padding adds 8 bytes a row. The
     fixed-size recurrent states of linear-attention layers, which no cache option changes, are not counted;
     nor are layers that attend to images and not to the text (Llama 3.2 Vision), nor by how much lists of
-    outliers grow when an evicting cache over KVQuant moves tokens, which depends on the tokens.
+    outliers grow when an evicting cache over KVQuant moves tokens, which depends on the tokens. Heads that
+    share a budget (`head_floor`) are taken to keep equally many; how many blocks they do not fill depends on
+    the tokens, too.
 
     Args:
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model.
