@@ -36,7 +36,6 @@ from typing import Any, NamedTuple
 from transformers import cache_utils
 from transformers.cache_utils import HQQQuantizedLayer, LinearAttentionCacheLayerMixin, QuantizedLayer
 
-from ..eviction.headwise import HeadwiseLayer
 from ..eviction.layer import EvictingLayer
 from ..layers.base import PackedLayer
 from ..layers.crossing import CrossAttentionLayer
@@ -98,7 +97,7 @@ def room(layer: Any, limit: int) -> int | None:
     """
     # A class that brings its own `update` follows its own rule.
     if isinstance(layer, PackedLayer):
-        if type(layer).update not in (PackedLayer.update, EvictingLayer.update, HeadwiseLayer.update):
+        if type(layer).update not in (PackedLayer.update, EvictingLayer.update):
             return None
         return layer.room(limit)
     if isinstance(layer, QuantizedLayer):

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..attention.reference import AttentionOptions
 from ..config import check_number
 from ..layers.base import PackedLayer
-from ..layers.checking import check_agreement
 from ..layers.handle import KVHandle
 from ..layers.heads import GroupedHandle, HeadGroup
 from ..layers.padding import Padding
@@ -97,19 +96,9 @@ class HeadwiseLayer(EvictingLayer):
     parts: tuple[HeadPart, ...] = ()
     is_part = is_asked = False
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Take new keys and values (see [`EvictingLayer.update`]), every group its own."""
+    def _take(self, key_states: Tensor, value_states: Tensor, has_drafts: bool) -> tuple[Tensor, Tensor]:
         if not self.parts:
-            return super().update(key_states, value_states, *args, **kwargs)
-        self._check_heads(key_states, value_states)
-        self.prefetch()
-        if self._due is not None:
-            self._has_missed = True
-            self.evict_due()
-        count, seen = key_states.shape[2], self.cumulative_length
-        phase, has_drafts = self._phase(seen, count), self._has_drafts(seen + count)
+            return super()._take(key_states, value_states, has_drafts)
         keys, values = [], []
         for group, layer in self.parts:
             layer.record_past = self.record_past
@@ -117,12 +106,12 @@ class HeadwiseLayer(EvictingLayer):
             assert isinstance(key, KVHandle) and isinstance(value, KVHandle)  # to see the queries
             keys.append((group, key))
             values.append((group, value))
-        self.cumulative_length += count
-        self._awaits_queries = True
-        self._postpone(phase, has_drafts)
+        return GroupedHandle(self, keys, key_states), GroupedHandle(self, values, value_states)
+
+    def _postpone(self, phase: str, has_drafts: bool) -> None:
+        super()._postpone(phase, has_drafts)
         for _, layer in self.parts:
             layer.is_asked = self._exceeds(phase)
-        return GroupedHandle(self, keys, key_states), GroupedHandle(self, values, value_states)
 
     def attended(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
         """Evict, if that is due: the groups have seen their queries."""
@@ -158,13 +147,6 @@ class HeadwiseLayer(EvictingLayer):
             self.pads = self.pads[indices.to(self.pads.device)]
         for _, layer in self.parts:
             layer.batch_select_indices(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if not self.parts:
-            super().batch_repeat_interleave(repeats)
-            return
-        rows = self.parts[0].layer.records.data.shape[0]
-        self.batch_select_indices(torch.arange(rows, device="cpu").repeat_interleave(repeats))
 
     def prefetch(self) -> None:
         if not self.parts:
@@ -296,11 +278,3 @@ class HeadwiseLayer(EvictingLayer):
         for name in ("records", "key_stream_", "value_stream_", "ledger"):
             self.__dict__.pop(name, None)
         self.companions = {}
-
-    def _check_heads(self, key_states: Tensor, value_states: Tensor) -> None:
-        check_agreement(key_states, value_states)
-        if key_states.shape[1] != self.num_heads:
-            raise ValueError(
-                f"Layer {self.layer_idx} holds {self.num_heads} heads, got states of "
-                f"{tuple(key_states.shape[:2])} (batch, heads)."
-            )

@@ -168,13 +168,9 @@ class EvictingLayer(PackedLayer):
             self.evict_due()
         count, seen = key_states.shape[2], self.cumulative_length
         phase, has_drafts = self._phase(seen, count), self._has_drafts(seen + count)
-        with storing():
-            scores = self.score(key_states, value_states)
-            keys, values = self._append(key_states, value_states, defer=has_drafts)
-            self.ledger.append(scores, seen)
+        read = self._take(key_states, value_states, has_drafts)
         self.cumulative_length += count
         self._awaits_queries = True
-        read = self._returned(keys, values, key_states, value_states)
         if self.evicts:
             self.budget_for(count)
             self._postpone(phase, has_drafts)
@@ -182,9 +178,12 @@ class EvictingLayer(PackedLayer):
                 self.evict_due()
         return read
 
-    def _returned(
-        self, keys: StreamView, values: StreamView, key_states: Tensor, value_states: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _take(self, key_states: Tensor, value_states: Tensor, has_drafts: bool) -> tuple[Tensor, Tensor]:
+        """Hold new tokens, and return what attention reads."""
+        with storing():
+            scores = self.score(key_states, value_states)
+            keys, values = self._append(key_states, value_states, defer=has_drafts)
+            self.ledger.append(scores, self.cumulative_length)
         is_exact = keys.packed_length == values.packed_length == 0
         if is_exact and self.scored_after != "attention" and not self.is_ragged:
             if keys.length == key_states.shape[2]:

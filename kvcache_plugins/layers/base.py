@@ -295,7 +295,7 @@ class PackedLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        rows = self.records.data.shape[0] if self.is_initialized else len(self.padding)
+        rows = self.uniform_layers[0].records.data.shape[0] if self.is_initialized else len(self.padding)
         self.batch_select_indices(torch.arange(rows, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -29,10 +29,11 @@ def check_states(layer: PackedLayer, key_states: Tensor, value_states: Tensor) -
         ValueError: If they are of different tokens, or their batch or heads are not the layer's.
     """
     check_agreement(key_states, value_states)
-    expected = layer.records.data.shape[:2]
+    held = [part.records.data.shape for part in layer.uniform_layers]
+    expected = (held[0][0], sum(shape[1] for shape in held))
     if key_states.shape[:2] != expected:
         raise ValueError(
-            f"Layer {layer.layer_idx} holds (batch, heads) = {tuple(expected)}, got states of "
+            f"Layer {layer.layer_idx} holds (batch, heads) = {expected}, got states of "
             f"{tuple(key_states.shape[:2])}. batch_repeat_interleave and batch_select_indices change the "
             "batch."
         )

@@ -303,7 +303,9 @@ def test_attention_that_needs_tensors_is_refused() -> None:
 def test_states_of_other_heads_are_refused() -> None:
     cache = bound_cache(model_of("llama", **SIZES), {"backend": "h2o", "budget": 24, "head_floor": 0.2}, 60)
     feed(model_of("llama", **SIZES), cache, ids(60), [60])
-    with pytest.raises(ValueError, match=r"Layer 0 holds 8 heads, got states of \(1, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"Layer 0 holds \(batch, heads\) = \(1, 8\), got states of \(1, 4\)"
+    ):
         cache.layers[0].update(torch.zeros(1, 4, 1, 16), torch.zeros(1, 4, 1, 16))
 
 
