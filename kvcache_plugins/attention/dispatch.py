@@ -27,8 +27,9 @@ from ..layers.handle import KVHandle, intercept
 from ..layers.heads import GroupedHandle
 from ..layers.view import joined
 from .exact import reads_exact_tokens_faster
-from .grouped import attend_groups, fitted
+from .grouped import attend_groups
 from .latent import attend_latents
+from .masks import fitted, mask_fits
 from .native import attend_handles
 from .reference import AttentionOptions, DenseView, TokenView, attend
 
@@ -36,7 +37,6 @@ __all__ = [
     "attention_forward",
     "attention_options",
     "forward_over_handles",
-    "mask_fits",
     "wrap_attention_function",
 ]
 
@@ -183,11 +183,6 @@ def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
 
 def _is_exact(key: KVHandle, value: KVHandle) -> bool:
     return key.tokens.packed_length == value.tokens.packed_length == 0
-
-
-def mask_fits(key: KVHandle, attention_mask: Any = None, *args: Any, **kwargs: Any) -> bool:
-    """Whether the mask among the arguments of an attention function is for the tokens of a handle."""
-    return attention_mask is None or attention_mask.shape[-1] == key.tokens.length
 
 
 def _original_over_exact(

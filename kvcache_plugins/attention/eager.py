@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from ..errors import UnsupportedOperationError
 from ..kernels.selection import native_is_unavailable
 from ..layers.handle import KVHandle
-from .dispatch import AttentionFunction, attention_options, mask_fits, wrap_attention_function
+from .dispatch import AttentionFunction, attention_options, wrap_attention_function
+from .masks import mask_fits
 from .reference import DenseView, attend
 
 __all__ = ["wrap_eager_function"]

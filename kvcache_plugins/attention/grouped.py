@@ -7,20 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..layers.handle import KVHandle
 from ..layers.heads import GroupedHandle
+from .masks import fitted
 from .native import attend_handles
 from .reference import AttentionOptions
 
-__all__ = ["attend_groups", "fitted"]
-
-
-def fitted(options: AttentionOptions, key: KVHandle, query_length: int) -> AttentionOptions:
-    """Options whose mask fits the layer: its own where the model's was made for another number of tokens."""
-    mask = options.mask
-    if mask is None or mask.shape[-1] in (1, key.tokens.length):
-        return options
-    return replace(options, mask=key.layer.own_mask(key.tokens), is_causal=query_length > 1)
+__all__ = ["attend_groups"]
 
 
 def attend_groups(
