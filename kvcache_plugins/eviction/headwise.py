@@ -118,8 +118,9 @@ class HeadwiseLayer(EvictingLayer):
         if not self.parts:
             super().attended(query, tokens, options)
             return
-        first = self.parts[0].layer
-        self.kernel, self.kernel_reason = first.kernel, first.kernel_reason
+        layers = [layer for _, layer in self.parts]  # one that a fast kernel did not serve is told of
+        served = next((layer for layer in layers if layer.kernel_reason is not None), layers[0])
+        self.kernel, self.kernel_reason = served.kernel, served.kernel_reason
         if self._awaits_queries:
             self._awaits_queries = False
             self.evict_due()

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcache_plugins
 from kvcache_plugins.attention.dispatch import forward_over_handles
+from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.errors import ArtifactError
+from kvcache_plugins.layers.view import StreamView
 from tests.eviction.feeding import bound_cache, feed, ids, mask_of, model_of, real_positions
 from tests.reference.eviction import Call, Policy, run_with_evictions
 
@@ -298,6 +300,18 @@ def test_attention_that_needs_tensors_is_refused() -> None:
             cache_config={"backend": "h2o", "budget": 24, "head_floor": 0.2},
             return_dict_in_generate=True,
         )  # fmt: skip
+
+
+def test_one_part_without_a_kernel_is_told_of() -> None:
+    model = model_of("llama", **SIZES)
+    cache = bound_cache(model, {"backend": "h2o", "budget": 24, "head_floor": 0.2}, 60)
+    feed(model, cache, ids(60), [60])
+    layer = cache.evicting_layers[0]
+    part = layer.parts[-1].layer
+    part.kernel, part.kernel_reason = "torch", "its own"
+    layer.attended(torch.zeros(0), StreamView.of(part.key_stream_), AttentionOptions())
+    assert cache.report().kernel[0] == "torch"
+    assert cache.report().kernel_reasons[0] == "its own"
 
 
 def test_states_of_other_heads_are_refused() -> None:
