@@ -31,7 +31,6 @@ _LEGACY_KEYS = ("compute_dtype", "device")
 KERNELS = ("auto", "torch", "native")
 _LARGEST = 2**31 - 1  # positions have 32 bits
 _LAYER = re.compile("-?[0-9]{1,9}")
-_PER_CACHE = ("skip_layers", "layer_overrides", "kernel")
 _Self = TypeVar("_Self", bound="BackendConfig")
 
 
@@ -123,6 +122,7 @@ class BackendConfig:
     Attributes:
         block_tokens (`int`): Tokens that evicting caches over this storage keep or move as one count: where
             lists beside the codes are those of whole blocks.
+        per_cache (`frozenset[str]`): Options that mean nothing for a single layer.
     """
 
     kernel: str = "auto"
@@ -131,6 +131,7 @@ class BackendConfig:
     skip_layers: tuple[int, ...] = ()
     layer_overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     block_tokens: ClassVar[int] = 1
+    per_cache: ClassVar[frozenset[str]] = frozenset({"skip_layers", "layer_overrides", "kernel"})
 
     def __post_init__(self) -> None:
         check_choice(self, "kernel", self.kernel, KERNELS)
@@ -203,7 +204,7 @@ class BackendConfig:
     def for_layer(self: _Self, layer_idx: int, num_layers: int) -> _Self:
         """Return the options of one layer, `layer_overrides` applied."""
         merged: dict[str, Any] = {}
-        allowed = sorted(set(self.option_names()) - set(_PER_CACHE))
+        allowed = sorted(set(self.option_names()) - self.per_cache)
         for key, override in self.layer_overrides.items():
             name = f"{type(self).__name__}.layer_overrides[{key!r}]"
             if not isinstance(override, Mapping):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..config import BackendConfig, check_choice, check_flag, check_integer
 from ..registry import get_backend
@@ -61,6 +61,7 @@ class EvictingConfig(BackendConfig):
     storage: Mapping[str, Any] | None = None
     pool: str | Mapping[str, Any] | None = None
     residual_length: int | None = None  # type: ignore[assignment]  # the storage has one of its own
+    per_cache: ClassVar[frozenset[str]] = BackendConfig.per_cache | {"chunk_size", "positions"}
 
     def __post_init__(self) -> None:
         residual_length = self.residual_length

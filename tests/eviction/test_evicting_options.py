@@ -76,6 +76,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "storage-bad-option": ({"storage": {"backend": "int8", "granularity": "row"}}, "granularity .* 'row'"),
     "skipped-layer": ({"skip_layers": [7]}, r"skip_layers must name layers from -2 to 1, got 7"),
     "override-budget": ({"layer_overrides": {"0": {"budget": 0}}}, r"budget must be .* got 0\."),
+    "override-chunk-size": (
+        {"layer_overrides": {"0": {"chunk_size": 8}}}, "'chunk_size' cannot be set for a single layer",
+    ),
+    "override-positions": (
+        {"layer_overrides": {"0": {"positions": "compact"}}}, "'positions' cannot be set for a single layer",
+    ),
     "override-chunks": ({"layer_overrides": {"0": {"bugdet": 2}}}, "'bugdet' cannot be set for a single"),
 }  # fmt: skip
 
