@@ -4,12 +4,13 @@
     python examples/ask_a_document.py ask
 
     python examples/ask_a_document.py read --model meta-llama/Llama-3.2-1B --document report.txt \
-        --cache_config '{"backend": "int4"}' --folder outputs/report
+        --cache_config '{"backend": "kvzip", "budget": 0.25, "storage": {"backend": "int8"}}' \
+        --folder outputs/report
     python examples/ask_a_document.py ask " In one sentence, the report says" --folder outputs/report
 
 Without options it needs no network: the model is bundled, and the document is a piece of Python's language
 reference with three codes hidden in it. What is kept of that was chosen before any question was known: a
-quarter of its tokens, by retaining heads, in 4 to 8 bits.
+quarter of its tokens, by retaining heads, in 4 to 8 bits. `kvzip` needs no heads and reads everything twice.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .backends.kivi import KIVICache
     from .backends.knorm import KnormCache
     from .backends.kvquant import KVQuantCache
+    from .backends.kvzip import KVzipCache
     from .backends.lagkv import LagKVCache
     from .backends.locret import LocretCache
     from .backends.random import RandomCache
@@ -62,6 +63,7 @@ __all__ = [
     "KIVICache",
     "KVCache",
     "KVQuantCache",
+    "KVzipCache",
     "KernelUnavailableError",
     "KeyDiffCache",
     "KnormCache",
@@ -100,6 +102,7 @@ _LAZY = {
     "KernelUnavailableError": "errors",
     "KeyDiffCache": "backends.keydiff",
     "KnormCache": "backends.knorm",
+    "KVzipCache": "backends.kvzip",
     "LagKVCache": "backends.lagkv",
     "LocretCache": "backends.locret",
     "RandomCache": "backends.random",

@@ -37,8 +37,8 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 """Options without a default."""
 SINKS = {
-    "ExpectedAttentionConfig": 4, "KVQuantConfig": 1, "KnormConfig": 4, "LagKVConfig": 4, "SirLLMConfig": 4,
-    "StreamingLLMConfig": 4,
+    "ExpectedAttentionConfig": 4, "KVQuantConfig": 1, "KVzipConfig": 4, "KnormConfig": 4, "LagKVConfig": 4,
+    "SirLLMConfig": 4, "StreamingLLMConfig": 4,
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ..eviction.model_calls import CallWatchingCache
 from ..eviction.options import EvictingConfig
 from ..layers.storing import storing
 from ..models.logits import LogitRule, find_logit_rule, outputs_of_head
+from ..models.placeholders import find_placeholder
 from ..registry import register_backend
 
 __all__ = ["SirLLMCache", "SirLLMConfig", "SirLLMLayer"]
@@ -24,10 +24,6 @@ __all__ = ["SirLLMCache", "SirLLMConfig", "SirLLMLayer"]
 _LAST_STATE = "last_state"
 _SLICE = 512
 """Tokens whose logits are computed at once."""
-_PLACEHOLDERS = tuple(
-    f"{modality}_token_{word}" for modality in ("image", "video", "audio") for word in ("id", "index")
-)
-"""Names in configurations of tokens that stand for what is no text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +83,7 @@ class SirLLMCache(CallWatchingCache):
 
     config_class = SirLLMConfig
     layer_class = SirLLMLayer
+    purpose = "scores tokens by their probability"
     logit_rule: LogitRule | None = None
     """What the model did to the outputs of its head when it last read several tokens."""
 
@@ -97,7 +94,12 @@ class SirLLMCache(CallWatchingCache):
             first.state_size = self.model_config.hidden_size
 
     def check_tokens(self, model: Any, token_ids: Tensor) -> None:
-        _check_text(model.config, token_ids)
+        found = find_placeholder(model.config, token_ids)
+        if found is not None:
+            raise UnsupportedOperationError(
+                "The backend 'sirllm' scores tokens by their probability, and those that stand for images or "
+                f"sounds have none: this prompt has {found}. Allowed is text."
+            )
 
     def take_call(self, model: Any, token_ids: Tensor, states: Tensor, logits: Tensor, index: int) -> None:
         layers = self.evicting_layers
@@ -124,20 +126,6 @@ def _score_first(found: Tensor, first: Tensor) -> None:
         if 0 <= start < found.shape[1]:
             rest = found[row, start + 1 :]
             found[row, start] = rest.max() if len(rest) else 0.0
-
-
-def _check_text(config: Any, token_ids: Tensor) -> None:
-    """Refuse a prompt with images or sounds, whose tokens no model predicts."""
-    if token_ids.shape[1] == 1:  # generated, and not worth waiting for a device at every step
-        return
-    parts = (config, *(getattr(config, name, None) for name in ("vision_config", "audio_config")))
-    for name, part in product(_PLACEHOLDERS, parts):
-        placeholder = getattr(part, name, None)
-        if isinstance(placeholder, int) and bool((token_ids == placeholder).any()):
-            raise UnsupportedOperationError(
-                "The backend 'sirllm' scores tokens by their probability, and those that stand for images or "
-                f"sounds have none: this prompt has tokens {placeholder} ({name}). Allowed is text."
-            )
 
 
 def surprisal(

@@ -106,6 +106,11 @@ class EvictingCache(KVCache):
         """A layer that knows the numbers of the next tokens, with compact positions."""
         return self.evicting_layers[0] if self.config.positions == "compact" else None
 
+    @property
+    def needs_queries(self) -> bool:
+        """Whether the model's attention function must show its queries."""
+        return any(layer.scored_after == "attention" and layer.evicts for layer in self.evicting_layers)
+
     def num_held(self) -> int:
         """Tokens held per row and head: the most any evicting layer holds."""
         return max((layer.held_length for layer in self.evicting_layers), default=0)
@@ -167,7 +172,7 @@ class EvictingCache(KVCache):
     def _check_attention(self, model: nn.Module) -> None:
         layers = self.evicting_layers
         reason = None
-        if any(layer.scored_after == "attention" and layer.evicts for layer in layers):
+        if self.needs_queries:
             reason = f"the backend {self.backend!r} must see the queries"
         elif any(layer.is_ragged for layer in layers):
             reason = "layers that hold different numbers of tokens make their own masks"

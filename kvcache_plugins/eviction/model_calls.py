@@ -1,4 +1,4 @@
-"""Caches that must see what a model is called with and what it makes of it, not only keys and values.
+"""Caches that must see what a model is called with, or what it makes of it, not only keys and values.
 
 Three hooks see one call, and leave what they see with the cache that takes part in it, so that several
 threads may use one model:
@@ -6,7 +6,7 @@ threads may use one model:
 ```
 before the model    its tokens: a model of text and images embeds them itself
 after the decoder   the states before the head
-after the model     its logits; the cache is told, or all is forgotten if the call failed
+after the model     its logits; all is forgotten, also if the call failed
 ```
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ from ..models.facts import decoder_of
 from ..models.hooks import add_hooks
 from .cache import EvictingCache
 
-__all__ = ["CallWatchingCache"]
+__all__ = ["CallWatchingCache", "TokenWatchingCache"]
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,43 @@ class _Call:
     states: Tensor | None = None
 
 
-class CallWatchingCache(EvictingCache, ABC):
-    """A cache that is told, at the end of every call, of the tokens, states and logits."""
+class TokenWatchingCache(EvictingCache, ABC):
+    """A cache that is told, when a decoder has read tokens, which ones."""
 
+    purpose: ClassVar[str]
+    """What the backend does with them, for messages."""
     _call: _Call | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        add_hooks(decoder_of(model), after=_after_decoder)
+        add_hooks(model, before=_begin, after=_end)
+
+    @abstractmethod
+    def check_tokens(self, model: Any, token_ids: Tensor) -> None:
+        """Refuse tokens `(B, n)` that a model is called with, before it reads them."""
+
+    @abstractmethod
+    def take_tokens(self, decoder: Any, token_ids: Tensor, states: Tensor | None) -> None:
+        """Do what is to be done once tokens have been read.
+
+        Args:
+            decoder (`PreTrainedModel`): What has read them.
+            token_ids (`torch.Tensor` of shape `(B, n)`): The tokens.
+            states (`torch.Tensor` of shape `(B, n, hidden_size)`, *optional*): What it made of them, if it
+                hands that out.
+        """
+
+    def finish_call(self, model: Any, call: _Call, logits: Tensor | None, index: int) -> None:
+        """Do what is to be done once a model has finished; see [`CallWatchingCache.take_call`]."""
+
+    def _unsupported(self, needs: str, got: str) -> UnsupportedOperationError:
+        return UnsupportedOperationError(
+            f"The backend {self.backend!r} {self.purpose} and needs {needs}, got {got}."
+        )
+
+
+class CallWatchingCache(TokenWatchingCache):
+    """A cache that is told, at the end of every call, of the tokens, states and logits."""
 
     def attach(self, model: nn.Module) -> None:
         if getattr(model, "get_output_embeddings", lambda: None)() is None:
@@ -46,12 +79,7 @@ class CallWatchingCache(EvictingCache, ABC):
                 f"The backend {self.backend!r} needs a model with a language-model head, got "
                 f"{type(model).__name__}."
             )
-        add_hooks(decoder_of(model), after=_keep_states)
-        add_hooks(model, before=_begin, after=_end)
-
-    @abstractmethod
-    def check_tokens(self, model: Any, token_ids: Tensor) -> None:
-        """Refuse tokens `(B, n)` that a model is called with, before it reads them."""
+        super().attach(model)
 
     @abstractmethod
     def take_call(self, model: Any, token_ids: Tensor, states: Tensor, logits: Tensor, index: int) -> None:
@@ -65,10 +93,21 @@ class CallWatchingCache(EvictingCache, ABC):
             index (`int`): Which, from the beginning or, if negative, from the end.
         """
 
-    def _unsupported(self, needs: str, got: str) -> UnsupportedOperationError:
-        return UnsupportedOperationError(
-            f"The backend {self.backend!r} scores tokens by their probability and needs {needs}, got {got}."
-        )
+    def take_tokens(self, decoder: Any, token_ids: Tensor, states: Tensor | None) -> None:
+        if self._call is None:
+            raise self._unsupported("logits", f"a call of {type(decoder).__name__} alone, without the head")
+        if states is None:
+            raise self._unsupported(
+                "the states before the head", f"a {type(decoder).__name__}, which does not hand them out"
+            )
+        self._call = _Call(token_ids, states)
+
+    def finish_call(self, model: Any, call: _Call, logits: Tensor | None, index: int) -> None:
+        if call.token_ids is None or call.states is None or logits is None:
+            raise self._unsupported(
+                "logits and the states before the head", f"a {type(model).__name__}, which showed none"
+            )
+        self.take_call(model, call.token_ids, call.states, logits[:, -1], index)
 
 
 def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -80,24 +119,17 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         cache._call = _Call(token_ids)
 
 
-def _keep_states(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     cache = _cache_argument(args, kwargs)
     if cache is None or output is None:
         return
-    call, cache._call = cache._call, None  # what follows may fail
     token_ids = _token_argument(args, kwargs)
-    if token_ids is None and call is not None:
-        token_ids = call.token_ids
+    if token_ids is None and cache._call is not None:
+        token_ids = cache._call.token_ids
     if token_ids is None:
         raise cache._unsupported("`input_ids`", "`inputs_embeds`")
-    if call is None:
-        raise cache._unsupported("logits", f"a call of {type(decoder).__name__} alone, without the head")
-    states = _output(output, "last_hidden_state")
-    if states is None:
-        raise cache._unsupported(
-            "the states before the head", f"a {type(decoder).__name__}, which does not hand them out"
-        )
-    cache._call = _Call(token_ids, states)
+    with storing():
+        cache.take_tokens(decoder, token_ids, _output(output, "last_hidden_state"))
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -107,20 +139,15 @@ def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output
     call, cache._call = cache._call, None  # what was seen of a call is of no later one
     if output is None or call is None:
         return
-    logits = _output(output, "logits")
-    if call.token_ids is None or call.states is None or logits is None:
-        raise cache._unsupported(
-            "logits and the states before the head", f"a {type(model).__name__}, which showed none"
-        )
     kept = kwargs.get("logits_to_keep")
     index = int(kept[-1]) if isinstance(kept, Tensor) else -1
     with storing():
-        cache.take_call(model, call.token_ids, call.states, logits[:, -1], index)
+        cache.finish_call(model, call, _output(output, "logits"), index)
 
 
-def _cache_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallWatchingCache | None:
+def _cache_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenWatchingCache | None:
     given = (kwargs.get("past_key_values"), *args)
-    return next((argument for argument in given if isinstance(argument, CallWatchingCache)), None)
+    return next((argument for argument in given if isinstance(argument, TokenWatchingCache)), None)
 
 
 def _token_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -27,10 +27,10 @@ __all__ = [
 ]
 
 EVICTING = (
-    "expected_attention", "h2o", "keydiff", "knorm", "lagkv", "random", "sirllm", "snapkv", "streaming_llm",
-    "tova",
+    "expected_attention", "h2o", "keydiff", "knorm", "kvzip", "lagkv", "random", "sirllm", "snapkv",
+    "streaming_llm", "tova",
 )  # fmt: skip
-NEEDS_QUERIES = ("expected_attention", "h2o", "snapkv", "tova")
+NEEDS_QUERIES = ("expected_attention", "h2o", "kvzip", "snapkv", "tova")
 
 
 @functools.cache

@@ -34,12 +34,14 @@ CLOSE = {"atol": 1e-5, "rtol": 0.0}
 
 @contextmanager
 def _calls(model: nn.Module) -> Iterator[list[int]]:
-    """Tokens of every call of `model`."""
+    """Tokens of every call of `model`, but for what KVzip has it repeat."""
     lengths: list[int] = []
-    handle = model.register_forward_pre_hook(
-        lambda module, args, kwargs: lengths.append((args[0] if args else kwargs["input_ids"]).shape[1]),
-        with_kwargs=True,
-    )
+
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not getattr(kwargs.get("past_key_values"), "is_repeating", False):
+            lengths.append((args[0] if args else kwargs["input_ids"]).shape[1])
+
+    handle = model.register_forward_pre_hook(count, with_kwargs=True)
     try:
         yield lengths
     finally:

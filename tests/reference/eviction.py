@@ -30,7 +30,8 @@ from .lagkv import LagPartitions
 __all__ = ["Call", "Policy", "Survivors", "run_compactly", "run_with_evictions"]
 
 Call = tuple[int, str]
-"""Tokens of a call, and what they are: a `"chunk"` of a prompt, its end (`"prompt"`), or `"decode"`."""
+"""Tokens of a call, and what they are: a `"chunk"` of a prompt, its end (`"prompt"`) or `"decode"`; after
+`"read"` nothing goes."""
 Survivors = list[list[list[list[int]]]]
 """Positions of the real tokens held in the end: `[layer][row][head]`, ascending."""
 
@@ -80,7 +81,7 @@ class Policy:
 
     def is_due(self, phase: str, held: float) -> bool:
         """Whether something goes, with `held` tokens per head."""
-        if self.budget is None or (phase == "decode" and not self.evicts_at_decode):
+        if self.budget is None or phase == "read" or (phase == "decode" and not self.evicts_at_decode):
             return False
         return held > self.budget + (self.slack if phase == "decode" else 0)
 
@@ -253,7 +254,8 @@ class _Row:
             return [{p: -float(self.keys[h, p].norm()) for p in real[h]} for h in heads]
         if method == "given":
             assert self.given is not None
-            return [{p: float(self.given[p]) for p in real[h]} for h in heads]
+            table = self.given.expand(len(real), -1)
+            return [{p: float(table[h, p]) for p in real[h]} for h in heads]
         if method == "streaming_llm":
             return [{p: float(p) for p in real[h]} for h in heads]
         if method == "keydiff":
@@ -328,6 +330,7 @@ class _Run:
     worth: Tensor | None
     survivors: Survivors
     frequencies: Tensor | None
+    states: list[tuple[Tensor, Tensor]]
 
 
 _active: list[_Run] = []
@@ -344,7 +347,9 @@ def _attention(
     visible, survivors = [], []
     for row in range(batch):
         policy = run.policies[module.layer_idx]
-        given = None if run.worth is None else run.worth[row]
+        given = None if run.worth is None else run.worth[..., row, :]
+        if given is not None and given.dim() == 3:
+            given = given[module.layer_idx]
         player = _Row(
             policy, list(by_head[row].double()), key[row].double(), value[row].double(), run.pads[row],
             scaling, given, run.frequencies,
@@ -353,6 +358,7 @@ def _attention(
         visible.append(seen)
         survivors.append(held)
     run.survivors.append(survivors)
+    run.states.append((query, key))
     mask = torch.stack(visible).repeat_interleave(groups, dim=1)
     keys, values = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     logits = (query @ keys.transpose(2, 3) * scaling).masked_fill(~mask, -torch.inf)
@@ -382,6 +388,7 @@ def run_with_evictions(
     policies: Policy | Sequence[Policy],
     pads: Sequence[int] | None = None,
     worth: Tensor | None = None,
+    states: list[tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Survivors]:
     """Run a model as if its layers evicted.
 
@@ -391,7 +398,8 @@ def run_with_evictions(
         calls: How the text is split into calls; they add up to `T` tokens.
         policies: Of every layer, or of all.
         pads: Pads of every row.
-        worth: `(B, T)`, of every token, for the method `"given"`.
+        worth: `(B, T)`, of every token, for the method `"given"`; or `(layers, heads, B, T)`.
+        states: Is given the queries `(B, Hq, T, D)` and keys `(B, H, T, D)` of every layer.
 
     Returns:
         Logits `(B, T, vocabulary)`, those of pads without meaning, and the positions held in the end.
@@ -403,7 +411,7 @@ def run_with_evictions(
     pads = [0] * batch if pads is None else pads
     rotary = getattr(model.base_model, "rotary_emb", None)
     frequencies = None if rotary is None else rotary.inv_freq.double()
-    run = _Run(policies, calls, pads, worth, [], frequencies)
+    run = _Run(policies, calls, pads, worth, [], frequencies, [] if states is None else states)
     positions = (torch.arange(length) - torch.tensor(pads)[:, None]).clamp_min(0)
     with _attending_by(model, run):
         logits = model(input_ids, position_ids=positions, use_cache=False).logits

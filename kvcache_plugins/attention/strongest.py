@@ -1,0 +1,64 @@
+"""The most attention that tokens receive from any query: maxima over attention weights, without the weights.
+
+Few keys and many queries: a softmax over all of the keys at once, a tile of queries at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .reference import AttentionOptions, adjust_logits
+
+__all__ = ["strongest_attention"]
+
+_TILE_SCORES = 1 << 22
+"""Logits in a tile: 16 MB in fp32."""
+_ON_A_GPU = 16
+
+
+def strongest_attention(
+    query: Tensor, keys: Tensor, visible: Tensor, options: AttentionOptions, counted: Tensor
+) -> Tensor:
+    """Return the largest weight that any query, of any query head of a group, gives to every key.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, Hq, q, D)`): The queries.
+        keys (`torch.Tensor` of shape `(B, Hkv, T, D)`): All that they share their attention among.
+        visible (`torch.Tensor` of shape `(B or 1, q, T)`): Bool, which keys each of them sees; at least one.
+        options (`AttentionOptions`): Scaling, softcap and sink logits, which take their share. Its masks and
+            biases are of other slots and are not used.
+        counted (`torch.Tensor` of shape `(B, q)`): Bool, which queries count.
+
+    Returns:
+        `torch.Tensor` of shape `(B, Hkv, T)`: fp32, from 0 to 1.
+    """
+    with torch.autocast(query.device.type, enabled=False):
+        return _strongest(query, keys, visible, options, counted)
+
+
+def _strongest(
+    query: Tensor, keys: Tensor, visible: Tensor, options: AttentionOptions, counted: Tensor
+) -> Tensor:
+    batch_size, query_heads, query_length, head_dim = query.shape
+    kv_heads, length = keys.shape[1:3]
+    scaling = options.scaling if options.scaling is not None else head_dim**-0.5
+    transposed = keys.float().transpose(2, 3)
+    plain = AttentionOptions(softcap=options.softcap)
+    step = _TILE_SCORES // max(1, batch_size * query_heads * length) * (1 if query.is_cpu else _ON_A_GPU)
+    step = max(1, step)
+    strongest = query.new_zeros((batch_size, kv_heads, length), dtype=torch.float32)
+    for start in range(0, query_length, step):
+        tile = slice(start, min(start + step, query_length))
+        rows = (query[:, :, tile].float() * scaling).reshape(batch_size, kv_heads, -1, head_dim)
+        logits = (rows @ transposed).view(batch_size, query_heads, -1, length)
+        masked = replace(plain, mask=visible[:, None, tile])
+        logits = adjust_logits(logits, 0, length, length, masked)
+        total = logits.logsumexp(-1, keepdim=True)
+        if options.sink_logits is not None:
+            total = total.logaddexp(options.sink_logits.float()[None, :, None, None])
+        weights = (logits - total).exp_().masked_fill_(~counted[:, None, tile, None], 0.0)
+        strongest = strongest.maximum(weights.view(batch_size, kv_heads, -1, length).amax(2))
+    return strongest
