@@ -39,6 +39,17 @@ class KVzipConfig(HeadwiseConfig):
         repeat_length (`int`): Tokens that are repeated at once.
         repeat_prompt (`list[int]`): Token ids that ask the model for a repetition, such as
             `tokenizer("Repeat the previous context exactly.", add_special_tokens=False).input_ids`.
+
+    With the bundled model the mean KL divergence from the dense cache (nats per token, 384 tokens after 1536
+    of three windows of each of three novels, read whole, budgets of 128, 256 and 512) was
+
+        kvzip                 0.0188  0.0113  0.0052
+        with head_floor=0.2   0.0181  0.0108  0.0050
+        expected_attention    0.0214  0.0128  0.0059
+        snapkv                0.0230  0.0148  0.0073
+
+    Facts asked for later: see the README's table. Layers that shared a budget, as in the paper, remembered no
+    more of them than layers that keep equally many tokens (0.55 beside 0.575, both with 0.2 as the least).
     """
 
     sink_length: int = 4

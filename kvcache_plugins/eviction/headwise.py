@@ -48,7 +48,8 @@ class HeadwiseConfig(EvictingConfig):
         expected_attention  0.0216  0.0128  0.0047                         0.0188  0.0106  0.0058
         h2o                 0.0321  0.0144  0.0057                         0.0320  0.0144  0.0057
 
-    and it remembered no more of the facts of `configs/passkey/tiny_eviction.yaml`.
+    and it remembered no more of the facts of `configs/passkey/tiny_eviction.yaml`; `kvzip` did (its options
+    say how much).
     """
 
     head_floor: float | None = None
