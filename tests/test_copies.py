@@ -25,6 +25,7 @@ CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "kvquant": ("llama", {"backend": "kvquant", "calibration": "normal_float"}),
     "compact": ("llama", {**EVICTING, "backend": "h2o", "positions": "compact"}),
     "sirllm": ("llama", {**EVICTING, "backend": "sirllm", "storage": {"backend": "int8"}}),
+    "kvzip": ("llama", {**EVICTING, "backend": "kvzip", "head_floor": 0.4}),
     "locret": ("llama", locret(tiny_model("llama"))),
     "windows": ("gemma2", {"backend": "int8"}),
     "windows-that-evict": ("gemma2", {**EVICTING, "backend": "knorm", "storage": {"backend": "int8"}}),

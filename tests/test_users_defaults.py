@@ -41,6 +41,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "h2o-compact": {**EVICTING, "backend": "h2o", "positions": "compact"},
     "merged": {**EVICTING, "backend": "lagkv", "pool": "merge"},
     "sirllm": {**EVICTING, "backend": "sirllm"},
+    "kvzip": {**EVICTING, "backend": "kvzip", "storage": PACKED},
 }
 
 

@@ -246,6 +246,9 @@ class KVzipCache(TokenWatchingCache):
         for layer in self._zipped[:1]:
             layer.remembers_text = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_decoder": None}  # no part of a pickle; the next call tells
+
     @property
     def _zipped(self) -> list[KVzipLayer]:
         return [layer for layer in self.layers if isinstance(layer, KVzipLayer)]
@@ -253,6 +256,16 @@ class KVzipCache(TokenWatchingCache):
     @property
     def needs_queries(self) -> bool:
         return any(layer.evicts for layer in self.evicting_layers)
+
+    def attach(self, model: nn.Module) -> None:
+        processes = getattr(model, "tp_size", None) or 1
+        if processes > 1 and any(layer.config.is_uneven for layer in self._zipped):
+            # each would find by its own heads when to repeat, for which all are needed
+            raise ValueError(
+                f"{type(self.config).__name__}.head_floor is for heads of one process, "
+                f"and {type(model).__name__} is spread over {processes} by tp_plan. Allowed here is None."
+            )
+        super().attach(model)
 
     def bind(
         self,

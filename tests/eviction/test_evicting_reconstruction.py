@@ -241,6 +241,15 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         kvcache_plugins.build_cache(model_of(), {"backend": "kvzip", "budget": 24, **options})
 
 
+def test_heads_of_several_processes_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    monkeypatch.setattr(model, "_tp_size", 2)
+    bound_cache(model, {"backend": "kvzip", "budget": 24}, 40)
+    message = r"KVzipConfig\.head_floor .*spread over 2 by tp_plan\. Allowed here is None"
+    with pytest.raises(ValueError, match=message):
+        bound_cache(model, {"backend": "kvzip", "budget": 24, "head_floor": 0.2}, 40)
+
+
 def test_embeddings_cannot_be_repeated() -> None:
     model = model_of()
     embedded = model.get_input_embeddings()(ids(40))

@@ -20,6 +20,7 @@ from kvcache_plugins.calibration.recording import calibrated_layers
 from kvcache_plugins.calibration.sensitivity import candidates_of
 from kvcache_plugins.errors import UnsupportedOperationError
 from kvcache_plugins.evaluation.perplexity_blocks import packed_shares
+from kvcache_plugins.eviction.cache import EvictingCache
 from kvcache_plugins.layers.crossing import CrossAttentionLayer
 from kvcache_plugins.layers.windowed import WindowedLayer
 from tests.models.multimodal import NAMES, blip, gemma3, phi4_multimodal, subject
@@ -272,10 +273,27 @@ class TestSurprise:
             with pytest.raises(UnsupportedOperationError, match=r"needs `input_ids`"):
                 given.model.get_decoder()(inputs_embeds=embedded, past_key_values=cache)
 
+    @pytest.mark.parametrize("backend", ["kvzip", "sirllm"])
     @pytest.mark.parametrize("name", ["llava", "phi4_multimodal", "qwen2_audio", "video_llama_3"])
-    def test_images_and_sounds_are_refused(self, name: str) -> None:
-        with pytest.raises(UnsupportedOperationError, match=r"'sirllm'.*have none.*Allowed is text"):
-            generate(subject(name), {"backend": "sirllm", "budget": 40})
+    def test_images_and_sounds_are_refused(self, name: str, backend: str) -> None:
+        with pytest.raises(
+            UnsupportedOperationError, match=rf"'{backend}'.*images or sounds.*Allowed is text"
+        ):
+            generate(subject(name), {"backend": backend, "budget": 40})
+
+    @pytest.mark.parametrize("name", ["gemma3", "llava", "mllama", "qwen2_vl"])
+    def test_text_is_repeated(self, name: str) -> None:
+        """As before, of a model whose decoder is given embeddings; what it reads next is not disturbed."""
+        given, logits = subject(name), []
+        text = given.text_alone()
+        for backend in ("kvzip", "knorm"):
+            config = {"backend": backend, "budget": LENGTH - 1, "chunk_size": 16, "sink_length": 2}
+            _, found, cache = generate(given, config, text)
+            logits.append(found[:, 0])
+            assert isinstance(cache, EvictingCache)
+            for layer in cache.evicting_layers:
+                assert layer.ledger.scores[:, :, 2:-NEW].count_nonzero() > 0
+        torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
 class TestCrossAttention:
