@@ -13,7 +13,7 @@ from typing import Any
 from .prompt_chunks import soft_prompt_kind, why_read_whole
 from .registry import TRANSFORMERS_BACKENDS, get_backend, list_backends
 
-__all__ = ["bind_cache", "check_request", "choose_cache_of_assistant", "kept_whole"]
+__all__ = ["bind_cache", "check_batching", "check_request", "choose_cache_of_assistant", "kept_whole"]
 
 _WITHOUT_CACHE = ("flaubert", "openai-gpt", "xlm")
 """Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
@@ -69,6 +69,26 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
             "adapters that leave the cache alone, such as LORA and PROMPT_TUNING."
         )
     _check_use(model, generation_config, f"cache_implementation='quantized' with backend={backend!r}")
+
+
+def check_batching(model: Any, generation_config: Any) -> None:
+    """Refuse a cache of ours for continuous batching, which has paged ones of its own.
+
+    Args:
+        model (`PreTrainedModel`): What generates.
+        generation_config (`GenerationConfig`, *optional*): The call's; the model's own if not given.
+
+    Raises:
+        ValueError: Naming the backend that would be ignored.
+    """
+    chosen = getattr(model, "generation_config", None) if generation_config is None else generation_config
+    cache_config: Any = getattr(chosen, "cache_config", None)
+    if _names_ours(cache_config):
+        raise ValueError(
+            "Continuous batching (generate_batch) has paged caches of transformers' own: cache_config with "
+            f"backend={cache_config['backend']!r} would be ignored. Allowed there is cache_config=None; "
+            "generate() uses it."
+        )
 
 
 def _check_not_forgotten(model: Any, cache_config: Any) -> None:

@@ -29,7 +29,13 @@ from typing import Any
 
 from .config import drop_legacy_keys
 from .errors import IncompatibleTransformersError
-from .generation_calls import bind_cache, check_request, choose_cache_of_assistant, kept_whole
+from .generation_calls import (
+    bind_cache,
+    check_batching,
+    check_request,
+    choose_cache_of_assistant,
+    kept_whole,
+)
 from .registry import TRANSFORMERS_BACKENDS, get_backend
 
 __all__ = ["install", "uninstall"]
@@ -140,6 +146,22 @@ def _generation_seam(module: ModuleType) -> None:
 
     cls._prepare_cache_for_generation = prepare
     _undo.append(lambda: setattr(cls, "_prepare_cache_for_generation", original))
+    _batching_seam(cls)
+
+
+def _batching_seam(cls: type) -> None:
+    """Install into the class that generates; nothing if its release knows no continuous batching."""
+    original = getattr(cls, "init_continuous_batching", None)
+    if original is None:
+        return
+
+    @wraps(original)
+    def begin(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        check_batching(self, generation_config)
+        return original(self, generation_config, *args, **kwargs)
+
+    setattr(cls, "init_continuous_batching", begin)  # noqa: B010  # inherited: there is nothing to replace
+    _undo.append(lambda: delattr(cls, "init_continuous_batching"))
 
 
 def _attention_seam(module: ModuleType) -> None:

@@ -228,6 +228,21 @@ def test_a_backend_that_nothing_would_look_at_is_refused(model: Any, no_forward:
         model.generate(INPUTS, max_new_tokens=4, cache_config={"backend": "KIVI"})
 
 
+@pytest.mark.parametrize("is_given", [True, False], ids=["given", "the-models-own"])
+def test_continuous_batching_refuses_what_it_would_ignore(is_given: bool, no_forward: None) -> None:
+    model = tiny_model("llama")
+    config = GenerationConfig(cache_implementation="quantized", cache_config={"backend": "int4"})
+    if not is_given:
+        model.generation_config = config
+    message = r"generate_batch.*backend='int4' would be ignored\. Allowed there is cache_config=None"
+    with pytest.raises(ValueError, match=message):
+        model.generate_batch([[5, 6, 7]], generation_config=config if is_given else None)
+    with pytest.raises(ValueError, match=message):
+        model.init_continuous_batching(config if is_given else None)
+    config.cache_config = {"backend": "hqq"}  # transformers' business
+    model.init_continuous_batching(generation_config=config)
+
+
 def test_a_backend_is_no_mistake_where_another_cache_is_chosen(model: Any) -> None:
     settings = {"max_new_tokens": 2, "return_dict_in_generate": True}
     run, ours = functools.partial(model.generate, INPUTS, **settings), {"backend": "kivi"}
