@@ -210,4 +210,5 @@ def test_handles_are_what_is_returned_only_where_needed() -> None:
         cache = bound_cache(model, {"backend": backend, "budget": 32}, 40)
         states = torch.randn(1, 2, 20, 16)
         returned = cache.evicting_layers[0].update(states, states)
-        assert isinstance(returned[0], KVHandle) == (backend in NEEDS_QUERIES)
+        # KVzip sees those of a repetition alone
+        assert isinstance(returned[0], KVHandle) == (backend in NEEDS_QUERIES and backend != "kvzip")
