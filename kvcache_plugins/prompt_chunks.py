@@ -57,6 +57,9 @@ def why_read_whole(
         return "this model encodes more of an image than transformers splits"
     if encoded and "mm_encoder_outputs" not in _how_prompts_are_read():
         return "this release of transformers would give every chunk all images"
+    positions = model_kwargs.get("position_ids")
+    if getattr(positions, "ndim", 2) > 2 and "position_ids[..., past_length" not in _how_prompts_are_read():
+        return "this release of transformers cannot split positions by time, row and column"
     if not is_first and "input_ids[:, -next_sequence_length:]" not in _how_prompts_are_read():
         return "this release of transformers cannot split a later turn"
     return None

@@ -41,6 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
 NOT_WITH_DENSE = {("mllama", "prompt_lookup")}
 # Earlier releases would give every chunk all images.
 SPLITS_IMAGES = Version(transformers.__version__) >= Version("5.23")
+SPLITS_POSITIONS = Version(transformers.__version__) >= Version("5.19")
 # Tokens that see later ones, sounds, images that are not encoded beforehand or with what cannot be split.
 READ_WHOLE = frozenset(
     {
@@ -215,6 +216,17 @@ class TestChunks:
         _, logits, cache = generate(given, NEVER_PACKED, given.text_alone())
         assert isinstance(cache, KVCache)
         torch.testing.assert_close(logits, generate(given, None, given.text_alone())[1], atol=1e-4, rtol=1e-4)
+
+    @pytest.mark.parametrize("name", ["qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+    def test_text_that_is_numbered_by_time_row_and_column(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given, evicting = subject(name), {**self.EVICTING, "budget": LENGTH - 1}
+        text = given.text_alone()
+        counts, logits, cache = self.run(given, evicting, text, monkeypatch)
+        assert counts == ([24, 24, 12] if SPLITS_POSITIONS else [LENGTH])
+        assert (cache.report().whole_prompt_reason is None) == SPLITS_POSITIONS
+        torch.testing.assert_close(logits[:, 0], generate(given, None, text)[1][:, 0], atol=1e-4, rtol=1e-4)
 
     def test_text_alone_is_split(self, monkeypatch: pytest.MonkeyPatch) -> None:
         given = subject("gemma3")
