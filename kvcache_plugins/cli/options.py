@@ -74,12 +74,19 @@ def merge_options(given: dict[str, Any], config_file: str | None) -> dict[str, A
     if "cache_config" in merged:
         caches = merged["cache_config"]
         caches = caches if isinstance(caches, list) else [caches]
-        # a value that json has not, such as a date, is told of as the wrong option that it is
-        merged["cache_config"] = parse_cache_configs([[json.dumps(cache, default=str) for cache in caches]])
+        merged["cache_config"] = parse_cache_configs([[_as_json(cache) for cache in caches]])
     merged |= given
     if "cache_config" in given:
         merged["cache_config"] = parse_cache_configs(given["cache_config"])
     return merged
+
+
+def _as_json(cache: Any) -> str:
+    try:
+        # a value that json has not, such as a date, is told of as the wrong option that it is
+        return json.dumps(cache, default=str)
+    except TypeError as error:  # of a name that is a date, say
+        raise ValueError(f"--cache_config must hold options by name, got {cache!r} ({error}).") from error
 
 
 def _parse(text: str) -> dict[str, Any]:
