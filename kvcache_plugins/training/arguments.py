@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 import torch
 from torch._inductor import list_mode_options
-from transformers import TrainingArguments
+from transformers import SchedulerType, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from ..evaluation.options import check_choice, check_count, check_unused
 
@@ -27,6 +29,8 @@ _WITHOUT_USE = {
     "use_liger_kernel": "it has no kernels for heads",
 }
 """Options of the Trainer that would fail later or do nothing, and why."""
+_JSON_OR_FILE = ("accelerator_config", "deepspeed", "fsdp_config")
+_MOST_SEED = 2**32 - 1  # numpy's
 
 
 @dataclass
@@ -83,13 +87,36 @@ class LocretTrainingArguments(TrainingArguments):
             "gradient_accumulation_steps",
         ):
             check_count(name, getattr(self, name))
-        if self.torch_compile_mode is not None:
-            check_choice("torch_compile_mode", self.torch_compile_mode, list_mode_options())
+        self._check_words()
         super().__post_init__()  # type: ignore[no-untyped-call]  # transformers annotates none
         if not self.clip_value >= 0:
             raise ValueError(f"--clip_value must be at least 0 (0: no clipping), got {self.clip_value!r}.")
+
+    def _check_words(self) -> None:
+        """Check what transformers refuses as well, in messages that do not say which option is meant."""
+        check_count("seed", self.seed, least=0, most=_MOST_SEED)
+        if self.torch_compile_mode is not None:
+            check_choice("torch_compile_mode", self.torch_compile_mode, list_mode_options())
+        for name, kind in (("lr_scheduler_type", SchedulerType), ("save_strategy", SaveStrategy)):
+            check_choice(name, getattr(self, name), [choice.value for choice in kind])
+        if self.optim_args and any(pair.count("=") != 1 for pair in self.optim_args.split(",")):
+            raise ValueError(f"--optim_args must be NAME=VALUE,NAME=VALUE, got {self.optim_args!r}.")
+        for name in (*_JSON_OR_FILE, "lr_scheduler_kwargs"):
+            given: object = getattr(self, name)
+            if isinstance(given, str) and (given.startswith("{") or name not in _JSON_OR_FILE):
+                _check_json(name, given)
 
     @property
     def n_gpu(self) -> int:
         """GPUs of this process, at most one: `Trainer` would copy the heads to all of them, not the model."""
         return min(1, int(super().n_gpu))
+
+
+def _check_json(name: str, given: str) -> None:
+    why = ""
+    try:
+        if isinstance(json.loads(given), dict):
+            return
+    except ValueError as error:
+        why = f" ({error})"
+    raise ValueError(f"--{name} must be a JSON object, got {given!r}{why}.")

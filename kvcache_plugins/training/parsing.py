@@ -9,7 +9,7 @@ from typing import Any, NoReturn, get_type_hints
 from transformers import HfArgumentParser
 
 from ..evaluation.option_files import read_option_file
-from ..evaluation.options import check_type
+from ..evaluation.options import check_choice, check_type
 from ..registry import suggest
 from .arguments import LocretTrainingArguments
 from .options import LocretOptions
@@ -96,6 +96,10 @@ def _read_config(name: str, known: Mapping[str, argparse.Action]) -> dict[str, A
             raise ValueError(f"Unknown option {option!r} in {name!r}.{suggest(str(option), known)}")
         if value is None or isinstance(value, (list, dict)) or known[option].nargs == "+":
             check_type(option, value, kinds[option])
-        else:
-            given[option] = str(value)  # read by argparse, as on the command line
+            continue
+        is_none = value is False and option.endswith("_strategy")  # `no`, which YAML takes for false
+        given[option] = "no" if is_none else str(value)  # read by argparse, as on the command line
+        choices = known[option].choices
+        if choices is not None:  # which argparse compares with typed values alone
+            check_choice(option, given[option], choices)
     return given

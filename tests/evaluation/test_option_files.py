@@ -87,6 +87,8 @@ def test_what_a_file_may_hold() -> None:
         ("optim: null", "--optim must be OptimizerNames or a string, got None."),
         ("max_steps: 2.5", "--max_steps/--max-steps: invalid int value: '2.5'"),
         ("fp16: perhaps", "--fp16: Truthy value expected: got perhaps"),
+        ("ddp_backend: carrier", "--ddp_backend must be one of ['cncl', 'gloo', "),
+        ("eval_strategy: yes", "--eval_strategy must be one of ['epoch', 'no', 'steps'], got 'True'."),
     ],
 )
 def test_a_wrong_value_in_a_file_of_a_training(

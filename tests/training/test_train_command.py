@@ -154,8 +154,9 @@ def test_the_folder_of_a_model_is_left_alone(
 
 def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "options.yaml"
-    path.write_text("model: m\nlearning_rate: 5e-4\nmax_steps: 7\noutput: there\n")
+    path.write_text("model: m\nlearning_rate: 5e-4\nmax_steps: 7\noutput: there\nsave_strategy: no\n")
     options, training = parse_arguments(["--config", str(path), "--max_steps", "9"])
+    assert training.save_strategy == "no", "which YAML takes for false"
     assert (options.model, training.learning_rate, training.max_steps) == ("m", 5e-4, 9)
     assert training.output_dir == "there"
     epochs = ["--model", "m", "--output", "x", "--num-train-epochs=2"]
@@ -218,6 +219,21 @@ def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ),
         (["--model", "m", "--output", "x", "--torch_compile_mode", "no"], "--torch_compile_mode must be one"),
         (["--model", "m", "--output", "x", "--accelerator_config", "no.json"], "The Trainer cannot have"),
+        (
+            ["--model", "m", "--output", "x", "--accelerator_config", "{"],
+            "--accelerator_config must be a JSON",
+        ),
+        (["--model", "m", "--output", "x", "--lr_scheduler_kwargs", "a"], "must be a JSON object, got 'a' ("),
+        (
+            ["--model", "m", "--output", "x", "--optim_args", "a=1,b"],
+            "--optim_args must be NAME=VALUE,NAME=V",
+        ),
+        (
+            ["--model", "m", "--output", "x", "--lr_scheduler_type", "no"],
+            "--lr_scheduler_type must be one of",
+        ),
+        (["--model", "m", "--output", "x", "--save_strategy", "never"], "--save_strategy must be one of"),
+        (["--model", "m", "--output", "x", "--seed", "-1"], "--seed must be an integer >= 0, got -1."),
     ],
 )
 def test_wrong_arguments(
