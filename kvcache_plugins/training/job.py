@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import EvalPrediction, Trainer, set_seed
 
-from ..artifacts.files import read_json, write_json
+from ..artifacts.files import write_json
 from ..artifacts.folders import check_no_model, check_push, push, replacing
 from ..backends.locret import LocretConfig
 from ..evaluation.options import DTYPES, check_choice
@@ -24,6 +24,7 @@ from ..retaining.heads import RetainingHeads
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
 from .arguments import LocretTrainingArguments
 from .card import heads_card
+from .checkpoints import check_checkpoint, find_checkpoint
 from .data import build_datasets
 from .examples import Collator
 from .options import SYNTHETIC, LocretOptions
@@ -34,8 +35,6 @@ __all__ = ["PICTURE_FILE", "train_locret"]
 
 PICTURE_FILE = "training.png"
 _CARD_FILE = "README.md"
-_STATE_FILE = "trainer_state.json"
-_SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_dim")
 _Recalls = dict[str, dict[str, Any]]
 
 
@@ -64,7 +63,7 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
         raise ValueError(
             f"--max_steps must be at least 1 for synthetic tasks, which have no end, got {args.max_steps}."
         )
-    checkpoint = _checkpoint(args, output)
+    checkpoint = find_checkpoint(args, output)
     push_to = (args.hub_model_id or output.name) if args.push_to_hub else None
     args.push_to_hub = False  # the Trainer would upload its checkpoints
     if push_to is not None:
@@ -77,7 +76,7 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
         max_train_length=options.max_train_length,
         defaults=_recommended(options),
     )
-    _check_checkpoint(checkpoint, heads_config)
+    check_checkpoint(checkpoint, heads_config)
     tokenizer = load_tokenizer(options.model, **source)
     positions = getattr(decoder_config(config), "max_position_embeddings", None)
     data_seed = args.seed if args.data_seed is None else args.data_seed
@@ -118,29 +117,6 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
     return document
 
 
-def _checkpoint(args: LocretTrainingArguments, output: Path) -> str | None:
-    """Return the checkpoint to go on from.
-
-    Raises:
-        ValueError: If one is asked for that is not there.
-    """
-    given: Any = args.resume_from_checkpoint
-    if given is None or str(given).lower() in ("false", "0", "no"):
-        return None
-    if str(given).lower() in ("true", "1", "yes"):
-        # the state is written last: a checkpoint without it was interrupted
-        states = output.glob(f"checkpoint-*/{_STATE_FILE}")
-        found = {read_json(path)["global_step"]: path.parent for path in states}
-        if not found:
-            raise ValueError(f"--resume_from_checkpoint: there is no checkpoint in {str(output)!r}.")
-        return str(found[max(found)])
-    if not (Path(given) / _STATE_FILE).is_file():
-        raise ValueError(
-            f"--resume_from_checkpoint must be true or a checkpoint of the Trainer, got {given!r}."
-        )
-    return str(given)
-
-
 def _recommended(options: LocretOptions) -> dict[str, Any]:
     """Return options of the cache for the configuration of the heads, as given or fitting the budget.
 
@@ -154,23 +130,6 @@ def _recommended(options: LocretOptions) -> dict[str, Any]:
     recommended = DEFAULT_BUDGET | protected | given
     LocretConfig(heads="heads", **recommended)
     return recommended
-
-
-def _check_checkpoint(checkpoint: str | None, config: RetainingHeadsConfig) -> None:
-    """Check that the heads of a checkpoint are those that are to be trained.
-
-    Raises:
-        ValueError: Naming what differs.
-    """
-    if checkpoint is None or not (Path(checkpoint) / CONFIG_FILE).is_file():
-        return
-    ours, found = config.to_dict(), RetainingHeadsConfig.from_pretrained(checkpoint).to_dict()
-    wrong = [f"{name} {found[name]}, now {ours[name]}" for name in _SHAPE if found[name] != ours[name]]
-    if wrong:
-        raise ValueError(
-            f"--resume_from_checkpoint: the heads of {checkpoint!r} are others than those of this training: "
-            f"{'; '.join(wrong)}."
-        )
 
 
 def _check_trainer(heads: RetainingHeads, args: LocretTrainingArguments, data: dict[str, Any]) -> None:

@@ -128,6 +128,36 @@ def test_an_interrupted_training_goes_on(
     torch.testing.assert_close(load_file(tmp_path / "part" / "model.safetensors"), whole, rtol=0, atol=0)
 
 
+DAMAGE = {
+    "trainer_state.json": (
+        ("{}", "its global_step must be an integer, got None."),
+        ('{"global_step": 2}', "its train_batch_size must be an integer, got None."),
+        ('{"global_step": 2, "train_batch_size": 1, "x": 1}', "unexpected keyword argument 'x'"),
+    ),
+    "optimizer.pt": (("", "it is no file of torch."),),
+    "model.safetensors": (("", "cannot be read"),),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [(name, content, said) for name, cases in DAMAGE.items() for content, said in cases],
+)
+@pytest.mark.parametrize("given", ["true", "by name"])
+def test_a_damaged_checkpoint_is_told_before_the_model_is_loaded(
+    name: str, content: str, said: str, given: str, text: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(job, "load_config", lambda *args, **options: pytest.fail("loaded"))
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text('{"global_step": 2, "train_batch_size": 1}')
+    (folder / name).write_text(content)
+    resume = ("--resume_from_checkpoint", "true" if given == "true" else str(folder))
+    assert main(["train-locret", *arguments(text, tmp_path, "--no_plots", *resume)]) == 2
+    error = capsys.readouterr().err
+    assert f"{folder / name}" in error and said in error and error.count("\n") == 1
+
+
 def test_the_folder_of_a_model_is_left_alone(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
