@@ -136,17 +136,28 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def check_push(token: str | None = None) -> None:
+def check_push(repo_id: str, option: str, token: str | None = None) -> None:
     """Check that the hub can be reached and knows the user, before there is anything to upload.
 
     Args:
+        repo_id (`str`): Where it will go.
+        option (`str`): The option that names it, for messages.
         token (`str`, *optional*): Of the user; the one that is logged in if not given.
 
     Raises:
-        OSError: If it cannot or does not.
+        ValueError: If no repository could have that name.
+        OSError: If the hub cannot be reached or does not know the user.
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented as public
 
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(
+            f"--{option} must name a repository such as 'name/artifact', got {repo_id!r} ({error})."
+        ) from error
     with _uploading():
         HfApi(token=token).whoami()
 

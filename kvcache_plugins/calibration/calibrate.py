@@ -56,7 +56,7 @@ def calibrate(
         OSError: If something cannot be read or written.
     """
     if push_to is not None:
-        check_push()
+        check_push(push_to, "push_to_hub")
     decoder_config(load_config(options))  # refuses encoder-decoder models before their weights are loaded
     calibrate_subject(load_subject(options), options, output, progress)
     if push_to is not None:

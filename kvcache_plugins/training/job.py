@@ -64,10 +64,10 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
             f"--max_steps must be at least 1 for synthetic tasks, which have no end, got {args.max_steps}."
         )
     checkpoint = find_checkpoint(args, output)
-    push_to = (args.hub_model_id or output.name) if args.push_to_hub else None
+    push_to = (output.name if args.hub_model_id is None else args.hub_model_id) if args.push_to_hub else None
     args.push_to_hub = False  # the Trainer would upload its checkpoints
     if push_to is not None:
-        check_push(args.hub_token)
+        check_push(push_to, "hub_model_id", args.hub_token)
     source: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     config = load_config(options.model, **source)
     heads_config = RetainingHeadsConfig.from_model(

@@ -119,9 +119,15 @@ def test_whatever_the_hub_raises_is_told_as_an_os_error(
 
     monkeypatch.setattr("huggingface_hub.HfApi.whoami", fail)
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fail)
-    for call in (check_push, lambda: push(tmp_path, (), "artifact")):
+    for call in (lambda: check_push("artifact", "push_to_hub"), lambda: push(tmp_path, (), "artifact")):
         with pytest.raises(OSError, match="Nothing can be uploaded to the hub: name not known"):
             call()
+
+
+@pytest.mark.parametrize("name", ["", "a/b/c", "my artifact"])
+def test_what_no_repository_is_called_is_told_before_there_is_anything_to_upload(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"--hub_model_id must name a repository .*, got '{name}' \("):
+        check_push(name, "hub_model_id")
 
 
 @pytest.mark.parametrize(

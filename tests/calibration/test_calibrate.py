@@ -287,7 +287,7 @@ def test_the_command(
 ) -> None:
     pushed: list[Any] = []
     monkeypatch.setattr(job, "push_to_hub", lambda *args: pushed.append(args))
-    monkeypatch.setattr(job, "check_push", lambda: pushed.append("checked"))
+    monkeypatch.setattr(job, "check_push", lambda *args: pushed.append(args))
     arguments = [
         "calibrate", "--model", str(MODEL), "--dtype", "fp32", "--text_files", str(text),
         "--num_samples", "3", "--sequence_length", "96", "--nbits", "2", "3",
@@ -295,7 +295,7 @@ def test_the_command(
     ]  # fmt: skip
     assert main(arguments) == 0
     assert "kvquant.safetensors" in capsys.readouterr().out
-    assert pushed == ["checked", (tmp_path / "out", "me/tiny")]
+    assert pushed == [("me/tiny", "push_to_hub"), (tmp_path / "out", "me/tiny")]
     for name in FILES:
         assert (made / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
 

@@ -55,14 +55,16 @@ def test_the_command(
 ) -> None:
     pushed: list[Any] = []
     monkeypatch.setattr(job, "push", lambda *args, **kwargs: pushed.append((args, kwargs)))
-    monkeypatch.setattr(job, "check_push", pushed.append)
+    monkeypatch.setattr(job, "check_push", lambda *args: pushed.append(args))
     output = tmp_path / "heads"
     more = ("--max_steps", "12", "--logging_steps", "4", "--budget", "96", "--push_to_hub", "true")
     more += ("--hub_token", "secret")
     assert main(["train-locret", *arguments(text, output, *more)]) == 0
     assert f"written to {output}" in capsys.readouterr().out
     assert sorted(path.name for path in output.iterdir()) == FILES
-    assert pushed[0] == "secret", "whether it can be uploaded is asked before the training"
+    assert pushed[0] == ("heads", "hub_model_id", "secret"), (
+        "whether it can be uploaded is asked before the training"
+    )
     assert pushed[1][0][0] == output and pushed[1][0][2] == "heads"
     assert pushed[1][1] == {"private": None, "token": "secret", "revision": None}
     heads = load_heads(str(output))
