@@ -75,9 +75,10 @@ class CalibrationOptions(ModelOptions):
         self._check_numbers()
         check_choice("weight", self.weight, WEIGHTS)
         check_choice("backend", self.backend, BACKENDS)
+        given: object = self.dataset
         if self.text_files is not None:
             check_unused(self, ("dataset",), "is not for --text_files, which take its place")
-        elif not self.dataset:
+        elif given is None:
             object.__setattr__(self, "dataset", DATASET)
         if self.text_files is not None and (isinstance(self.text_files, str) or not self.text_files):
             raise ValueError(f"--text_files must be one or more files, got {self.text_files!r}.")

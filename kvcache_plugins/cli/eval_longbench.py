@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ..evaluation.longbench.options import LongBenchOptions
+from ..evaluation.options import check_filled, check_type
 from .display import show
 from .model_arguments import add_evaluation_arguments
 from .options import RESUMED, options_of
@@ -78,6 +79,10 @@ def _score(merged: dict[str, Any], output: Path) -> dict[str, Any]:
         raise ValueError(
             f"--score_only runs no model: leave out {', '.join(f'--{name}' for name in superfluous)}."
         )
+    kinds = get_type_hints(LongBenchOptions) | {"score_only": str}
+    for name, value in merged.items():
+        check_type(name, value, kinds[name])
+        check_filled(name, value)
     from ..evaluation.longbench.summary import score_directory
     from ..evaluation.results import write_results
 

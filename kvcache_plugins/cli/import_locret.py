@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..evaluation.options import check_model
+from ..evaluation.options import check_filled, check_model
 from .preparing import output_directory, prepare_transformers
 
 __all__ = ["add_parser", "run"]
@@ -31,6 +31,9 @@ def run(args: argparse.Namespace) -> int:
     """Convert, and say what was written."""
     output = output_directory(args)
     check_model(args.model)
+    check_filled("revision", args.revision)
+    if not args.source:
+        raise ValueError(f"SOURCE must be a file, a directory or a hub id, got {args.source!r}.")
     if args.revision is not None and Path(args.source).exists():
         raise ValueError(
             f"--revision is for sources on the hub, {args.source!r} is here, got {args.revision!r}."

@@ -25,10 +25,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Write the page and say what it shows and what it leaves out."""
+    if not args.directory:
+        raise ValueError(f"DIR must be a directory, got {args.directory!r}.")
     directory = Path(args.directory)
     output = directory / _PAGE if args.output is None else Path(args.output)
-    if output.is_dir():
-        raise ValueError(f"--output must be a file, got the directory {str(output)!r}.")
+    if output.is_dir() or args.output == "":
+        given = f"the directory {str(output)!r}" if args.output else repr(args.output)
+        raise ValueError(f"--output must be a file, got {given}.")
 
     from ..artifacts.files import replaced
     from ..evaluation.pages.documents import find_results

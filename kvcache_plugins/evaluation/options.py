@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..registry import suggest
 from .labels import dense_first
@@ -21,6 +21,7 @@ __all__ = [
     "check_choice",
     "check_count",
     "check_counts",
+    "check_filled",
     "check_model",
     "check_type",
     "check_unused",
@@ -50,6 +51,9 @@ class Options:
         cache_config (`Sequence[dict]`): The caches to measure, beside the dense one.
     """
 
+    MAY_BE_EMPTY: ClassVar[tuple[str, ...]] = ()
+    """Options that an empty string is a value of."""
+
     cache_config: Sequence[dict[str, Any]]
 
     @classmethod
@@ -67,7 +71,10 @@ class Options:
                 )
             if value is not None or known[name].default is not None:
                 check_type(name, value, kinds[name])
-        return cls(**options)
+        built = cls(**options)
+        for name in options.keys() - set(cls.MAY_BE_EMPTY):  # after checks that say what is allowed
+            check_filled(name, options[name])
+        return built
 
     @property
     def cache_configs(self) -> list[dict[str, Any]]:
@@ -111,6 +118,16 @@ def _words(kind: Any) -> str:
     if origin in (list, Sequence):
         return f"a list, each {_words(parts[0])}"
     return _KINDS.get(origin or kind, getattr(kind, "__name__", str(kind)))
+
+
+def check_filled(name: str, value: Any) -> None:
+    """Check that neither a string nor one of a list is empty, as a shell's variable is that is not set.
+
+    Raises:
+        ValueError: Naming the option and the value.
+    """
+    if "" in (value if isinstance(value, (list, tuple)) else [value]):
+        raise ValueError(f"--{name} must not be empty, got {value!r}.")
 
 
 def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
@@ -163,6 +180,8 @@ def check_model(model: str, revision: str | None = None) -> None:
     Raises:
         ValueError: Naming it, or the revision of a directory, which has none.
     """
+    if not model:
+        raise ValueError(f"--model must be a directory or a hub id, got {model!r}.")
     if revision is not None and Path(model).is_dir():
         raise ValueError(f"--revision is for models on the hub, {model!r} is a directory, got {revision!r}.")
     if model.startswith((".", "/", "~", "\\")) and not Path(model).is_dir():

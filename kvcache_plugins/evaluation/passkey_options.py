@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .model_options import ModelOptions
 from .options import check_count, check_counts
@@ -62,6 +62,8 @@ class PasskeyOptions(ModelOptions):
         ValueError: If an option is out of range, or a template lacks `{key}` or `{name}` or has it where it
             must not.
     """
+
+    MAY_BE_EMPTY: ClassVar[tuple[str, ...]] = ("introduction",)
 
     lengths: Sequence[int] = (512, 1024, 2048)
     facts: int = 1

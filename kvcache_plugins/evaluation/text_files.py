@@ -18,6 +18,8 @@ def read_text_file(name: str | os.PathLike[str], option: str) -> str:
     Raises:
         ValueError: If there is no such file, or it cannot be read, is empty or no UTF-8 text.
     """
+    if not str(name):
+        raise ValueError(f"{option} must be a file, got {name!r}.")
     try:
         text = Path(name).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..evaluation.options import DTYPES, check_choice, check_count, check_model, check_unused
+from ..evaluation.options import DTYPES, check_choice, check_count, check_filled, check_model, check_unused
 
 __all__ = ["HEADS_DTYPES", "SYNTHETIC", "LocretOptions"]
 
@@ -114,6 +114,8 @@ class LocretOptions:
                 check_count(name, getattr(self, name), least=least)
         if isinstance(self.text_files, str) or (self.text_files is not None and not self.text_files):
             raise ValueError(f"--text_files must be one or more files, got {self.text_files!r}.")
+        for name in ("revision", "attn_implementation", "device_map", "text_files"):
+            check_filled(name, getattr(self, name))
         self._check_sources()
         if self.dataset == SYNTHETIC:
             check_unused(self, ("max_length", "num_examples"), f"is not for --dataset {SYNTHETIC}")

@@ -372,6 +372,52 @@ def test_errors_of_the_user_are_one_line(
         assert word in captured.err
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("bench attention --model", "--model must be a directory or a hub id"),
+        ("calibrate --config", "--config must be a file"),
+        ("calibrate --model m --output x --dataset", "--dataset must not be empty"),
+        ("estimate --model", "--model must be a directory or a hub id"),
+        ("eval longbench --model m --data_dir", "--data_dir must not be empty"),
+        ("eval longbench --model m --dataset", "--dataset must not be empty"),
+        ("eval longbench --score_only", "--score_only must not be empty"),
+        ("eval passkey --model m --device_map", "--device_map must not be empty"),
+        (
+            "eval passkey --model m --filler_files a.txt",
+            "--filler_files must not be empty, got ['a.txt', ''].",
+        ),
+        ("eval perplexity --model m --dataset_path", "--dataset_path must not be empty"),
+        ("import-locret --model m --output x", "SOURCE must be a file, a directory or a hub id"),
+        ("import-locret a/b --model m --output x --revision", "--revision must not be empty"),
+        ("report", "DIR must be a directory"),
+        ("report . --output", "--output must be a file"),
+        (
+            "train-locret --model m --output x --attn_implementation",
+            "--attn_implementation must not be empty",
+        ),
+        ("train-locret --model m --output x --text_files", "--text_files must not be empty, got ['']."),
+    ],
+)
+def test_an_empty_string_is_no_default(
+    command: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is what a shell makes of a variable that is not set."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*command.split(), ""]) == 2
+    ending = "" if "[" in said else ", got ''."
+    assert capsys.readouterr().err == f"error: {said}{ending}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prompt_may_begin_with_nothing() -> None:
+    assert PasskeyOptions.from_dict({"model": "m", "introduction": ""}).introduction == ""
+
+
 def test_a_package_that_an_option_needs_is_asked_for_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
