@@ -9,6 +9,7 @@ that; see `tests/test_examples.py`.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,4 +88,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing is kept.", file=sys.stderr)
+        sys.exit(130)

@@ -19,6 +19,7 @@ import argparse
 import copy
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ QUESTION = " What is the code of {name}? The code of {name} is"  # the bundled m
 SPACING = 1300  # characters between two codes
 
 
-def main() -> None:
+def main() -> int:
+    """Read or ask; return 0, 2 for an error of the user, or 130 for an interruption."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -59,7 +61,15 @@ def main() -> None:
     for command in (reading, asking):
         command.add_argument("--folder", type=Path, default=Path("outputs/document"), help="of the cache")
     options = parser.parse_args()
-    options.command(options)
+    try:
+        options.command(options)
+    except (ValueError, OSError, kvp.UnsupportedOperationError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing is kept of what was not finished.", file=sys.stderr)
+        return 130
+    return 0
 
 
 def read(options: argparse.Namespace) -> None:
@@ -88,7 +98,7 @@ def read(options: argparse.Namespace) -> None:
 def ask(options: argparse.Namespace) -> None:
     """Load the cache and continue each question on a copy of it, so that the next finds it as it was."""
     if not (options.folder / "document.json").exists():
-        raise SystemExit(f"{options.folder} holds no document: `read` one into it first.")
+        raise ValueError(f"{options.folder} holds no document: `read` one into it first.")
     document = json.loads((options.folder / "document.json").read_text(encoding="utf-8"))
     tokenizer, model = load(document["model"])
     started = time.perf_counter()
@@ -120,4 +130,4 @@ def load(model: str) -> tuple[Any, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -31,16 +31,17 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import kvcache_plugins as kvp
 from kvcache_plugins.cli.display import show
 from kvcache_plugins.cli.options import add_cache_config_option, parse_cache_configs
-from kvcache_plugins.cli.preparing import prepare_transformers
+from kvcache_plugins.cli.preparing import output_directory, prepare_transformers
 from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, split_available
+from kvcache_plugins.evaluation.devices import choose_device
 from kvcache_plugins.evaluation.labels import cache_label, dense_first
 from kvcache_plugins.evaluation.language_reference import read_language_reference
-from kvcache_plugins.evaluation.options import DTYPES, check_count
+from kvcache_plugins.evaluation.options import DTYPES, MOST_THREADS, check_count, check_model
 from kvcache_plugins.evaluation.perplexity_scoring import Schedule, predictions
 from kvcache_plugins.evaluation.plot_labels import LabelledPoint, place_labels
 from kvcache_plugins.evaluation.plotting import pyplot, save_figure
@@ -48,7 +49,7 @@ from kvcache_plugins.evaluation.progress import progress_bar
 from kvcache_plugins.evaluation.results import build_document, write_results
 from kvcache_plugins.evaluation.text_files import read_text_file
 from kvcache_plugins.evaluation.timing import Spread, StepTimer
-from kvcache_plugins.models.auto_class import auto_class
+from kvcache_plugins.models.pretrained import load_config, load_model, load_tokenizer
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,14 +82,18 @@ WARM_UP_STEPS = 4  # decode steps left out of the time per token: first-use allo
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison; return 0, or 2 for an error of the user."""
+    """Run the comparison; return 0, 2 for an error of the user, or 130 for an interruption."""
     args = parse_args(argv)
-    prepare_transformers()
     try:
+        args.output = output_directory(args)
+        prepare_transformers()
         run(args)
     except (ValueError, OSError, kvp.KernelUnavailableError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing is kept.", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -116,10 +121,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", **dtype, default="auto", help="default: auto, the checkpoint's")
     parser.add_argument("--score_dtype", **dtype, help="default: float32 up to a billion parameters")
     parser.add_argument("--threads", type=int, help="CPU threads (default: 1 for a tiny model, else torch's)")
-    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument(
-        "--output", type=Path, default=Path(), metavar="DIR", help="default: current directory"
-    )
+    parser.add_argument("--device", default="auto", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--output", default=".", metavar="DIR", help="default: current directory")
     return parser.parse_args(argv)
 
 
@@ -131,12 +134,12 @@ def run(args: argparse.Namespace) -> None:
     defaults = [c for c in DEFAULT_CACHE_CONFIGS if is_bundled or not {"calibration", "heads"} & c.keys()]
     chosen = defaults if args.cache_config is None else parse_cache_configs(args.cache_config)
     text = read_language_reference() if args.text is None else read_text_file(args.text, "--text")
-    model_config = AutoConfig.from_pretrained(args.model)
+    model_config = load_config(args.model)
     cache_configs, skipped = split_available(model_config, dense_first(chosen))
     args.output.mkdir(parents=True, exist_ok=True)
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = auto_class(model_config).from_pretrained(args.model, dtype=args.dtype).to(device).eval()
+    tokenizer = load_tokenizer(args.model)
+    model = load_model(args.model, model_config, dtype=args.dtype).to(device).eval()
     if args.threads is None and model.num_parameters() <= TINY_MODEL:
         # waiting for a second thread would cost more than it brings, most of all on a busy machine
         args.threads = 1
@@ -170,15 +173,17 @@ def run(args: argparse.Namespace) -> None:
 
 def check_options(args: argparse.Namespace) -> torch.device:
     """Check every option, before anything is loaded, and return the device."""
+    check_model(args.model)
     try:
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
+        device = choose_device(args.device)
+        torch.empty(1, device=device)
+    except (AssertionError, ImportError, RuntimeError) as error:  # as of kinds this torch was not built for
         raise ValueError(f"--device must be a device of torch such as 'cpu', got {args.device!r}.") from error
     for name in ("prompt_tokens", "score_tokens", "block_length"):
         check_count(name, getattr(args, name))
     check_count("new_tokens", args.new_tokens, least=WARM_UP_STEPS + 2)
     if args.threads is not None:
-        check_count("threads", args.threads)
+        check_count("threads", args.threads, most=MOST_THREADS)
     return device
 
 

@@ -52,6 +52,26 @@ def test_add_a_backend_runs_as_a_script() -> None:
     assert "bits per value" in done.stdout
 
 
+def test_a_document_that_cannot_be_asked_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = runpy.run_path(str(EXAMPLES / "ask_a_document.py"))
+
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["ask_a_document.py", *words, "--folder", str(tmp_path)])
+        return example["main"](), capsys.readouterr().err
+
+    assert run("ask") == (2, f"error: {tmp_path} holds no document: `read` one into it first.\n")
+    status, error = run("read", "--document", str(tmp_path / "none.txt"))
+    assert status == 2 and "none.txt" in error and error.count("\n") == 1
+
+    def interrupt(model: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(example["main"].__globals__, "load", interrupt)
+    assert run("read") == (130, "\ninterrupted: nothing is kept of what was not finished.\n")
+
+
 def test_a_document_is_read_once_and_asked_in_another_process(tmp_path: Path) -> None:
     script, folder = EXAMPLES / "ask_a_document.py", ["--folder", str(tmp_path / "cache")]
     hide_codes, document = runpy.run_path(str(script))["hide_codes"], tmp_path / "document.txt"

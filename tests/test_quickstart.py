@@ -112,6 +112,10 @@ def test_dtypes_have_the_names_that_commands_take(quickstart: ModuleType) -> Non
         (["--new_tokens", "5"], "--new_tokens"),
         (["--threads", "0"], "--threads"),
         (["--device", "abacus"], "abacus"),
+        (["--device", "hpu"], "--device must be a device of torch such as 'cpu', got 'hpu'."),
+        (["--device", ""], "--device must be a device of torch such as 'cpu', got ''."),
+        (["--text", ""], "--text must be a file, got ''."),
+        (["--model", ""], "--model must be a directory or a hub id, got ''."),
         (["--cache_config", '{"backend": "int8", "kernel": "fast"}'], "native"),
         (["--text", "no_such_file.txt"], "no_such_file.txt"),
         (["--model", "no/such/model/here"], "no/such/model/here"),
@@ -137,6 +141,22 @@ def test_errors_stop_before_any_work(
     assert error.count("\n") == 1
     assert said in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_is_told_in_one_line(
+    quickstart: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quickstart, "run", run)
+    assert quickstart.main(["--output", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "\ninterrupted: nothing is kept.\n"
+    assert quickstart.main(["--output", ""]) == 2
+    assert capsys.readouterr().err == "error: --output must be a directory, got ''.\n"
 
 
 def test_a_short_text_shortens_the_run(
