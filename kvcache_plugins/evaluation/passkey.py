@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..models.facts import decoder_config
+from ..models.facts import most_positions
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
 from .journal import Journal
@@ -91,7 +91,7 @@ def measure_passkey(
 
 def _check_positions(options: PasskeyOptions, config: Any, question_length: int) -> None:
     """Check that the model has a position for every token; a question in the prompt is part of its length."""
-    limit = getattr(decoder_config(config), "max_position_embeddings", None)
+    limit = most_positions(config)
     longest, answer = max(options.lengths), options.max_new_tokens
     if limit is not None and answer >= limit:
         raise ValueError(f"--max_new_tokens must be below the model's {limit} positions, got {answer}.")

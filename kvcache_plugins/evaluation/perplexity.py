@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..models.facts import decoder_config
+from ..models.facts import decoder_config, most_positions
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
 from .journal import Journal
@@ -109,7 +109,7 @@ def _check_reference(options: PerplexityOptions, config: Any) -> None:
 
 
 def _warn_of_length(options: PerplexityOptions, config: Any) -> None:
-    limit = getattr(decoder_config(config), "max_position_embeddings", None)
+    limit = most_positions(config)
     if limit is not None and options.context_length > limit:
         warnings.warn(
             f"--context_length {options.context_length} goes beyond the {limit} positions of the model.",

@@ -24,6 +24,7 @@ __all__ = [
     "exchanges_attention",
     "masks_all_columns",
     "masks_all_seen",
+    "most_positions",
     "refuse_split_heads",
     "split_model_or_config",
     "weighs_rotated_keys",
@@ -114,6 +115,24 @@ def decoder_config(config: Any) -> Any:
             "text in a cache of this package. Allowed for this model is no cache_implementation at all."
         )
     return decoder
+
+
+def most_positions(config: Any) -> int | None:
+    """Return how many positions a model can read, None where it says of no limit.
+
+    It is `max_position_embeddings`, or more where rotary frequencies are stretched: some configurations count
+    the positions before that (as transformers once advised), others those after it. Which is not said, so
+    that the larger number is taken.
+    """
+    config = decoder_config(config)
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if positions is None or not isinstance(rope, dict):
+        return positions
+    for stretched in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # by kind of layer
+        original = stretched.get("original_max_position_embeddings") or positions
+        positions = max(positions, int(original * (stretched.get("factor") or 1)))
+    return positions
 
 
 def decoder_of(model: nn.Module) -> nn.Module:

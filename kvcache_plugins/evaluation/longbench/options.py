@@ -29,7 +29,7 @@ class LongBenchOptions(ModelOptions):
         prompts (`str`, *optional*): A json file of templates by task, the published `dataset2prompt.json`.
             Not for data whose rows carry their prompts, in the columns `question` and `answer_prefix`.
         max_length (`int`, *optional*): Tokens of a prompt; a longer one loses its middle. By default the
-            model's positions less the task's new tokens less `MARGIN`.
+            model's positions less the task's new tokens less `MARGIN`. The chat template comes to it.
         limit (`int`, *optional*): Only so many rows of each task, from its beginning.
         longbench_e (`bool`): LongBench-E: the tasks with evenly spread lengths, scored by group of lengths.
         no_chat_template (`bool`): Use none. By default it is used where the tokenizer has one, except in the

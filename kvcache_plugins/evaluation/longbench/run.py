@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...models.facts import decoder_config
+from ...models.facts import decoder_config, most_positions
 from ...registry import TRANSFORMERS_BACKENDS
 from ..caches import split_available
 from ..journal import Journal
@@ -189,8 +189,19 @@ def _prediction(record: Mapping[str, Any], question: Question) -> dict[str, Any]
 
 
 def _max_lengths(options: LongBenchOptions, config: Any, tasks: Sequence[Task]) -> dict[Task, int]:
-    """Return the limit of the prompts of each task."""
+    """Return the limit of the prompts of each task.
+
+    Raises:
+        ValueError: If the model has fewer positions than a prompt and its answer may take.
+    """
     if options.max_length is not None:
+        most = most_positions(config)
+        new_tokens, name = max((task.max_new_tokens, task.name) for task in tasks)
+        if most is not None and options.max_length + new_tokens > most:
+            raise ValueError(
+                f"--max_length must be at most {most - new_tokens}: the model has {most} positions and an "
+                f"answer of {name} takes {new_tokens}; got {options.max_length}."
+            )
         return dict.fromkeys(tasks, options.max_length)
     positions = getattr(decoder_config(config), "max_position_embeddings", None)
     lengths = {}

@@ -172,6 +172,16 @@ def test_a_model_without_positions_enough_needs_a_limit(
     assert "--max_length has no default for hotpotqa" in capsys.readouterr().err
 
 
+def test_a_prompt_and_its_answer_must_fit_the_positions(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = _command(model, data, tmp_path / "out", "--max_length", "2017")
+    assert main(["eval", "longbench", *arguments]) == 2
+    said = "at most 2016: the model has 2048 positions and an answer of passage_count takes 32; got 2017."
+    assert capsys.readouterr().err == f"error: --max_length must be {said}\n"
+    assert not (tmp_path / "out").exists()
+
+
 def test_longbench_e_is_scored_by_length(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
