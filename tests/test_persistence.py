@@ -254,7 +254,20 @@ def _drop_tensor(folder: Path, name: str) -> None:
     save_file(tensors, folder / TENSORS, metadata=facts)
 
 
+def _flip(folder: Path, place: int) -> None:
+    """Flip one bit of the numbers, which begin behind the header and its length."""
+    data = bytearray((folder / TENSORS).read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start + place if place >= 0 else place] ^= 1
+    (folder / TENSORS).write_bytes(data)
+
+
 DAMAGE: dict[str, Any] = {
+    "first-bit-flipped": lambda folder: _flip(folder, 0),
+    "some-bit-flipped": lambda folder: _flip(folder, 1000),
+    "last-bit-flipped": lambda folder: _flip(folder, -1),
+    "no-checksums-of-tensors": lambda folder: _edit(folder, lambda facts: facts.update(checksums=5)),
+    "one-checksum-missing": lambda folder: _edit(folder, lambda facts: facts["checksums"].popitem()),
     "facts-missing": lambda folder: (folder / FACTS).unlink(),
     "tensors-missing": lambda folder: (folder / TENSORS).unlink(),
     "facts-not-json": lambda folder: (folder / FACTS).write_text("{"),
@@ -283,6 +296,14 @@ def test_damage(name: str, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as failure:
         KVCache.from_pretrained(tmp_path, model)
     assert str(tmp_path) in str(failure.value)
+
+
+def test_a_cache_that_was_saved_without_checksums(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    cache = prefilled(model, KIVI)
+    cache.save_pretrained(tmp_path)
+    _edit(tmp_path, lambda facts: facts.pop("checksums"))
+    assert torch.equal(continued(model, KVCache.from_pretrained(tmp_path, model)), continued(model, cache))
 
 
 @pytest.mark.parametrize("written", [0, 1], ids=["nothing", "the-tensors"])
