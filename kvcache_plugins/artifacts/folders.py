@@ -114,13 +114,15 @@ def check_no_model(directory: Path, *, own: str | None = None) -> None:
 def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
     """Fill a directory at once: files written into the yielded folder arrive when the block ends well.
 
-    A new directory is the folder renamed. In one that exists, the files replace those of the same name, json
+    A new directory is the folder renamed. In one that exists, the folder is made, because what holds it may
+    be another file system or may not be ours to write to; the files replace those of the same name, json
     files (the facts, which say what the others must be) last, and other files stay. If the block raises,
     nothing changes.
     """
     target = Path(directory)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.unfinished-", dir=target.parent))
+    place = target if target.is_dir() else target.parent
+    place.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.unfinished-", dir=place))
     try:
         yield unfinished
         mask = _umask()

@@ -43,6 +43,17 @@ def test_files_are_replaced_and_others_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == ["artifact"]
 
 
+def test_a_directory_may_be_another_file_system(tmp_path: Path) -> None:
+    """From where it stands, files cannot be moved there."""
+    (tmp_path / "mounted").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "artifact").symlink_to(tmp_path / "mounted", target_is_directory=True)
+    with replacing(tmp_path / "here" / "artifact") as folder:
+        (folder / "a.json").write_text("new")
+        assert folder.resolve().parent == tmp_path / "mounted"
+    assert names(tmp_path / "mounted") == ["a.json"] and names(tmp_path / "here") == ["artifact"]
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_failure_changes_nothing(tmp_path: Path, exists: bool) -> None:
     target = tmp_path / "artifact"
