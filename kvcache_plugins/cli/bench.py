@@ -129,10 +129,10 @@ def _show(benchmark: str, document: dict[str, Any], output: Path, *, draws: bool
     if "largest_context" in document:
         tables.append(speed_tables.context_table(document))
     lines: Sequence[str] = speed_tables.footnotes(document)
-    path = write_results(output, document)
-    lines = [*lines, f"numbers: {path}"]
+    show(tables, lines)  # before they are written, which may fail
+    lines = [f"numbers: {write_results(output, document)}"]
     if draws:
         picture = output / f"{benchmark}.png"
         (speed_plots.plot_attention if is_attention else speed_plots.plot_generation)(document, picture)
         lines.append(f"picture: {picture}")
-    show(tables, lines)
+    show([], lines)

@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from ..evaluation.options import check_directory
+
 __all__ = ["output_directory", "prepare_transformers", "will_draw"]
 
 
@@ -14,14 +16,13 @@ def output_directory(args: argparse.Namespace) -> Path:
     """Return `--output`, the current directory by default.
 
     Raises:
-        ValueError: If it is a file, or no name at all.
+        ValueError: If it is a file or no name at all, or nothing can be written there.
     """
     given = getattr(args, "output", ".")
     if not given:
         raise ValueError(f"--output must be a directory, got {given!r}.")
     output = Path(given)
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output must be a directory, got the file {str(output)!r}.")
+    check_directory("output", output)
     return output
 
 

@@ -5,6 +5,7 @@ Nothing heavy is imported.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = [
     "check_choice",
     "check_count",
     "check_counts",
+    "check_directory",
     "check_filled",
     "check_model",
     "check_type",
@@ -152,6 +154,22 @@ def check_counts(name: str, values: Any) -> None:
         raise ValueError(f"--{name} must be one or more integers >= 1, got {values!r}.")
     for value in values:
         check_count(name, value)
+
+
+def check_directory(name: str, directory: Path) -> None:
+    """Check that a directory can be written to, or made, before there is anything to write.
+
+    Raises:
+        ValueError: Naming the option, the directory and what stands against it.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"--{name} must be a directory, got the file {str(directory)!r}.")
+    there = next(place for place in (directory, *directory.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"--{name} must be a directory that can be written to, got {str(directory)!r}: nothing can be "
+            f"written to {str(there)!r}."
+        )
 
 
 def check_unused(options: Any, names: Iterable[str], why: str) -> None:

@@ -15,7 +15,7 @@ from transformers import EvalPrediction, Trainer, set_seed
 from ..artifacts.files import write_json
 from ..artifacts.folders import check_no_model, check_push, push, replacing
 from ..backends.locret import LocretConfig
-from ..evaluation.options import DTYPES, check_choice
+from ..evaluation.options import DTYPES, check_choice, check_directory
 from ..evaluation.results import RESULTS_FILE, build_document
 from ..models.facts import decoder_config
 from ..models.pretrained import load_config, load_model, load_tokenizer
@@ -56,8 +56,7 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
     """
     assert args.output_dir is not None and options.model is not None  # both are checked when they are parsed
     output = Path(args.output_dir)
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output_dir must be a directory, got the file {str(output)!r}.")
+    check_directory("output_dir", output)
     check_no_model(output, own=RetainingHeadsConfig.model_type)
     if options.dataset == SYNTHETIC and args.max_steps < 1:
         raise ValueError(

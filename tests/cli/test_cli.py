@@ -86,6 +86,19 @@ def test_an_output_that_is_a_file_is_refused(
     assert "--output must be a directory, got the file" in capsys.readouterr().err
     assert main([*command.split(), "--model", "org/model", "--output", ""]) == 2
     assert "--output must be a directory, got ''." in capsys.readouterr().err
+    assert main([*command.split(), "--model", "org/model", "--output", str(tmp_path / "file" / "out")]) == 2
+    assert f"nothing can be written to '{tmp_path / 'file'}'." in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # also where root runs this
+    for name in ("", "new", "deep/er"):
+        assert main(["bench", "attention", "--output", str(tmp_path / name)]) == 2
+        said = f"written to, got '{tmp_path / name}': nothing can be written to '{tmp_path}'.\n"
+        assert capsys.readouterr().err == f"error: --output must be a directory that can be {said}"
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- list ----
