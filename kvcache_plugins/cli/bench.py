@@ -35,7 +35,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "On a GPU: the device's time, as part of a CUDA graph, also as a fraction of a copy's bandwidth.",
     )
     _add_common(
-        attention, "int8, int4, kivi 4- and 2-bit (also block rope), float8", "4096 32768", "llama3-8b"
+        attention,
+        "int8, int4, kivi 4- and 2-bit (also block rope), float8",
+        "tokens in the cache",
+        "4096 32768",
+        "llama3-8b",
     )
     attention.add_argument("--repeats", type=int, metavar="N", help="timed rounds (default: 30)")
     attention.add_argument("--warm_up", type=int, metavar="N", help="rounds before them (default: 3)")
@@ -50,11 +54,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_common(
         generate,
         "int8, int4, kivi 4- and 2-bit, float8, and transformers' own",
+        "tokens of the prompt",
         "4096",
         "a random Llama of 50 million parameters",
     )
     generate.add_argument("--num_layers", type=int, metavar="N", help="layers of the preset (default: all)")
-    generate.add_argument("--max_new_tokens", type=int, metavar="N", help="default: 64")
+    generate.add_argument("--max_new_tokens", type=int, metavar="N", help="tokens to generate (default: 64)")
     generate.add_argument("--repeats", type=int, metavar="N", help="processes per point (default: 1)")
     generate.add_argument(
         "--memory_gb",
@@ -82,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _add_common(parser: argparse.ArgumentParser, caches: str, lengths: str, preset: str) -> None:
+def _add_common(parser: argparse.ArgumentParser, caches: str, what: str, lengths: str, preset: str) -> None:
     parser.add_argument("--config", metavar="FILE.yaml", help="options of this command, by name")
     parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="instead of a preset")
     parser.add_argument("--preset", help=f"one of {', '.join(sorted(PRESETS))} (default: {preset})")
@@ -90,7 +95,7 @@ def _add_common(parser: argparse.ArgumentParser, caches: str, lengths: str, pres
         "--device", help="auto, cpu, cuda or cuda:N (default: auto, a GPU where there is one)"
     )
     add_cache_config_option(parser, caches)
-    parser.add_argument("--lengths", nargs="+", type=int, metavar="N", help=f"tokens (default: {lengths})")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="N", help=f"{what} (default: {lengths})")
     parser.add_argument("--batch_sizes", nargs="+", type=int, metavar="B", help="rows (default: 1)")
     parser.add_argument("--dtype", help=f"one of {', '.join(DTYPES)} (default: bf16)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")

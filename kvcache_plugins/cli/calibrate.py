@@ -26,22 +26,32 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "values. An interrupted calibration is continued by the same command.",
     )
     add_model_arguments(parser)
-    add_cache_config_option(parser, "none; at most one, with --target_bits")
-    parser.add_argument("--output", metavar="DIR", help="of the artifact; needed")
+    add_cache_config_option(
+        parser, "none", "with --target_bits: one, further options of the cache whose bits are chosen"
+    )
+    parser.add_argument("--output", metavar="DIR", help="where the artifact goes; needed")
     parser.add_argument(
-        "--nbits", nargs="+", type=int, metavar="B", help="2, 3, 4 (default: 3; all with --target_bits)"
+        "--nbits",
+        nargs="+",
+        type=int,
+        metavar="B",
+        help="bits to fit levels for: 2, 3, 4 (default: 3; all with --target_bits)",
     )
     parser.add_argument(
         "--outlier_fraction", type=float, metavar="F", help="of each vector kept exact (default: 0.01)"
     )
-    parser.add_argument("--sink_length", type=int, metavar="N", help="first tokens left out (default: 1)")
-    parser.add_argument("--num_samples", type=int, metavar="N", help="default: 16")
+    parser.add_argument(
+        "--sink_length", type=int, metavar="N", help="first tokens of a sample left out (default: 1)"
+    )
+    parser.add_argument("--num_samples", type=int, metavar="N", help="samples of text (default: 16)")
     parser.add_argument("--sequence_length", type=int, metavar="N", help="tokens of each (default: 2048)")
     parser.add_argument(
         "--dataset", metavar="HUB_ID[:NAME]", help=f"with a column text, or {PYDOC} (default: {DATASET})"
     )
     parser.add_argument("--text_files", nargs="+", metavar="FILE", help="UTF-8 texts instead of a data set")
-    parser.add_argument("--weight", help=f"of an error: one of {', '.join(WEIGHTS)} (default: {WEIGHTS[0]})")
+    parser.add_argument(
+        "--weight", help=f"what an error counts: one of {', '.join(WEIGHTS)} (default: {WEIGHTS[0]})"
+    )
     parser.add_argument(
         "--q_norm", action="store_true", help="decode with levels of matched mean and deviation"
     )
@@ -55,7 +65,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--backend", help=f"for --target_bits: one of {', '.join(BACKENDS)} (default: kvquant)"
     )
-    parser.add_argument("--precision_samples", type=int, metavar="N", help="to judge bits on (default: 4)")
+    parser.add_argument(
+        "--precision_samples", type=int, metavar="N", help="samples to judge bits on (default: 4)"
+    )
     parser.add_argument("--push_to_hub", metavar="REPO", help="upload the artifact")
     parser.set_defaults(run=run, interrupted=RESUMED)
 

@@ -38,9 +38,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_cache_config_option(parser, "int8, int4, kivi 4- and 2-bit, float8")
     parser.add_argument(
-        "--tokens", nargs="+", type=int, default=[4096, 32768], metavar="N", help="default: 4096 32768"
+        "--tokens",
+        nargs="+",
+        type=int,
+        default=[4096, 32768],
+        metavar="N",
+        help="in the cache (default: 4096 32768)",
     )
-    parser.add_argument("--batch_size", type=int, default=1, metavar="B", help="default: 1")
+    parser.add_argument("--batch_size", type=int, default=1, metavar="B", help="rows (default: 1)")
     parser.add_argument("--dtype", help="of the model, such as bf16 (default: the configuration's)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)

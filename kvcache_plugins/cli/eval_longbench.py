@@ -41,13 +41,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=int,
         metavar="N",
         help="tokens of a prompt, whose middle is cut out if it is longer (default: the model's positions "
-        "less the new tokens less 500)",
+        "less the new tokens less 500; more than fits them is refused)",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="rows of each task (default: all)")
     parser.add_argument(
-        "--longbench_e", action="store_true", help="evenly spread lengths: <task>_e, scores by length"
+        "--longbench_e",
+        action="store_true",
+        help="LongBench-E, whose lengths are evenly spread: data <task>_e, scores by length",
     )
-    parser.add_argument("--no_chat_template", action="store_true", help="even if the tokenizer has one")
+    parser.add_argument(
+        "--no_chat_template", action="store_true", help="use none, even if the tokenizer has one"
+    )
     parser.add_argument(
         "--query_agnostic",
         action="store_true",

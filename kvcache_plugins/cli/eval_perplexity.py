@@ -27,8 +27,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_evaluation_arguments(parser)
     parser.add_argument("--dataset", help=f"one of {', '.join(DATASETS)} (default: pg19)")
-    parser.add_argument("--dataset_path", metavar="PATH_OR_HUB_ID", help=f"instead of {PG19}")
-    parser.add_argument("--text_files", nargs="+", metavar="FILE", help="UTF-8 texts of the data set text")
+    parser.add_argument(
+        "--dataset_path", metavar="PATH_OR_HUB_ID", help=f"of documents instead of {PG19}, with a column text"
+    )
+    parser.add_argument("--text_files", nargs="+", metavar="FILE", help="UTF-8 texts, for --dataset text")
     parser.add_argument("--context_length", type=int, metavar="N", help="tokens of a window (default: 2048)")
     parser.add_argument(
         "--prefill_length",
@@ -48,8 +50,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--stride", type=int, metavar="N", help="tokens between windows (default: no overlap)"
     )
-    parser.add_argument("--max_windows", type=int, metavar="N", help="stop after so many")
-    parser.add_argument("--max_windows_per_text", type=int, metavar="N", help="of one text at most")
+    parser.add_argument("--max_windows", type=int, metavar="N", help="stop after so many (default: all)")
+    parser.add_argument(
+        "--max_windows_per_text", type=int, metavar="N", help="of one text at most (default: all)"
+    )
     parser.add_argument("--no_kl", action="store_true", help="leave out divergence and agreement")
     parser.add_argument(
         "--max_reference_gb", type=float, metavar="GB", help="for the dense logits of a window (default: 8)"

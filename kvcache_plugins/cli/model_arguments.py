@@ -26,10 +26,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser needs `argument_default=argparse.SUPPRESS`.
     """
     parser.add_argument("--config", metavar="FILE.yaml", help="options of this command, by name")
-    parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="which model")
+    parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="which model; needed, here or in FILE.yaml")
     parser.add_argument("--dtype", help=f"one of {', '.join(DTYPES)} (default: auto, the checkpoint's)")
     parser.add_argument("--revision", help="of the model on the hub")
     parser.add_argument("--trust_remote_code", action="store_true", help="run the model's own code")
-    parser.add_argument("--attn_implementation", metavar="NAME", help="as for from_pretrained")
+    parser.add_argument("--attn_implementation", metavar="NAME", help="as for from_pretrained, such as sdpa")
     parser.add_argument("--device_map", metavar="MAP", help="auto: spread over the devices of one process")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")

@@ -21,19 +21,22 @@ RESUMED = "the same command goes on where this one ended."
 _EXAMPLE = '{"backend": "kivi", "nbits": 2}'
 
 
-def add_cache_config_option(parser: argparse.ArgumentParser, default: str) -> None:
+def add_cache_config_option(
+    parser: argparse.ArgumentParser, default: str, more: str = "may be repeated"
+) -> None:
     """Add `--cache_config JSON ...`, which takes several objects and may be repeated.
 
     Args:
         parser (`argparse.ArgumentParser`): Parser to add to.
         default (`str`): What happens without the option, for the help text.
+        more (`str`): What else the help text says.
     """
     parser.add_argument(
         "--cache_config",
         action="append",
         nargs="+",
         metavar="JSON",
-        help=f"cache options as JSON, for example '{_EXAMPLE}'; may be repeated (default: {default})",
+        help=f"cache options as JSON, for example '{_EXAMPLE}'; {more} (default: {default})",
     )
 
 

@@ -12,9 +12,9 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..evaluation.options import check_choice, check_count, check_unused
 
-__all__ = ["LocretTrainingArguments"]
+__all__ = ["WITHOUT_USE", "LocretTrainingArguments"]
 
-_WITHOUT_USE = {
+WITHOUT_USE = {
     "activation_checkpointing": "heads have too few activations",
     "batch_eval_metrics": "the recall is taken of all batches together",
     "do_predict": "there is nothing to predict",
@@ -74,7 +74,7 @@ class LocretTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        for name, why in _WITHOUT_USE.items():
+        for name, why in WITHOUT_USE.items():
             check_unused(self, (name,), f"must be left out, {why}")
         if not self.push_to_hub:
             uploads = ("hub_model_id", "hub_private_repo", "hub_revision")

@@ -65,20 +65,25 @@ class LocretOptions:
         metadata={"help": "synthetic, a .jsonl file, or a hub id with :NAME for its configuration"},
     )
     text_files: list[str] | None = field(
-        default=None, metadata={"help": "UTF-8 texts of the synthetic tasks"}
+        default=None,
+        metadata={"help": "UTF-8 texts of the synthetic tasks; Python's language reference by default"},
     )
     hidden_dim: int | None = field(
         default=None, metadata={"help": "width of a head; a quarter of the model's, 128 to 1024, by default"}
     )
     sequence_length: int = field(default=768, metadata={"help": "tokens of the longest synthetic prompt"})
     max_length: int | None = field(
-        default=None, metadata={"help": "tokens of prompt and answer; longer prompts lose their middle"}
+        default=None,
+        metadata={
+            "help": "tokens of prompt and answer of a data set: longer prompts lose their middle; "
+            "the model's positions by default"
+        },
     )
     max_train_length: int | None = field(
-        default=None, metadata={"help": "tokens of a prompt that are trained on, its first"}
+        default=None, metadata={"help": "tokens of a prompt that are trained on, its first; all by default"}
     )
     num_examples: int | None = field(
-        default=None, metadata={"help": "examples of a data set to use, after shuffling"}
+        default=None, metadata={"help": "examples of a data set to use, after shuffling; all by default"}
     )
     eval_examples: int = field(default=24, metadata={"help": "examples to measure the recall on"})
     heads_dtype: str = field(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, get_type_hints
 
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 from ..evaluation.option_files import read_option_file
 from ..evaluation.options import check_choice, check_type
 from ..registry import suggest
-from .arguments import LocretTrainingArguments
+from .arguments import WITHOUT_USE, LocretTrainingArguments
 from .options import LocretOptions
 
 __all__ = ["parse_arguments"]
@@ -44,6 +45,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[LocretOptions, LocretTrai
         description=_DESCRIPTION,
         allow_abbrev=False,
     )
+    _complete_help(parser)
     names = {name for action in parser._actions for name in action.option_strings}
     typed = ["--output_dir" + word[8:] if word.split("=")[0] == "--output" else word for word in arguments]
     typed, config = _take_config(typed)
@@ -68,6 +70,18 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[LocretOptions, LocretTrai
     if not training.output_dir or "output_dir" not in named:
         raise ValueError("--output_dir (or --output) is needed: the directory the heads go to.")
     return options, training
+
+
+def _complete_help(parser: argparse.ArgumentParser) -> None:
+    """Describe the options that have other defaults here, and leave out those that are refused."""
+    inherited = {
+        field.name: field.metadata.get("help", "") for field in dataclasses.fields(TrainingArguments)
+    }
+    for action in parser._actions:
+        if action.dest in WITHOUT_USE:
+            action.help = argparse.SUPPRESS
+        elif action.help is None:
+            action.help = inherited.get(action.dest, "").replace("%", "%%")
 
 
 def _take_config(words: list[str]) -> tuple[list[str], str | None]:

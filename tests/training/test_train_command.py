@@ -328,6 +328,8 @@ def test_help_lists_options_of_both_kinds(capsys: pytest.CaptureFixture[str]) ->
         main(["train-locret", "--help"])
     shown = capsys.readouterr().out
     assert stopped.value.code == 0 and "--text_files" in shown and "--gradient_accumulation_steps" in shown
+    assert "(default: 600)" in shown, "also options that have other defaults than transformers'"
+    assert "--neftune_noise_alpha" not in shown, "what is refused is not offered"
 
 
 def test_heads_of_the_authors_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
