@@ -16,6 +16,7 @@ from ..artifacts.scales import Scales
 from ..backends.kvquant import NORMAL_FLOAT
 from ..evaluation.loading import Subject, load_config, load_subject
 from ..evaluation.progress import Progress, silent
+from ..evaluation.text_files import read_text_file
 from ..models.facts import decoder_config
 from .fitting import fit_layers
 from .options import CalibrationOptions
@@ -57,7 +58,9 @@ def calibrate(
     """
     if push_to is not None:
         check_push(push_to, "push_to_hub")
-    decoder_config(load_config(options))  # refuses encoder-decoder models before their weights are loaded
+    _check_length(options, load_config(options))
+    for name in options.text_files or ():
+        read_text_file(name, "--text_files")  # what is wrong with one is told before the weights are loaded
     calibrate_subject(load_subject(options), options, output, progress)
     if push_to is not None:
         push_to_hub(output, push_to)
@@ -76,12 +79,7 @@ def calibrate_subject(
     layers = calibrated_layers(subject.model)
     if subject.shard.count > 1:
         raise ValueError(f"A calibration runs in one process, got {subject.shard.count}.")
-    context = getattr(decoder_config(subject.model.config), "max_position_embeddings", None)
-    if context is not None and options.sequence_length > context:
-        raise ValueError(
-            f"--sequence_length must be at most the model's context of {context} tokens, got "
-            f"{options.sequence_length}."
-        )
+    _check_length(options, subject.model.config)
     if options.target_bits is not None:
         # the artifact is yet to be made; what its levels and ranges are does not matter to what is checked
         base = _cache_options(options, NORMAL_FLOAT)
@@ -101,6 +99,16 @@ def calibrate_subject(
     if options.target_bits is not None:
         _choose(subject.model, samples, options, output, progress)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_length(options: CalibrationOptions, config: Any) -> None:
+    """Check that the model can read a sample; encoder-decoder models are refused as well."""
+    context = getattr(decoder_config(config), "max_position_embeddings", None)
+    if context is not None and options.sequence_length > context:
+        raise ValueError(
+            f"--sequence_length must be at most the model's context of {context} tokens, got "
+            f"{options.sequence_length}."
+        )
 
 
 def _observe(

@@ -223,6 +223,21 @@ def test_samples_longer_than_the_context(subject: Subject, text: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--text_files", "nowhere.txt"], "--text_files must be a file, 'nowhere.txt' cannot be read"),
+        (["--dataset", "pydoc", "--sequence_length", "4097"], "at most the model's context of 4096 tokens"),
+    ],
+)
+def test_what_is_told_before_the_weights_are_loaded(
+    more: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(job, "load_subject", lambda options: pytest.fail("loaded"))
+    assert main(["calibrate", "--model", str(MODEL), "--output", str(tmp_path / "out"), *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--output", "x"], "--model is needed"),
