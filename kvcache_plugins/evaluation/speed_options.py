@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ _BLOCK_ROPE: tuple[dict[str, Any], ...] = (
 )
 _MOST_LAYERS = 1000
 """Far beyond any model; the configuration of a preset lists its layers one by one."""
+_MOST_GB = 10**9
+"""Far beyond any machine; as many bytes as 64 bits can count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,9 @@ class GenerationOptions(SpeedOptions):
                 raise ValueError("--num_layers needs --preset, whose layers it counts.")
         if self.memory_gb is not None:
             is_number = isinstance(self.memory_gb, (int, float)) and not isinstance(self.memory_gb, bool)
-            if not is_number or not 0 < self.memory_gb < math.inf:
-                raise ValueError(f"--memory_gb must be a number above 0, got {self.memory_gb!r}.")
+            if not is_number or not 0 < self.memory_gb <= _MOST_GB:
+                raise ValueError(
+                    f"--memory_gb must be a number above 0 and at most {_MOST_GB}, got {self.memory_gb!r}."
+                )
         if self.verify_memory and self.memory_gb is None:
             raise ValueError("--verify_memory needs --memory_gb, the memory to verify.")

@@ -566,6 +566,7 @@ def test_random_model_is_the_one_promised() -> None:
         (["generate", "--device", "cuda:99"], ["--device", "cuda:99", "GPUs"]),
         (["generate", "--memory_gb", "0"], ["--memory_gb", "above 0", "0.0"]),
         (["generate", "--memory_gb", "nan"], ["--memory_gb", "nan"]),
+        (["generate", "--memory_gb", "1e300"], ["--memory_gb", "at most 1000000000", "1e+300"]),
         (["generate", "--verify_memory"], ["--verify_memory", "--memory_gb"]),
         (["generate", *_caches({"backend": "int8", "budget": 3})], ["budget"]),
         (["generate", "--output", str(ROOT / "README.md")], ["--output", "README.md"]),
