@@ -23,6 +23,7 @@ from ..layers.handle import KVHandle
 from ..layers.storing import storing
 from ..layers.view import StreamView
 from ..models.placeholders import find_placeholder
+from ..models.rotary import frequencies_kept
 from ..registry import register_backend
 
 __all__ = ["KVzipCache", "KVzipConfig", "KVzipLayer"]
@@ -330,8 +331,11 @@ class KVzipCache(TokenWatchingCache):
         for layer in layers:
             layer.begin_judging(new.shape[1])
         before = None if pads is None else pads.to(new.device) - (seen - new.shape[1] - lead.shape[1])
-        for passage in cut_passages(lead, new, before, self.config.repeat_length, self.config.repeat_prompt):
-            decoder(**self._arguments(decoder, passage, seen, pads), past_key_values=self._repeating(passage))
+        passages = cut_passages(lead, new, before, self.config.repeat_length, self.config.repeat_prompt)
+        with frequencies_kept(decoder):
+            for passage in passages:
+                arguments = self._arguments(decoder, passage, seen, pads)
+                decoder(**arguments, past_key_values=self._repeating(passage))
         for layer in layers:
             layer.end_judging()
         memory.forget_text()

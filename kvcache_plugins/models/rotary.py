@@ -13,6 +13,8 @@ import copy
 import importlib
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 
 from .layer_plan import caches_latents
 
-__all__ = ["Rotary", "find_rotary", "modeling_module", "rotary_module"]
+__all__ = ["Rotary", "find_rotary", "frequencies_kept", "modeling_module", "rotary_module"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,29 @@ def rotary_module(model: nn.Module) -> nn.Module | None:
         if _rotates_text(type(module).__name__):
             return module
     return None
+
+
+@contextmanager
+def frequencies_kept(model: nn.Module) -> Iterator[None]:
+    """Let a model rotate by the frequencies of its last call meanwhile, however far its positions go.
+
+    Transformers chooses them anew in every call where they follow the length (dynamic, longrope), and those
+    of the longest text stay for all that comes later.
+    """
+    following = [module for module in model.modules() if _follows_length(getattr(module, "rope_type", None))]
+    kinds: list[Any] = [module.rope_type for module in following]
+    for module, kind in zip(following, kinds, strict=True):
+        vars(module)["rope_type"] = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
+    try:
+        yield
+    finally:
+        for module, kind in zip(following, kinds, strict=True):
+            vars(module)["rope_type"] = kind
+
+
+def _follows_length(rope_type: Any) -> bool:
+    kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return any("dynamic" in str(kind) or kind == "longrope" for kind in kinds)
 
 
 def _rotates_text(class_name: str) -> bool:

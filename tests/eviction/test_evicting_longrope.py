@@ -64,3 +64,15 @@ def test_a_long_prompt_is_read_in_chunks_of_the_short_range(chunk: int | None) -
 def test_a_cache_that_is_dropped_while_generating_is_not_dropped_silently() -> None:
     with pytest.warns(UserWarning, match=f"frequencies at {ORIGINAL} tokens"):
         _generate(ORIGINAL - 1, 16)
+
+
+def test_a_repetition_beyond_the_switch_goes_on_with_the_frequencies_of_the_text() -> None:
+    twin: Any = _model.__wrapped__()  # of one set of frequencies
+    rotary = twin.model.rotary_emb
+    rotary.rope_type, rotary.inv_freq = "default", rotary.original_inv_freq.clone()
+    kept = []
+    for model in (_model(), twin):
+        cache = bound_cache(model, {"backend": "kvzip", "budget": 20}, ORIGINAL - 2)
+        feed(model, cache, ids(ORIGINAL - 2), [16, 16, 6])
+        kept.append([layer.ledger.positions.tolist() for layer in cache.evicting_layers])
+    assert kept[0] == kept[1]

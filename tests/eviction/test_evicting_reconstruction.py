@@ -172,6 +172,16 @@ def test_models_with_other_layers_go_on_where_they_were(family: str, storage: An
     torch.testing.assert_close(*found, atol=1e-5, rtol=0.0)
 
 
+def test_frequencies_that_follow_the_length_do_not_follow_a_repetition() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_model("llama", vocab_size=512, max_position_embeddings=40, rope_parameters=rope)
+    found = [
+        feed(model, bound_cache(model, {"backend": name, "budget": 76}, 77), ids(77), [30, 30, 17])
+        for name in ("kvzip", "knorm")
+    ]
+    torch.testing.assert_close(*found, atol=1e-5, rtol=0.0)
+
+
 def test_nothing_is_repeated_of_a_prompt_that_fits() -> None:
     model = model_of()
     cache = bound_cache(model, {"backend": "kvzip", "budget": 77}, 77)
