@@ -29,6 +29,8 @@ from ..registry import register_backend
 __all__ = ["KVzipCache", "KVzipConfig", "KVzipLayer"]
 
 _LEAD, _NEW = "lead", "new"
+_PHASES = (None, "decode", "chunk", "prompt")
+"""Of two that wait, the later one is made up for: the end of a prompt, although an answer has begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,9 @@ class KVzipLayer(HeadwiseLayer):
 
     def evict_due(self) -> None:
         """Wait until the model has been asked what its tokens are worth: `settle`."""
-        self._waits, self._due = self._waits or self._due, None
+        if _PHASES.index(self._due) > _PHASES.index(self._waits):
+            self._waits = self._due
+        self._due = None
         if self.device.type == "meta" and self.remembers_text and self.must_choose:
             self.forget_text()
         if self.device.type == "meta" or self._has_missed:
@@ -152,6 +156,10 @@ class KVzipLayer(HeadwiseLayer):
             layer._waits = layer._due = None
         if phase is not None:
             self._evict(phase)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._waits = None
 
     def _evict(self, phase: str) -> None:
         # a group of heads has no part of a text: what is remembered goes to the first one made
@@ -316,6 +324,8 @@ class KVzipCache(TokenWatchingCache):
     def _settle(self, decoder: Any) -> None:
         """Evict what is due, after the model has told what its tokens are worth."""
         layers = self._zipped
+        for layer in layers:  # an interrupted repetition is made up for after the next call
+            layer.evict_due()
         if any(layer.must_choose for layer in layers):
             self._judge(decoder)
         for layer in layers:

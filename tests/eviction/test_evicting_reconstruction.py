@@ -15,6 +15,7 @@ import kvcache_plugins
 from kvcache_plugins.attention import strongest
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.errors import UnsupportedOperationError
+from kvcache_plugins.eviction.repetition import Passage
 from kvcache_plugins.testing.models import tiny_model
 from tests.eviction.feeding import bound_cache, feed, ids, mask_of, model_of, real_positions
 from tests.models.families import small_model
@@ -42,6 +43,10 @@ def _repetitions(model: nn.Module) -> Iterator[list[int]]:
         yield lengths
     finally:
         handle.remove()
+
+
+def _interrupted(*args: Any) -> Tensor:
+    raise KeyboardInterrupt
 
 
 def _own(calls: list[Call], pad: int) -> list[Call]:
@@ -226,6 +231,44 @@ def test_a_copy_judges_by_the_model_it_is_used_with() -> None:
     assert torch.equal(*rest)
     for layer, twin in zip(cache.evicting_layers, copied.evicting_layers, strict=True):
         assert torch.equal(layer.ledger.positions, twin.ledger.positions)
+
+
+@pytest.mark.parametrize("head_floor", [None, 0.3])
+def test_an_interrupted_repetition_is_made_up_for(
+    head_floor: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = model_of(), ids(77)
+    config = {"backend": "kvzip", "budget": 24, "head_floor": head_floor}
+    cache, other = (bound_cache(model, config, 77) for _ in range(2))
+    feed(model, cache, tokens[:, :16], [16])
+    with monkeypatch.context() as patch:
+        patch.setattr(Passage, "needed", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            feed(model, cache, tokens[:, 16:40], [24])
+    cache.bind(model, prompt_length=77)
+    feed(model, cache, tokens[:, 40:], [20, 17])
+    feed(model, other, tokens, [16, 44, 17])  # what was not repeated then is with the next tokens
+    assert [real_positions(layer) for layer in cache.evicting_layers] == [
+        real_positions(layer) for layer in other.evicting_layers
+    ]
+
+
+def test_a_cache_that_was_interrupted_can_be_reset_and_cropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = model_of(), ids(40)
+    found = []
+    for forget in (lambda cache: cache.crop(-40), lambda cache: cache.reset()):
+        cache = bound_cache(model, {"backend": "kvzip", "budget": 24}, 40)
+        with monkeypatch.context() as patch:
+            patch.setattr(Passage, "needed", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                feed(model, cache, tokens, [40])
+        forget(cache)
+        cache.bind(model, prompt_length=77)
+        feed(model, cache, ids(77), [40, 37])
+        found.append([real_positions(layer) for layer in cache.evicting_layers])
+    other = bound_cache(model, {"backend": "kvzip", "budget": 24}, 77)
+    feed(model, other, ids(77), [40, 37])
+    assert found == [[real_positions(layer) for layer in other.evicting_layers]] * 2
 
 
 # --- what is refused
