@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 from weakref import ReferenceType, ref
@@ -285,10 +285,25 @@ class KVzipCache(TokenWatchingCache):
         prompt_length: int | None = None,
     ) -> KVzipCache:
         super().bind(model, attention_mask, max_cache_length, prompt_length=prompt_length)
-        if prompt_length is not None and prompt_length > self._smallest_budget(prompt_length):
-            at_once = min(self.config.repeat_length, self.prefill_chunk_size or prompt_length)
-            self._check_room(prompt_length + len(self.config.repeat_prompt) + LEAD_LENGTH + at_once)
+        if prompt_length is not None:
+            asked = len(self.config.repeat_prompt) + LEAD_LENGTH
+            for seen, count in self._repetitions(prompt_length, max_cache_length or 0):
+                self._check_room(seen + asked + min(count, self.config.repeat_length))
         return self
+
+    def _repetitions(self, prompt_length: int, final_length: int) -> Iterator[tuple[int, int]]:
+        """The longest to come, at most: tokens seen by then, and how many of them are judged."""
+        seen, budget = self.get_seq_length(), self._smallest_budget(prompt_length)
+        if prompt_length > budget:
+            waiting = self._zipped[0].text()[0].shape[1] if seen else 0
+            count = min(self.prefill_chunk_size or prompt_length, prompt_length - seen)
+            yield seen + count, waiting + count
+            yield prompt_length, count
+        slack = self.config.decode_slack + 1
+        first = max(prompt_length, budget) + slack
+        if final_length >= first and any(one.evicts and one.config.evict_at_decode for one in self._zipped):
+            yield first, slack if prompt_length > budget else first
+            yield final_length, slack
 
     def _check_room(self, length: int) -> None:
         """Refuse a text that a model with a table of positions cannot repeat behind it."""

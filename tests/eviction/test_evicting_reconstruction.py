@@ -322,6 +322,34 @@ def test_a_table_of_positions_must_have_room_for_the_repetition() -> None:
     ):
         bound_cache(model, config, 128 - 32 - 7)
     bound_cache(model, {**config, "budget": 100}, 100)  # nothing is repeated
+    bound_cache(model, {**config, "chunk_size": 1024}, 60)  # no more is repeated at once than there is
+    with pytest.raises(ValueError, match=r"takes 130 positions here"):
+        bound_cache(model, {**config, "chunk_size": 1024}, 61)
+
+
+@pytest.mark.usefixtures("_no_forward")
+@pytest.mark.parametrize(
+    ("prompt", "positions", "length", "takes"),
+    [(60, 256, 183, 257), (30, 256, 183, 257), (30, 200, 104, 218)],
+    ids=["judged-prompt", "prompt-that-fits", "first-eviction"],
+)
+def test_a_table_of_positions_must_have_room_for_what_an_answer_repeats(
+    prompt: int, positions: int, length: int, takes: int
+) -> None:
+    # 8 + 65 tokens behind the last one; of a prompt that fits, all of the first 105 at once
+    model = tiny_model("gpt2", max_position_embeddings=positions)
+    config = {"backend": "kvzip", "budget": 40, "chunk_size": 32, "evict_at_decode": True}
+    kvcache_plugins.build_cache(model, config).bind(model, None, length, prompt_length=prompt)
+    with pytest.raises(ValueError, match=rf"takes {takes} positions here, .* have {positions}\."):
+        kvcache_plugins.build_cache(model, config).bind(model, None, length + 1, prompt_length=prompt)
+
+
+def test_a_table_of_positions_must_have_room_for_an_answer_that_is_repeated_with_the_next_turn() -> None:
+    model = tiny_model("gpt2", max_position_embeddings=320)
+    cache = bound_cache(model, {"backend": "kvzip", "budget": 40, "chunk_size": 32}, 60)
+    feed(model, cache, ids(160) % 128, [32, 28, *[1] * 100])
+    with pytest.raises(ValueError, match=r"takes 332 positions here"):  # 160 + 32, 8, 100 + 32
+        cache.bind(model, prompt_length=200)
 
 
 def test_attention_that_is_not_shown_is_told() -> None:
