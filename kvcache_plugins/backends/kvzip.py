@@ -185,7 +185,7 @@ class KVzipLayer(HeadwiseLayer):
     def repeating(self, passage: Passage) -> KVzipLayer:
         """A copy of this layer that meets what repeats a passage, and stores nothing of it."""
         copied = copy.copy(self)
-        copied.passage = passage
+        copied.passage, copied._due, copied._waits = passage, None, None
         copied.parts = tuple(
             HeadPart(group, cast("KVzipLayer", part).repeating(passage)) for group, part in self.parts
         )
@@ -193,13 +193,9 @@ class KVzipLayer(HeadwiseLayer):
             vars(copied)["branch"] = copy.deepcopy(branch)
         return copied
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if self.passage is None:
-            return super().update(key_states, value_states, *args, **kwargs)
-        if self.parts:
-            return self._take(key_states, value_states, has_drafts=False)
+    def _take(self, key_states: Tensor, value_states: Tensor, has_drafts: bool) -> tuple[Tensor, Tensor]:
+        if self.passage is None or self.parts:
+            return super()._take(key_states, value_states, has_drafts)
         views = [StreamView.of(stream) for stream in self.streams]
         keys, values = (
             replace(view, segments=(*view.segments, states))

@@ -84,6 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
         "head_floor": 0.1,
         "stabilizer_length": 1,
     },
+    "kvzip": {"backend": "kvzip", "budget": 6, "sink_length": 1},
 }
 
 
