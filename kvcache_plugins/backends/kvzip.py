@@ -336,7 +336,8 @@ class KVzipCache(TokenWatchingCache):
         """Evict what is due, after the model has told what its tokens are worth."""
         layers = self._zipped
         for layer in layers:  # an interrupted repetition is made up for after the next call
-            layer.evict_due()
+            for holder in (layer, *layer._holders):
+                holder.evict_due()
         if any(layer.must_choose for layer in layers):
             self._judge(decoder)
         for layer in layers:

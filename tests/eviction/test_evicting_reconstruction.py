@@ -233,21 +233,22 @@ def test_a_copy_judges_by_the_model_it_is_used_with() -> None:
         assert torch.equal(layer.ledger.positions, twin.ledger.positions)
 
 
+@pytest.mark.parametrize("first", [16, 36], ids=["nothing-has-gone", "some-has"])
 @pytest.mark.parametrize("head_floor", [None, 0.3])
 def test_an_interrupted_repetition_is_made_up_for(
-    head_floor: float | None, monkeypatch: pytest.MonkeyPatch
+    head_floor: float | None, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokens = model_of(), ids(77)
     config = {"backend": "kvzip", "budget": 24, "head_floor": head_floor}
     cache, other = (bound_cache(model, config, 77) for _ in range(2))
-    feed(model, cache, tokens[:, :16], [16])
+    feed(model, cache, tokens[:, :first], [first])
     with monkeypatch.context() as patch:
         patch.setattr(Passage, "needed", _interrupted)
         with pytest.raises(KeyboardInterrupt):
-            feed(model, cache, tokens[:, 16:40], [24])
+            feed(model, cache, tokens[:, first:40], [40 - first])
     cache.bind(model, prompt_length=77)
     feed(model, cache, tokens[:, 40:], [20, 17])
-    feed(model, other, tokens, [16, 44, 17])  # what was not repeated then is with the next tokens
+    feed(model, other, tokens, [first, 60 - first, 17])  # what was not repeated then is with the next tokens
     assert [real_positions(layer) for layer in cache.evicting_layers] == [
         real_positions(layer) for layer in other.evicting_layers
     ]
