@@ -378,10 +378,11 @@ class KVzipCache(TokenWatchingCache):
         token_ids = passage.token_ids.to(decoder.device)
         self._check_room(seen + token_ids.shape[1])
         call: dict[str, Any] = {"input_ids": token_ids, "use_cache": True}
+        rows, count = token_ids.shape
+        slots = torch.arange(seen + count, device=token_ids.device).expand(rows, -1)
         if pads is not None:
-            pads, count = pads.to(token_ids.device)[:, None], token_ids.shape[1]
-            call["attention_mask"] = (torch.arange(seen + count, device=token_ids.device) >= pads).long()
-            if "position_ids" in known:
-                steps = torch.arange(seen, seen + count, device=token_ids.device)
-                call["position_ids"] = (steps - pads).clamp_min(0)
+            pads = pads.to(token_ids.device)[:, None]
+            call["attention_mask"] = (slots >= pads).long()
+        if "position_ids" in known:  # not all models count from what the cache has seen (Bamba)
+            call["position_ids"] = (slots[:, seen:] - (0 if pads is None else pads)).clamp_min(0)
         return call

@@ -156,6 +156,47 @@ def test_strongest_attention(
     assert found.max() > 0.5
 
 
+def _scores_of_the_dense_model(
+    model: Any, text: Tensor, length: int, sinks: int, layer: int, num_heads: int
+) -> Tensor:
+    """Largest weights that the model itself returns, shared out anew: `(B, H, T)`."""
+    seen, found = text.shape[1], []
+    for start in range(0, seen, length):
+        passage = slice(start, min(start + length, seen))
+        repeated = text[:, max(0, start - 8) : passage.stop]
+        with torch.no_grad():
+            output = model(torch.cat([text, repeated], dim=1), output_attentions=True, use_cache=False)
+        shared = torch.zeros(repeated.shape[1], seen + repeated.shape[1], dtype=torch.bool)
+        shared[:, : min(sinks, start)] = shared[:, passage] = True
+        shared[:, seen:] = torch.ones(repeated.shape[1], repeated.shape[1], dtype=torch.bool).tril()
+        weights = output.attentions[layer][:, :, seen:].double() * shared
+        weights = weights / weights.sum(-1, keepdim=True)
+        found.append(weights.unflatten(1, (num_heads, -1)).amax((2, 3))[..., passage])
+    return torch.cat(found, dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "attention"),
+    [
+        ("bamba", 1, 0),  # counts tokens of every call from 0, unless it is told
+        ("gemma2", 1, 1),
+        ("deepseek_v3", 1, 1),
+        ("opt", 0, 0),
+    ],
+)
+def test_scores_are_what_the_dense_model_attends_to(family: str, layer: int, attention: int) -> None:
+    model = small_model(family)
+    model.set_attn_implementation("eager")
+    text = ids(50, 2) % 125 + 3
+    config = {"backend": "kvzip", "budget": 49, "sink_length": 3, "repeat_length": 17}
+    cache = bound_cache(model, config, 50)
+    feed(model, cache, text, [50])
+    held = cache.layers[layer]
+    expected = _scores_of_the_dense_model(model, text, 17, 3, attention, held.num_heads)
+    expected = expected.gather(2, held.ledger.positions.long())
+    torch.testing.assert_close(held.ledger.scores.double(), expected, atol=1e-4, rtol=0.0)
+
+
 # --- what a repetition leaves as it was
 
 
