@@ -37,7 +37,7 @@ def _generate(length: int, chunk: int | None, backend: str = "knorm", new: int =
 
 
 @pytest.mark.parametrize("chunk", [16, ORIGINAL])
-@pytest.mark.parametrize("backend", ["expected_attention", "knorm", "h2o"])
+@pytest.mark.parametrize("backend", ["expected_attention", "knorm", "h2o", "kvzip"])
 def test_a_long_prompt_in_chunks(backend: str, chunk: int) -> None:
     output = _generate(77, chunk, backend)
     assert isinstance(output.past_key_values, EvictingCache)
