@@ -240,6 +240,15 @@ def test_nothing_is_repeated_of_a_prompt_that_fits() -> None:
     assert [layer.held_length for layer in cache.evicting_layers] == [77, 77]
 
 
+def test_pads_alone_are_not_repeated() -> None:
+    model, mask = model_of(), mask_of(77, [40, 50])
+    cache = bound_cache(model, {"backend": "kvzip", "budget": 24}, 77, mask)
+    with _repetitions(model) as lengths:
+        feed(model, cache, ids(77, 2, pads=[40, 50]), [20, 20, 20, 17], mask)
+    assert lengths == [20, 25]  # 8 of those before; 20 and 10 real ones, then 17
+    assert all(layer.held_length == 24 for layer in cache.evicting_layers)
+
+
 def test_drafts_are_judged_once_they_are_accepted() -> None:
     model, prompt = model_of(), torch.cat([ids(30)] * 3, dim=1)
     config = {"backend": "kvzip", "budget": 40, "chunk_size": 32}
