@@ -178,7 +178,7 @@ class KVzipCache(TokenWatchingCache):
                 f"or sounds: this prompt has {found}. Allowed is text."
             )
 
-    def take_tokens(self, decoder: Any, token_ids: Tensor, states: Tensor | None) -> None:
+    def take_tokens(self, decoder: Any, token_ids: Tensor, states: Tensor | None, *, is_alone: bool) -> None:
         if not self.is_repeating and self._zipped:
             self._decoder = ref(decoder)
             self._zipped[0].remember(token_ids)

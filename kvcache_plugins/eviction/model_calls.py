@@ -51,7 +51,7 @@ class TokenWatchingCache(EvictingCache, ABC):
         """Refuse tokens `(B, n)` that a model is called with, before it reads them."""
 
     @abstractmethod
-    def take_tokens(self, decoder: Any, token_ids: Tensor, states: Tensor | None) -> None:
+    def take_tokens(self, decoder: Any, token_ids: Tensor, states: Tensor | None, *, is_alone: bool) -> None:
         """Do what is to be done once tokens have been read.
 
         Args:
@@ -59,6 +59,7 @@ class TokenWatchingCache(EvictingCache, ABC):
             token_ids (`torch.Tensor` of shape `(B, n)`): The tokens.
             states (`torch.Tensor` of shape `(B, n, hidden_size)`, *optional*): What it made of them, if it
                 hands that out.
+            is_alone (`bool`): Whether it was called by itself, and not by a model with a head.
         """
 
     def finish_call(self, model: Any, call: _Call, logits: Tensor | None, index: int) -> None:
@@ -93,8 +94,8 @@ class CallWatchingCache(TokenWatchingCache):
             index (`int`): Which, from the beginning or, if negative, from the end.
         """
 
-    def take_tokens(self, decoder: Any, token_ids: Tensor, states: Tensor | None) -> None:
-        if self._call is None:
+    def take_tokens(self, decoder: Any, token_ids: Tensor, states: Tensor | None, *, is_alone: bool) -> None:
+        if is_alone:
             raise self._unsupported("logits", f"a call of {type(decoder).__name__} alone, without the head")
         if states is None:
             raise self._unsupported(
@@ -123,13 +124,15 @@ def _after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     cache = _cache_argument(args, kwargs)
     if cache is None or output is None:
         return
+    call, cache._call = cache._call, None  # what follows may fail
     token_ids = _token_argument(args, kwargs)
-    if token_ids is None and cache._call is not None:
-        token_ids = cache._call.token_ids
+    if token_ids is None and call is not None:
+        token_ids = call.token_ids
     if token_ids is None:
         raise cache._unsupported("`input_ids`", "`inputs_embeds`")
+    states = _output(output, "last_hidden_state")
     with storing():
-        cache.take_tokens(decoder, token_ids, _output(output, "last_hidden_state"))
+        cache.take_tokens(decoder, token_ids, states, is_alone=call is None)
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
