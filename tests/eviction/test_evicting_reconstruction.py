@@ -19,7 +19,7 @@ from kvcache_plugins.eviction.repetition import Passage
 from kvcache_plugins.testing.models import tiny_model
 from tests.eviction.feeding import bound_cache, feed, ids, mask_of, model_of, real_positions
 from tests.models.families import small_model
-from tests.reference.eviction import Call, Policy
+from tests.reference.eviction import Call, Policy, own_calls
 from tests.reference.reconstruction import Repetition, run_with_reconstruction
 
 PROMPT: list[Call] = [(32, "chunk"), (16, "chunk"), (29, "prompt")]
@@ -47,15 +47,6 @@ def _repetitions(model: nn.Module) -> Iterator[list[int]]:
 
 def _interrupted(*args: Any) -> Tensor:
     raise KeyboardInterrupt
-
-
-def _own(calls: list[Call], pad: int) -> list[Call]:
-    """What is left of `calls` for a row that begins with `pad` pads."""
-    left, seen = [], 0
-    for count, phase in calls:
-        seen += count
-        left.append((min(count, max(0, seen - pad)), phase))
-    return [call for call in left if call[0]]
 
 
 def _compare(
@@ -86,7 +77,7 @@ def _compare(
     logits = torch.cat(parts, dim=1)
     for row, pad in enumerate(pads or [0] * len(tokens)):
         expected, survivors = run_with_reconstruction(
-            model, tokens[row : row + 1, pad:], _own(calls, pad), policy, repetition
+            model, tokens[row : row + 1, pad:], own_calls(calls, pad), policy, repetition
         )
         for layer, held in zip(cache.evicting_layers, survivors, strict=True):
             assert [[p - pad for p in head] for head in real_positions(layer)[row]] == held[0]

@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .lagkv import LagPartitions
 
-__all__ = ["Call", "Policy", "Survivors", "run_compactly", "run_with_evictions"]
+__all__ = ["Call", "Policy", "Survivors", "own_calls", "run_compactly", "run_with_evictions"]
 
 Call = tuple[int, str]
 """Tokens of a call, and what they are: a `"chunk"` of a prompt, its end (`"prompt"`) or `"decode"`; after
@@ -433,7 +433,7 @@ def run_compactly(
     """
     batch, length = input_ids.shape
     pads = [0] * batch if pads is None else pads
-    rows = [_compact_row(model, input_ids[row, pads[row] :], _own_calls(calls, pads[row]), policy)
+    rows = [_compact_row(model, input_ids[row, pads[row] :], own_calls(calls, pads[row]), policy)
             for row in range(batch)]  # fmt: skip
     vocabulary = model.config.vocab_size
     logits = torch.stack(
@@ -448,7 +448,7 @@ def run_compactly(
     return logits, survivors
 
 
-def _own_calls(calls: Sequence[Call], pads: int) -> list[Call]:
+def own_calls(calls: Sequence[Call], pads: int) -> list[Call]:
     """What is left of `calls` for a row whose first `pads` tokens are pads."""
     own, seen = [], 0
     for count, phase in calls:
