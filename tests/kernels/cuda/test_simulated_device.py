@@ -23,10 +23,10 @@ DEVICE_TESTS = (
 )
 # What is run: arguments of pytest, the environment, and how many tests pass at least.
 RUNS: dict[str, tuple[list[str], dict[str, str], int]] = {
-    "device": (["-m", "cuda", *DEVICE_TESTS], {"KVCACHE_SIMULATION_MOST": "4"}, 40),
+    "device": (["-m", "cuda", *DEVICE_TESTS], {"KVCACHE_SIMULATION_MOST": "3"}, 40),
     "conformance": (
         ["tests/backends/test_conformance.py"],
-        {"KVCACHE_SIMULATION_MOST": "8", "KVCACHE_SIMULATION_DEFAULT": "1"},
+        {"KVCACHE_SIMULATION_MOST": "6", "KVCACHE_SIMULATION_DEFAULT": "1"},
         100,
     ),
 }
