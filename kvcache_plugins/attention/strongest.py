@@ -17,6 +17,7 @@ __all__ = ["strongest_attention"]
 _TILE_SCORES = 1 << 22
 """Logits in a tile: 16 MB in fp32."""
 _ON_A_GPU = 16
+"""How much larger tiles are there, where a launch takes as long as thousands of products."""
 
 
 def strongest_attention(
@@ -47,8 +48,8 @@ def _strongest(
     scaling = options.scaling if options.scaling is not None else head_dim**-0.5
     transposed = keys.float().transpose(2, 3)
     plain = AttentionOptions(softcap=options.softcap)
-    step = _TILE_SCORES // max(1, batch_size * query_heads * length) * (1 if query.is_cpu else _ON_A_GPU)
-    step = max(1, step)
+    most = _TILE_SCORES if query.is_cpu else _ON_A_GPU * _TILE_SCORES
+    step = max(1, most // (batch_size * query_heads * length))
     strongest = query.new_zeros((batch_size, kv_heads, length), dtype=torch.float32)
     for start in range(0, query_length, step):
         tile = slice(start, min(start + step, query_length))

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..config import check_integer
-from ..errors import UnsupportedOperationError
 from ..eviction.headwise import HeadwiseConfig
 from ..eviction.model_calls import TokenWatchingCache
 from ..eviction.repeated import RepeatedLayer
 from ..eviction.repetition import LEAD_LENGTH, Passage, cut_passages
 from ..layers.storing import storing
-from ..models.placeholders import find_placeholder
 from ..models.rotary import frequencies_kept
 from ..registry import register_backend
 
@@ -169,14 +167,6 @@ class KVzipCache(TokenWatchingCache):
                 f"The backend 'kvzip' has the model repeat passages behind the text, which takes {length} "
                 f"positions here, and models of type {self.model_config.model_type!r} have {limit}. Allowed "
                 "are shorter texts, a smaller chunk_size or repeat_length, and backends that repeat nothing."
-            )
-
-    def check_tokens(self, model: Any, token_ids: Tensor) -> None:
-        found = find_placeholder(model.config, token_ids)
-        if found is not None:
-            raise UnsupportedOperationError(
-                "The backend 'kvzip' has the model repeat what it has read, and cannot have it repeat images "
-                f"or sounds: this prompt has {found}. Allowed is text."
             )
 
     def take_tokens(self, decoder: Any, token_ids: Tensor, states: Tensor | None, *, is_alone: bool) -> None:

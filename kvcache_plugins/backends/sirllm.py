@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..config import check_number
-from ..errors import UnsupportedOperationError
 from ..eviction.layer import EvictingLayer
 from ..eviction.model_calls import CallWatchingCache
 from ..eviction.options import EvictingConfig
 from ..layers.storing import storing
 from ..models.logits import LogitRule, find_logit_rule, outputs_of_head
-from ..models.placeholders import find_placeholder
 from ..registry import register_backend
 
 __all__ = ["SirLLMCache", "SirLLMConfig", "SirLLMLayer"]
@@ -92,14 +90,6 @@ class SirLLMCache(CallWatchingCache):
         for first in self.evicting_layers[:1]:
             assert isinstance(first, SirLLMLayer)
             first.state_size = self.model_config.hidden_size
-
-    def check_tokens(self, model: Any, token_ids: Tensor) -> None:
-        found = find_placeholder(model.config, token_ids)
-        if found is not None:
-            raise UnsupportedOperationError(
-                "The backend 'sirllm' scores tokens by their probability, and those that stand for images or "
-                f"sounds have none: this prompt has {found}. Allowed is text."
-            )
 
     def take_call(self, model: Any, token_ids: Tensor, states: Tensor, logits: Tensor, index: int) -> None:
         layers = self.evicting_layers

@@ -22,6 +22,7 @@ from ..errors import UnsupportedOperationError
 from ..layers.storing import storing
 from ..models.facts import decoder_of
 from ..models.hooks import add_hooks
+from ..models.placeholders import find_placeholder
 from .cache import EvictingCache
 
 __all__ = ["CallWatchingCache", "TokenWatchingCache"]
@@ -46,9 +47,14 @@ class TokenWatchingCache(EvictingCache, ABC):
         add_hooks(decoder_of(model), after=_after_decoder)
         add_hooks(model, before=_begin, after=_end)
 
-    @abstractmethod
     def check_tokens(self, model: Any, token_ids: Tensor) -> None:
-        """Refuse tokens `(B, n)` that a model is called with, before it reads them."""
+        """Refuse tokens `(B, n)` that stand for what is no text, before a model reads them."""
+        found = find_placeholder(model.config, token_ids)
+        if found is not None:
+            raise UnsupportedOperationError(
+                f"The backend {self.backend!r} {self.purpose}, and this prompt has {found}, which stand for "
+                "images or sounds. Allowed is text."
+            )
 
     @abstractmethod
     def take_tokens(self, decoder: Any, token_ids: Tensor, states: Tensor | None, *, is_alone: bool) -> None:

@@ -51,7 +51,7 @@ class RepeatedLayer(HeadwiseLayer):
 
         A prompt is judged call by call, so that a row does not depend on when others are full.
         """
-        phase = self._waits or self._due
+        phase = self._waits
         if phase is None or phase == "decode":
             return phase is not None and self._exceeds(phase)
         assert self._budget is not None
@@ -110,9 +110,9 @@ class RepeatedLayer(HeadwiseLayer):
 
     def settle(self) -> None:
         """Evict what is due; all tokens have been judged, or nothing is."""
-        phase = self._waits or self._due
+        phase = self._waits
         for layer in (self, *self._holders):
-            layer._waits = layer._due = None
+            layer._waits = None
         if phase is not None:
             self._evict(phase)
 

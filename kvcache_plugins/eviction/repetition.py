@@ -51,7 +51,7 @@ class Passage:
     ) -> Tensor:
         """Return how much each token of the passage is needed, at most, by what repeats it.
 
-        Attention is shared among the sinks, the passage and what repeats it alone (KVzip, section 3.3), so
+        Attention is shared among the sinks, the passage and what repeats it alone (as in KVzip), so
         that it means the same in a long text and in a short one.
 
         Args:
