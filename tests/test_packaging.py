@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,16 @@ def test_every_folder_with_code_is_a_package() -> None:
     """A folder without `__init__.py` would work from a checkout and be missing from an installation."""
     folders = {path.parent for path in (ROOT / "kvcache_plugins").rglob("*.py")}
     assert [folder.name for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_nothing_stray_is_kept_at_the_top() -> None:
+    git = shutil.which("git")
+    tracked = git and subprocess.run([git, "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if not tracked or tracked.returncode:
+        pytest.skip("not a checkout that git reads")
+    top = {path.partition("/")[0] for path in tracked.stdout.splitlines() if not path.startswith(".")}
+    folders = {"kvcache_plugins", "examples", "tests", "configs", "scripts"}
+    assert top == folders | {"pyproject.toml", "README.md", "LICENSE"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
