@@ -117,7 +117,8 @@ def render(readme: str) -> str:
 
     # a third party's backend may be installed beside ours, and is not ours to present
     rows = [row for row in backend_rows() if row.module.startswith("kvcache_plugins.backends.")]
-    readme = replace_part(readme, "backends", markdown_table(rows))
+    readme = replace_part(readme, "packing", markdown_table([row for row in rows if not row.evicts]))
+    readme = replace_part(readme, "evicting", markdown_table([row for row in rows if row.evicts]))
     readme = replace_part(readme, "measured", measured_part())
     readme = replace_part(readme, "evaluations", evaluations_part("perplexity", "passkey"))
     return replace_part(readme, "facts", evaluations_part("facts"))

@@ -17,7 +17,7 @@ ORDER = (
     "errors", "registry", "config", "quantizers", "models", "kernels", "layers", "attention", "report",
     "artifacts", "cache", "persistence", "estimation", "eviction", "retaining", "backends", "prompt_chunks",
     "evaluation", "calibration", "training", "generation_calls", "integration", "testing", "cli",
-    "__init__",
+    "__init__", "__main__",
 )  # fmt: skip
 # Deferred imports that would close a circle at import time, with the reason.
 DEFERRED = {

@@ -83,8 +83,14 @@ def test_options_table_names_nothing_else() -> None:
 
 
 def test_backend_table_has_one_row_per_backend() -> None:
-    table = README.partition("<!-- backends:begin -->")[2].partition("<!-- backends:end -->")[0]
-    assert re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE) == BUILTIN
+    packing, evicting = (_backends_in(part) for part in ("packing", "evicting"))
+    assert sorted(packing + evicting) == BUILTIN
+    assert [name for name in BUILTIN if get_backend(name).evicts] == evicting
+
+
+def _backends_in(part: str) -> list[str]:
+    table = README.partition(f"<!-- {part}:begin -->")[2].partition(f"<!-- {part}:end -->")[0]
+    return re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("document", ["README.md", ".github/CONTRIBUTING.md"])

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..eviction.cache import EvictingCache
+from ..eviction.options import EvictingConfig
 from ..kernels.selection import native_kernels
 from ..registry import get_backend, list_backends
 
-__all__ = ["SECTIONS", "BackendRow", "backend_rows", "docstring_sections", "markdown_table"]
+__all__ = ["SECTIONS", "BackendRow", "backend_rows", "docstring_sections", "in_one_line", "markdown_table"]
 
 SECTIONS = ("Paper", "Deviates", "Cost", "Limits")
 """Sections every backend's docstring has, besides its first paragraph."""
@@ -37,7 +38,10 @@ class BackendRow:
         name (`str`): Registry name.
         summary (`str`): First paragraph of its docstring, or why it could not be loaded.
         sections (`dict[str, str]`): The docstring's `SECTIONS`, each joined into one line.
-        options (`dict[str, str]`): Options of its own and their defaults, as JSON-like text.
+        options (`dict[str, str]`): Its options and their defaults, as JSON-like text, less those that every
+            backend has with the same default.
+        shared (`dict[str, str]`): Options of all backends of its kind, with the defaults they have there.
+        evicts (`bool`): Whether it drops tokens.
         native_kernels (`tuple[str, ...]`): Devices on which a native kernel reads its packed codes; empty if
             attention runs in plain torch.
         module (`str`): Module of its class; empty if it could not be loaded.
@@ -47,6 +51,8 @@ class BackendRow:
     summary: str
     sections: dict[str, str] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    evicts: bool = False
     native_kernels: tuple[str, ...] = ()
     module: str = ""
 
@@ -58,7 +64,12 @@ class BackendRow:
     @property
     def defaults(self) -> str:
         """The options in one line."""
-        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return in_one_line(self.options)
+
+    @property
+    def own_defaults(self) -> str:
+        """Those in one line that others of its kind lack, or have with another default."""
+        return in_one_line({n: value for n, value in self.options.items() if self.shared.get(n) != value})
 
     @property
     def native(self) -> str:
@@ -92,11 +103,17 @@ def docstring_sections(docstring: str) -> tuple[str, dict[str, str]]:
     return " ".join(first.split()), {name: " ".join(filter(None, lines)) for name, lines in sections.items()}
 
 
+def in_one_line(options: dict[str, str]) -> str:
+    """Render options and their defaults in one line."""
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
 def markdown_table(rows: list[BackendRow]) -> str:
     """Render the rows for the README, in GitHub's Markdown."""
-    cells = [["backend", "what it does", "paper", "options and defaults", "native kernel"], ["---"] * 5]
+    cells = [["backend", "what it does", "paper", "own options and defaults", "native kernel"], ["---"] * 5]
     for row in rows:
-        cells.append([f"`{row.name}`", row.summary, row.paper, f"`{row.defaults}`", row.native])
+        own = f"`{row.own_defaults}`" if row.own_defaults else ""
+        cells.append([f"`{row.name}`", row.summary, row.paper, own, row.native])
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in cells)
 
 
@@ -106,12 +123,15 @@ def _row(name: str) -> BackendRow:
     except Exception as error:  # a third party's module may fail in any way and must not hide the others
         return BackendRow(name, f"cannot be loaded: {' '.join(str(error).split()) or type(error).__name__}")
     summary, sections = docstring_sections(inspect.getdoc(cls) or "")
+    evicts = issubclass(cls, EvictingCache)
     return BackendRow(
         name=name,
         summary=summary,
         sections={key: sections[key] for key in SECTIONS if key in sections},
         options=_own_options(cls.config_class),
-        native_kernels=_OF_STORAGE if issubclass(cls, EvictingCache) else native_kernels(name),
+        shared=_own_options(EvictingConfig) if evicts else {},
+        evicts=evicts,
+        native_kernels=_OF_STORAGE if evicts else native_kernels(name),
         module=cls.__module__,
     )
 

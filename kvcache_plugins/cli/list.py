@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from .display import show
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from .backend_table import BackendRow
 
 __all__ = ["add_parser", "run"]
@@ -28,24 +30,33 @@ def run(args: argparse.Namespace) -> int:
     if args.verbose:
         _print_verbose(rows)
     else:
-        _print_table(rows)
+        _print_tables(rows)
     return 0
 
 
-def _print_table(rows: list[BackendRow]) -> None:
+def _print_tables(rows: list[BackendRow]) -> None:
+    from .backend_table import in_one_line
+
+    packing, evicting = ([row for row in rows if row.evicts is kind] for kind in (False, True))
+    # what all of them share once, below
+    shared = [f"All that evict: {in_one_line(evicting[0].shared)}."] if evicting else []
+    show([_table("every token, in fewer bits", packing), _table("some of the tokens", evicting)], shared)
+
+
+def _table(title: str, rows: list[BackendRow]) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("backend", no_wrap=True)
-    for column in ("what it does", "paper", "options and defaults"):
+    for column in ("what it does", "paper", "own options and defaults"):
         table.add_column(column, overflow="fold")
     table.add_column("native kernel", no_wrap=True)
     for row in rows:
         # Text, not str: a default such as [] is no markup
-        table.add_row(*map(Text, (row.name, row.summary, row.paper, row.defaults, row.native)))
-    show([table])
+        table.add_row(*map(Text, (row.name, row.summary, row.paper, row.own_defaults, row.native)))
+    return table
 
 
 def _print_verbose(rows: list[BackendRow]) -> None:
