@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from kvcache_plugins import cli
 from kvcache_plugins.registry import get_backend, list_backends
+from kvcache_plugins.training.parsing import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,6 +54,31 @@ def test_the_first_example_is_short() -> None:
     first = re.search(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
     assert first is not None
     assert len(first[1].splitlines()) <= 10
+
+
+def test_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down to the options of every line that a shell would run; what they do is tested elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("any long text")
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    for name in cli._COMMANDS:
+        importlib.import_module(f"kvcache_plugins.cli.{name}").add_parser(subparsers)
+    blocks = re.findall(r"^```bash\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    commands = [shlex.split(line) for line in lines if not re.match(r"\w+=", line)]
+    assert len(commands) >= 5
+    for command in commands:
+        program, *arguments = command
+        if program == "python":
+            script = (ROOT / arguments.pop(0)).read_text(encoding="utf-8")
+            called = re.search(r"main\(\[(.*), \*sys", script)
+            assert called is not None
+            arguments = [*json.loads(f"[{called[1]}]"), *arguments]
+        assert program in ("python", "kvcache-plugins")
+        parsed = parser.parse_args(arguments)
+        if arguments[0] == "train-locret":  # whose options are read when it runs
+            parse_arguments(parsed.arguments)
 
 
 def _options_table() -> dict[str, str]:

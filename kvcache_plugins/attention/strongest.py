@@ -50,7 +50,8 @@ def _strongest(
     plain = AttentionOptions(softcap=options.softcap)
     most = _TILE_SCORES if query.is_cpu else _ON_A_GPU * _TILE_SCORES
     step = max(1, most // (batch_size * query_heads * length))
-    strongest = query.new_zeros((batch_size, kv_heads, length), dtype=torch.float32)
+    # Logarithms, as the largest weight is the exponential of the largest of them: one exponential per key.
+    strongest = query.new_full((batch_size, kv_heads, length), -torch.inf, dtype=torch.float32)
     for start in range(0, query_length, step):
         tile = slice(start, min(start + step, query_length))
         rows = (query[:, :, tile].float() * scaling).reshape(batch_size, kv_heads, -1, head_dim)
@@ -60,6 +61,7 @@ def _strongest(
         total = logits.logsumexp(-1, keepdim=True)
         if options.sink_logits is not None:
             total = total.logaddexp(options.sink_logits.float()[None, :, None, None])
-        weights = (logits - total).exp_().masked_fill_(~counted[:, None, tile, None], 0.0)
-        strongest = strongest.maximum(weights.view(batch_size, kv_heads, -1, length).amax(2))
-    return strongest
+        total.masked_fill_(~counted[:, None, tile, None], torch.inf)
+        weights = logits.sub_(total).view(batch_size, kv_heads, -1, length)
+        strongest = strongest.maximum(weights.amax(2))
+    return strongest.exp_()
