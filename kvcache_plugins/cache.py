@@ -26,6 +26,7 @@ from .layers.checking import check_in_step
 from .layers.counting import dense_size, tensors_in
 from .layers.crossing import CrossAttentionLayer, with_cross_attention
 from .layers.indexed import with_indexer
+from .layers.offloading import Shelf
 from .layers.padding import left_padding
 from .layers.recurrent import with_recurrent_branch
 from .layers.storing import storing
@@ -41,7 +42,7 @@ from .models.facts import (
     split_model_or_config,
 )
 from .models.layer_plan import LayerPlan, caches_latents, key_value_heads, plan_layers
-from .models.longrope import follow_cache, switch_length
+from .models.longrope import choose_frequencies, follow_cache
 from .registry import get_backend
 from .report import CacheReport
 
@@ -101,6 +102,7 @@ class KVCache(Cache):
         if model is not None:
             self._prepare_model(model)
         layers: list[Any] = []
+        shelf = Shelf() if self.config.offload else None
         for layer_idx, plan in enumerate(self._plans):
             is_limited = plan.window is not None or plan.is_cross_attention
             build = self._build_limited if is_limited else self._build_layer
@@ -108,6 +110,7 @@ class KVCache(Cache):
             if isinstance(layer, PackedLayer):
                 layer.kernel = kernel
                 layer.final_length = max_cache_length
+                layer.shelf = None if is_limited else shelf
                 layer.prepare(*key_value_heads(config, layer_idx))
             layers.append(layer)
         if not any(isinstance(layer, PackedLayer) for layer in layers):
@@ -199,7 +202,7 @@ class KVCache(Cache):
         check_attention_function(model)
         self._prepare_model(model)
         self._select_kernel(model)
-        self._choose_frequencies(model, prompt_length, max_cache_length)
+        choose_frequencies(model, self, prompt_length, max_cache_length)
         with follow_cache(model, self):
             facts = self._describe(model)
         pads, columns = left_padding(attention_mask)
@@ -250,6 +253,7 @@ class KVCache(Cache):
                 layer.layer_idx: layer.kernel_reason for layer in packed if layer.kernel_reason is not None
             },
             whole_prompt_reason=self.whole_prompt_reason,
+            host_bytes=self._host_bytes() if self.config.offload else None,
             dropped_outliers=sum(layer.dropped_outliers for layer in packed),
         )
 
@@ -265,29 +269,6 @@ class KVCache(Cache):
         from .persistence import load_cache
 
         return load_cache(directory, model_or_config)
-
-    def _choose_frequencies(
-        self, model: nn.Module, prompt_length: int | None, max_cache_length: int | None
-    ) -> None:
-        """See to models that change their rotary frequencies in a long text (longrope)."""
-        self.longest_call = switch = switch_length(model)
-        if switch is None:
-            return
-        name = f"{type(model).__name__} changes its rotary frequencies at {switch} tokens"
-        if (prompt_length or 0) > switch:
-            if self.get_seq_length() and not self.reads_long_text:
-                raise ValueError(
-                    f"{name}, and this cache holds {self.get_seq_length()} tokens from before; a text of "
-                    f"{prompt_length} tokens needs a new cache that reads all of it."
-                )
-            self.reads_long_text = True
-        elif (max_cache_length or 0) > switch and not self.reads_long_text:
-            warnings.warn(
-                f"{name}: if generation passes them, transformers discards this cache there and goes on with "
-                f"a dense one. A prompt of more than {switch} tokens, or a max_length of at most {switch}, "
-                "avoids it.",
-                stacklevel=4,
-            )
 
     def _prepare_model(self, model: nn.Module) -> None:
         refuse_encoder_states(model)
@@ -361,6 +342,9 @@ class KVCache(Cache):
 
     def _describe(self, model: nn.Module | None) -> list[LayerFacts]:
         return describe_layers(model, self.model_config, self._plans)
+
+    def _host_bytes(self) -> int:
+        return sum(layer.records.host_bytes for layer in self.packed_layers if layer.is_initialized)
 
     def _tensors(self) -> Iterator[Tensor]:
         for layer in self.layers:

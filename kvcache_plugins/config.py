@@ -115,6 +115,8 @@ class BackendConfig:
         skip_layers (`list[int]`): Layer indices, negative ones counted from the end, left in the model's
             dtype.
         layer_overrides (`dict[str, dict]`): `{"0": {"nbits": 8}}`: other options for single layers.
+        offload (`bool`): Whether what is packed rests in the host's memory, and is on a GPU while its layer
+            is at work; sliding windows, sinks, the exact window and KVQuant's outliers stay on the GPU.
 
     A field may have `metadata={"shown": "required"}`, or other words for tables of options to show in the
     place of its default.
@@ -130,13 +132,15 @@ class BackendConfig:
     sink_length: int = 0
     skip_layers: tuple[int, ...] = ()
     layer_overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    offload: bool = False
     block_tokens: ClassVar[int] = 1
-    per_cache: ClassVar[frozenset[str]] = frozenset({"skip_layers", "layer_overrides", "kernel"})
+    per_cache: ClassVar[frozenset[str]] = frozenset({"skip_layers", "layer_overrides", "kernel", "offload"})
 
     def __post_init__(self) -> None:
         check_choice(self, "kernel", self.kernel, KERNELS)
         check_integer(self, "residual_length", self.residual_length)
         check_integer(self, "sink_length", self.sink_length)
+        check_flag(self, "offload", self.offload)
         given: object = self.skip_layers  # whatever a dictionary held
         if isinstance(given, (str, bytes)) or not isinstance(given, (Sequence, Set)):
             raise ValueError(

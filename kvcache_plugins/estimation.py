@@ -33,7 +33,8 @@ def estimate(
     nor are layers that attend to images and not to the text (Llama 3.2 Vision), nor by how much lists of
     outliers grow when an evicting cache over KVQuant moves tokens, which depends on the tokens. Heads that
     share a budget (`head_floor`) are taken to keep equally many; how many blocks they do not fill depends on
-    the tokens, too.
+    the tokens, too. With `offload`, it is what rests in the host's memory, and what is kept on the GPU beside
+    it; the two layers of codes that lie there in turn are not counted.
 
     Args:
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model.

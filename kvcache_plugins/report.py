@@ -27,6 +27,8 @@ class CacheReport:
             kernel, with the reason.
         whole_prompt_reason (`str`, *optional*): Why the latest prompt was read in one call, although chunks
             would have bounded memory.
+        host_bytes (`int`, *optional*): Those of `kv_bytes` that rest in the host's memory, beside a GPU;
+            `None` unless that was asked for (`offload`).
         dropped_outliers (`int`): Numbers that are no longer exact, because too many outliers of tokens that
             moved came into one block.
     """
@@ -42,6 +44,7 @@ class CacheReport:
     values: int = 0
     kernel_reasons: dict[int, str] = field(default_factory=dict)
     whole_prompt_reason: str | None = None
+    host_bytes: int | None = None
     dropped_outliers: int = 0
 
     @property
@@ -60,6 +63,7 @@ class CacheReport:
             ("tokens seen / held", f"{self.tokens_seen} / {self.tokens_held}"),
             ("bytes", f"{self.kv_bytes:,} of {self.dense_bytes:,} dense ({self.memory_fraction:.1%})"),
             ("bits per value", f"{self.bits_per_value:.2f}"),
+            *([] if self.host_bytes is None else [("of these off the GPU", f"{self.host_bytes:,}")]),
             (
                 "kernel",
                 ", ".join(f"{name} x{self.kernel.count(name)}" for name in dict.fromkeys(self.kernel)),

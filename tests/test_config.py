@@ -105,7 +105,7 @@ def test_options_survive_json(config_class: type[BackendConfig]) -> None:
 @pytest.mark.parametrize("config_class", CONFIGS, ids=lambda c: c.__name__)
 def test_every_backend_has_the_common_options(config_class: type[BackendConfig]) -> None:
     common = {field.name for field in dataclasses.fields(BackendConfig)}
-    assert common == {"kernel", "residual_length", "sink_length", "skip_layers", "layer_overrides"}
+    assert common == {"kernel", "residual_length", "sink_length", "skip_layers", "layer_overrides", "offload"}
     assert common <= set(config_class.option_names())
     config = config_class(**NEEDED.get(config_class.__name__, {}))
     sinks = SINKS.get(config_class.__name__, 0)

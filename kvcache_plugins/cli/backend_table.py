@@ -26,6 +26,7 @@ _COMMON_DEFAULTS: dict[str, Any] = {
     "sink_length": 0,
     "skip_layers": (),
     "layer_overrides": {},
+    "offload": False,
 }
 _HEADER = re.compile(r"^(?P<name>[A-Z][A-Za-z ]*):(?P<rest>\s.*)?$")
 

@@ -84,6 +84,11 @@ class EvictingConfig(BackendConfig):
                 f"counted by local_length and stabilizer_length; got {self.residual_length}."
             )
         storage = self.storage_config()
+        if self.offload or (storage is not None and storage.offload):
+            raise ValueError(
+                f"{type(self).__name__}.offload must be False, also of its storage: what is held is bounded "
+                "by `budget`, and is read and chosen from where the model is; got True."
+            )
         if storage is not None and isinstance(storage, EvictingConfig):
             raise ValueError(
                 f"{type(self).__name__}.storage must name a backend that keeps every token, got "

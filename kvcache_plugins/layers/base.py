@@ -24,8 +24,9 @@ from ..models.facts import LayerFacts
 from ..quantizers.packing import BLOCK_TOKENS
 from .checking import check_agreement, check_states
 from .handle import KVHandle
+from .offloading import Shelf, make_records
 from .padding import Padding
-from .records import RecordLayout, Records
+from .records import RecordLayout
 from .stepping import take_step
 from .storing import storing
 from .stream import Stream, StreamSpec
@@ -48,6 +49,7 @@ class PackedLayer(CacheLayerMixin):
     is_croppable = True
     window: int | None = None
     """How far back a query sees, its own token included; to the first one if not given."""
+    shelf: Shelf | None = None  # of records that wait in the host's memory for their turn on a GPU
 
     def __init__(self, config: BackendConfig, layer_idx: int, facts: LayerFacts) -> None:
         # `keys` and `values` are views here, not the attributes the mixin's own `__init__` would set.
@@ -129,7 +131,7 @@ class PackedLayer(CacheLayerMixin):
         _, keys, values = self._prepared
         self._prepared = None  # codecs may learn from the tokens to come, so they serve once
         layout = RecordLayout({"key": (keys.codec, key_dim), "value": (values.codec, value_dim)})
-        self.records = Records(layout, batch_size, num_heads, self.device)
+        self.records = make_records(layout, batch_size, num_heads, self.device, self.shelf)
         interleaved = self.facts.rotary is not None and self.facts.rotary.interleaved
         shared = (self.records, self.padding)
         use_native = self.config.kernel != "torch"
@@ -295,7 +297,7 @@ class PackedLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        rows = self.uniform_layers[0].records.data.shape[0] if self.is_initialized else len(self.padding)
+        rows = self.uniform_layers[0].records.shape[0] if self.is_initialized else len(self.padding)
         self.batch_select_indices(torch.arange(rows, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -304,11 +306,10 @@ class PackedLayer(CacheLayerMixin):
             indices = indices.nonzero().squeeze(1)
         self.padding.index(indices)
         if self.is_initialized:
-            indices = indices.to(self.records.data.device)
             with storing():
-                self.records.data = self.records.data.index_select(0, indices)
+                self.records.select_rows(indices)
                 for stream in self.streams:
-                    stream.index_batch(indices)
+                    stream.index_batch(indices.to(stream.tail.buffer.device))
 
     def offload(self) -> None:
         """Move everything to the CPU; the next `update` or `prefetch` brings it back."""
@@ -316,7 +317,7 @@ class PackedLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Bring everything back to the layer's device."""
-        if self.is_initialized and self.records.data.device != self.device:
+        if self.is_initialized and self.key_stream_.tail.buffer.device != self.device:
             self._move(self.device)
 
     def beside(self) -> dict[str, Tensor]:
@@ -327,7 +328,7 @@ class PackedLayer(CacheLayerMixin):
         """Every tensor this layer owns, by name."""
         owned: dict[str, Tensor] = {}
         if self.is_initialized:
-            owned["records"] = self.records.data
+            owned |= self.records.tensors()
             for stream in self.streams:
                 owned |= {f"{stream.side}_{name}": tensor for name, tensor in stream.tensors().items()}
         return owned if self.padding.lengths is None else owned | {"padding": self.padding.lengths}
@@ -343,7 +344,7 @@ class PackedLayer(CacheLayerMixin):
         if not self.is_initialized:
             return {}, {}
         used = -(-max(stream.packed_length for stream in self.streams) // BLOCK_TOKENS)
-        tensors = {"records": self.records.data[:, :, :used]}
+        tensors = {"records": self.records.at_rest()[:, :, :used]}
         for stream in self.streams:
             tensors |= {f"{stream.side}_{name}": t for name, t in stream.saved_tensors().items()}
         if self.padding.lengths is not None:
@@ -364,9 +365,7 @@ class PackedLayer(CacheLayerMixin):
         self.lazy_initialization(tensors["key_tail"][:, :, :0], tensors["value_tail"][:, :, :0])
         if facts["metadata_bytes"] == 4:
             self.records.widen_metadata()
-        records = tensors["records"]
-        self.records.ensure(records.shape[2] * BLOCK_TOKENS)
-        self.records.data[:, :, : records.shape[2]] = records
+        self.records.load(tensors["records"])
         self.cumulative_length = facts["cumulative_length"]
         for stream in self.streams:
             prefix = f"{stream.side}_"
@@ -395,6 +394,6 @@ class PackedLayer(CacheLayerMixin):
     def _move(self, device: torch.device) -> None:
         if self.is_initialized:
             with storing():
-                self.records.data = self.records.data.to(device)
+                self.records.to(device)
                 for stream in self.streams:
                     stream.to(device)

@@ -29,7 +29,7 @@ def check_states(layer: PackedLayer, key_states: Tensor, value_states: Tensor) -
         ValueError: If they are of different tokens, or their batch or heads are not the layer's.
     """
     check_agreement(key_states, value_states)
-    held = [part.records.data.shape for part in layer.uniform_layers]
+    held = [part.records.shape for part in layer.uniform_layers]
     expected = (held[0][0], sum(shape[1] for shape in held))
     if key_states.shape[:2] != expected:
         raise ValueError(

@@ -24,7 +24,7 @@ def dense_size(layer: Any) -> tuple[int, int]:
     values = num_bytes = 0
     if isinstance(layer, PackedLayer) and layer.is_initialized:
         for part in layer.uniform_layers:
-            batch_size, num_heads = part.records.data.shape[:2]
+            batch_size, num_heads = part.records.shape[:2]
             per_token = batch_size * num_heads * sum(stream.head_dim for stream in part.streams)
             values += per_token * part.held_length
             num_bytes += per_token * part.dense_length * part.dtype.itemsize

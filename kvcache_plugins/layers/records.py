@@ -110,9 +110,45 @@ class Records:
         )
 
     @property
+    def shape(self) -> torch.Size:
+        """Of the buffer: `(B, H, N, record_bytes)`."""
+        return self.data.shape
+
+    @property
     def num_blocks(self) -> int:
         """Blocks there is room for."""
-        return self.data.shape[2]
+        return self.shape[2]
+
+    def touch(self, start: int, stop: int) -> None:
+        """Take notice that blocks of the tokens `[start, stop)` are about to be written."""
+
+    def load(self, blocks: Tensor) -> None:
+        """Take over the first blocks, `(B, H, n, record_bytes)`; there will be room for them."""
+        count = blocks.shape[2] * BLOCK_TOKENS
+        self.ensure(count)
+        self.touch(0, count)
+        self.data[:, :, : blocks.shape[2]] = blocks
+
+    def select_rows(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (integers) of the batch."""
+        self.data = self.data.index_select(0, indices.to(self.data.device))
+
+    def to(self, device: torch.device) -> None:
+        """Move the bytes to `device`."""
+        self.data = self.data.to(device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor the records own, by name."""
+        return {"records": self.data}
+
+    def at_rest(self) -> Tensor:
+        """The bytes, in memory that no other layer will come to lie in."""
+        return self.data
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that wait in the host's memory for their turn on a GPU."""
+        return 0
 
     def ensure(self, num_tokens: int, final_tokens: int | None = None) -> None:
         """Make room for `num_tokens`, at most once more if the `final_tokens` of a run are known and near.

@@ -283,7 +283,8 @@ class Stream:
         return limit
 
     def reserve(self, stop: int) -> None:
-        """Make room for the codes of the tokens up to `stop`."""
+        """Make room for the codes of the tokens up to `stop`, which will be written."""
+        self.records.touch(self.packed_length, stop)
         if stop > self.records.num_blocks * BLOCK_TOKENS:
             final = self.spec.packed_length(self.final_length) if self.final_length else None
             with storing():
@@ -389,8 +390,8 @@ class Stream:
 
     def _clear(self, length: int) -> None:
         """Zero the codes of tokens from `length` on, as a later bitwise or expects."""
-        first = length // BLOCK_TOKENS
-        used = -(-self.packed_length // BLOCK_TOKENS)
+        self.records.touch(length, self.packed_length)
+        first, used = length // BLOCK_TOKENS, -(-self.packed_length // BLOCK_TOKENS)
         partial = length % BLOCK_TOKENS
         if partial:
             codes = self._unpack(self.records.codes(self.side, first, first + 1)).clone()

@@ -8,6 +8,7 @@ model use the frequencies of long texts from the first chunk on, in the calls it
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from .facts import decoder_of
 from .hooks import add_hooks
 from .rotary import rotary_module
 
-__all__ = ["follow_cache", "switch_length"]
+__all__ = ["choose_frequencies", "follow_cache", "switch_length"]
 
 
 def switch_length(model: nn.Module) -> int | None:
@@ -50,6 +51,40 @@ def follow_cache(model: nn.Module, cache: Any) -> Iterator[None]:
         yield
     finally:
         frequencies.choose(long=False)
+
+
+def choose_frequencies(
+    model: nn.Module, cache: Any, prompt_length: int | None, max_cache_length: int | None
+) -> None:
+    """Decide, before a prompt is read, which frequencies a model with two sets is to use.
+
+    Args:
+        model (`torch.nn.Module`): The model. Nothing is decided for one with a single set.
+        cache (`KVCache`): Is told in `reads_long_text` and `longest_call`.
+        prompt_length (`int`, *optional*): Tokens of all that will have been read then.
+        max_cache_length (`int`, *optional*): Tokens of the end.
+
+    Raises:
+        ValueError: If the text becomes long and begins with tokens that were read as a short one.
+    """
+    cache.longest_call = switch = switch_length(model)
+    if switch is None:
+        return
+    name = f"{type(model).__name__} changes its rotary frequencies at {switch} tokens"
+    if (prompt_length or 0) > switch:
+        if cache.get_seq_length() and not cache.reads_long_text:
+            raise ValueError(
+                f"{name}, and this cache holds {cache.get_seq_length()} tokens from before; a text of "
+                f"{prompt_length} tokens needs a new cache that reads all of it."
+            )
+        cache.reads_long_text = True
+    elif (max_cache_length or 0) > switch and not cache.reads_long_text:
+        warnings.warn(
+            f"{name}: if generation passes them, transformers discards this cache there and goes on with "
+            f"a dense one. A prompt of more than {switch} tokens, or a max_length of at most {switch}, "
+            "avoids it.",
+            stacklevel=4,
+        )
 
 
 class _Frequencies:

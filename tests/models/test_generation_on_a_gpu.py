@@ -6,7 +6,9 @@ In fp32, where codes and logits agree to about 1e-6: other tokens would take a t
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,3 +159,69 @@ def test_no_native_kernels_on_the_gpu(
             build_cache(given, options).bind(models[1])
     _, cache = _generated(models[0], options)
     assert set(cache.report().kernel) == {"cpu"}
+
+
+OFFLOADED = ("int8", "kivi-2bit-block", "kvquant")
+
+
+@pytest.fixture(scope="module")
+def deeper() -> PreTrainedModel:
+    """On the GPU, with more layers than lie there at once."""
+    return tiny_model("llama", num_hidden_layers=5).cuda()
+
+
+@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if "sample" not in name])
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_offloaded_tokens_are_those_of_a_cache_that_stays(
+    name: str, scenario: str, deeper: PreTrainedModel
+) -> None:
+    expected = run_scenario(deeper, scenario, cache_config=CACHES[name], lengths=LENGTHS)
+    offloaded = CACHES[name] | {"offload": True}
+    assert torch.equal(run_scenario(deeper, scenario, cache_config=offloaded, lengths=LENGTHS), expected)
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_an_offloaded_cache_is_copied_saved_and_continued(
+    name: str, deeper: PreTrainedModel, tmp_path: Path
+) -> None:
+    tokens, cache = _generated(deeper, CACHES[name] | {"offload": True})
+    plain, plain_cache = _generated(deeper, CACHES[name])
+    assert torch.equal(tokens, plain)
+    cache.save_pretrained(tmp_path)
+    loaded = KVCache.from_pretrained(tmp_path, deeper)
+    expected = _next_turn(deeper, plain_cache, plain)
+    for other in (copy.deepcopy(cache), loaded, cache):
+        assert torch.equal(_next_turn(deeper, other, tokens), expected)
+        assert set(other.report().kernel) == {"cuda"}
+        assert other.report().fallback_reads == 0
+
+
+def _next_turn(model: PreTrainedModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
+    inputs = {name: tensor.to(model.device) for name, tensor in padded_prompt(LENGTHS).items()}
+    rows = torch.cat([tokens, tokens[:, :7]], dim=1)
+    mask = torch.ones_like(rows)
+    mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
+    return model.generate(  # type: ignore[operator, no-any-return]
+        rows, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=12
+    )
+
+
+def test_an_offloaded_cache_leaves_the_gpu(deeper: PreTrainedModel) -> None:
+    ids = torch.randint(5, 100, (2, 2500), generator=torch.Generator().manual_seed(0), device="cpu").cuda()
+    taken, tokens, reports = [], [], []
+    for offload in (False, True):
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        cache = build_cache(deeper, {"backend": "int8", "offload": offload})
+        tokens.append(deeper.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=4))
+        gc.collect()
+        taken.append(torch.cuda.memory_allocated() - before - tokens[-1].nbytes)
+        reports.append(cache.report())
+        del cache
+    assert torch.equal(*tokens)
+    assert reports[0].host_bytes is None
+    assert reports[1].host_bytes == pytest.approx(reports[0].kv_bytes, rel=0.01)
+    # two of five layers, and the few blocks that the host lacks
+    assert taken[0] == pytest.approx(reports[0].kv_bytes, rel=0.05)
+    assert taken[1] == pytest.approx(0.4 * taken[0], rel=0.1)
+    assert reports[1].kv_bytes - reports[1].host_bytes == pytest.approx(taken[1], rel=0.05)

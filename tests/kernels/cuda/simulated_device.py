@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_plugins.kernels import compiler, cuda_check, cuda_loader
 from kvcache_plugins.kernels.ops import SCHEMAS
+from kvcache_plugins.layers import offloading
 from tests.kernels.cuda import emulation, kept
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -88,6 +89,7 @@ def install(folder: Path | None = None) -> None:
     for name in ("is_available", "device_count", "synchronize", "empty_cache"):
         setattr(torch.accelerator, name, getattr(torch.cuda, name))
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+    offloading._pinned_like = lambda states, device: torch.empty_like(states, device="cpu")
     torch.Generator = _Generator  # type: ignore[misc]
     torch.UntypedStorage.clone = _cloned  # type: ignore[method-assign]
     os.environ["KVCACHE_CUDA_KERNELS"] = "1"  # another process has no such devices

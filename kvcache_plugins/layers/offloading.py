@@ -1,0 +1,309 @@
+"""Packed blocks that rest in the host's memory, and lie on a GPU while their layer is at work.
+
+What a model needs on the GPU is then two layers of its cache and not all of them. Codes are moved, so a step
+moves a quarter of the bytes that transformers' offloaded cache moves at 4 bits; and they are moved in one
+direction, because a token's codes never change: blocks that the host lacks stay on the GPU, and it is brought
+up to date when they have become many.
+
+Everything that reads records asks them for `data`, which is where they arrive. From the order in which layers
+were asked, a shelf learns which will be next, and copies it on a stream of its own while the model works on
+the layer before. So no verb of a layer, and no attention function, knows of any of this.
+
+Torch takes pinned memory in powers of two, so that the host may hold up to twice what a layer needs.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..quantizers.packing import BLOCK_TOKENS
+from .records import RecordLayout, Records
+from .storing import storing
+
+__all__ = ["OffloadedRecords", "Shelf", "make_records"]
+
+_YOUNG_BLOCKS = 16
+"""Blocks that the host may lack, 1024 tokens of one layer: bringing it up to date copies all of a layer."""
+_SLOTS = 2
+"""Layers that lie on a device: the one at work, and the next."""
+
+
+class Shelf:
+    """The places on the devices that the records of one cache take turns in."""
+
+    def __init__(self) -> None:
+        self._slots: dict[torch.device, list[_Slot]] = {}
+        self._latest: weakref.ref[OffloadedRecords] | None = None
+
+    def is_latest(self, records: OffloadedRecords | None) -> bool:
+        """Whether no others have been asked for since these."""
+        return self._latest is not None and self._latest() is records
+
+    def enter(self, records: OffloadedRecords) -> None:
+        """See to it that `records` lie on their device, and that those that followed them last time come."""
+        previous = None if self._latest is None else self._latest()
+        self._latest = weakref.ref(records)
+        if previous is not None and previous is not records:
+            previous.successor = self._latest
+            if previous.is_loose:
+                previous.leave()
+        records.arrive(self._slot_for(records) if records.is_away else None)
+        following = None if records.successor is None else records.successor()
+        if following is not None and following.is_away:
+            following.fetch(self._slot_for(following))
+
+    def _slot_for(self, records: OffloadedRecords) -> _Slot:
+        """A slot of the device of `records`, whose occupant leaves, if it is not the one at work."""
+        if records.device not in self._slots:
+            self._slots[records.device] = [_Slot(records.device) for _ in range(_SLOTS)]
+        slots = self._slots[records.device]
+        free = next((slot for slot in slots if slot.occupant is None), None)
+        slot = free or next(slot for slot in slots if not self.is_latest(slot.occupant))
+        if slot.occupant is not None:
+            slot.occupant.leave()
+        return slot
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shelf:
+        copied = memo[id(self)] = Shelf()
+        return copied
+
+    def __reduce__(self) -> tuple[type[Shelf], tuple[()]]:
+        return Shelf, ()
+
+
+class _Copies:
+    """Copies to a device, on a stream of their own where it has such."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self, place: Tensor, host: Tensor) -> None:
+        """Copy `host` to `place`, once the device has done what it was told so far."""
+        if self._stream is None:
+            place.copy_(host, non_blocking=True)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            place.copy_(host, non_blocking=True)
+
+    def finish(self) -> None:
+        """Let what the device is told from now on begin when all copies have ended."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class _Slot:
+    """Memory of a device for the records of one layer after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffer: Tensor | None = None
+        self._occupant: weakref.ref[OffloadedRecords] | None = None
+        self._copies = _Copies(device)
+        self._is_filling = False
+
+    @property
+    def occupant(self) -> OffloadedRecords | None:
+        return None if self._occupant is None else self._occupant()
+
+    def fill(self, records: OffloadedRecords, host: Tensor) -> Tensor:
+        """Begin to copy `host` here, and return the place."""
+        if self.buffer is None or self.buffer.numel() < host.numel():
+            self.wait()  # for what is still being copied into the old one
+            with storing():
+                self.buffer = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
+        place = self.buffer[: host.numel()].view(host.shape)
+        self._copies.begin(place, host)
+        self._occupant, self._is_filling = weakref.ref(records), True
+        return place
+
+    def wait(self) -> None:
+        """Let nothing be read before it is here."""
+        if self._is_filling:
+            self._copies.finish()
+        self._is_filling = False
+
+    def free(self) -> None:
+        """Let others come."""
+        self._occupant = None
+
+
+class OffloadedRecords(Records):
+    """Records that rest in pinned memory of the host; a shelf brings them to their device.
+
+    Args:
+        layout (`RecordLayout`): Where the fields lie.
+        batch_size (`int`), num_heads (`int`): Leading dimensions.
+        device (`torch.device`): Where they are read and written.
+        shelf (`Shelf`): Of the cache.
+
+    Attributes:
+        successor (`weakref.ref`, *optional*): The records that were asked for after these, the last time.
+    """
+
+    def __init__(
+        self, layout: RecordLayout, batch_size: int, num_heads: int, device: torch.device, shelf: Shelf
+    ) -> None:
+        self.shelf, self.device = shelf, device
+        self.successor: weakref.ref[OffloadedRecords] | None = None
+        self._here: Tensor | None = None
+        self._host: Tensor | None = None
+        self._slot: _Slot | None = None
+        self._young: tuple[int, Tensor] | None = None  # the first of the blocks that the host lacks, and they
+        self._changed = (0, 0)
+        super().__init__(layout, batch_size, num_heads, device)
+
+    @property
+    def data(self) -> Tensor:  # an attribute of all others
+        """The bytes, `(B, H, N, record_bytes)`, on the device."""
+        if self._here is None or not self.shelf.is_latest(self):
+            self.shelf.enter(self)
+        assert self._here is not None
+        return self._here
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        self._give_up_slot()
+        self._here, self._young, self._changed = data, None, (0, data.shape[2])
+        if self._host is not None and self._host.shape != data.shape:
+            self._host = None
+        if not self.shelf.is_latest(self):  # else others may come to where the old bytes are still read
+            self.shelf.enter(self)
+
+    @property
+    def shape(self) -> torch.Size:
+        present = self._host if self._here is None else self._here
+        assert present is not None
+        return present.shape
+
+    @property
+    def is_away(self) -> bool:
+        """Whether nothing of them is on the device, or on its way, but what the host lacks."""
+        return self._here is None
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether they lie on the device in memory of their own, as when they have just been made."""
+        return self._here is not None and self._slot is None
+
+    def touch(self, start: int, stop: int) -> None:
+        first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
+        low, high = self._changed
+        self._changed = (first, last) if low == high else (min(low, first), max(high, last))
+
+    def fetch(self, slot: _Slot) -> None:
+        """Begin to come into `slot`."""
+        assert self._host is not None
+        self._here, self._slot = slot.fill(self, self._host), slot
+
+    def arrive(self, slot: _Slot | None) -> None:
+        """Be on the device, for all that it is told from now on; in `slot`, if they are not there yet."""
+        if slot is not None:
+            self.fetch(slot)
+        if self._slot is not None:
+            self._slot.wait()
+        if self._young is not None:
+            low, blocks = self._young
+            self._blocks(low, low + blocks.shape[2]).copy_(blocks)
+            self._young = None
+
+    def leave(self) -> None:
+        """Make room on the device: only what the host lacks stays, unless that is much."""
+        if self._here is None:
+            return
+        with storing():
+            low, high = self._changed
+            if self._young is not None:
+                pass  # never arrived: what the host lacks lies where it was
+            elif self._host is None or high - low > _YOUNG_BLOCKS:
+                self._bring_up_to_date()
+            elif high > low:
+                self._young = low, self._blocks(low, high).clone()
+        self._give_up_slot()
+        self._here = None
+
+    def to(self, device: torch.device) -> None:
+        if device != self.device:
+            self.leave()
+
+    def tensors(self) -> dict[str, Tensor]:
+        slot = None if self._slot is None else self._slot.buffer
+        found = {"records": self._host, "records_here": self._here if slot is None else slot}
+        found["records_young"] = None if self._young is None else self._young[1]
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self._host is None else self._host.untyped_storage().nbytes()
+
+    def at_rest(self) -> Tensor:
+        here = self.data
+        low, high = self._changed
+        if self._host is None or high > low:
+            with storing():
+                self._bring_up_to_date()
+        if here.device.type != "cpu":
+            torch.accelerator.synchronize(here.device)
+        assert self._host is not None
+        return self._host
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedRecords:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(self.__getstate__() | {"shelf": copy.deepcopy(self.shelf, memo)})
+        assert copied._host is not None
+        with storing():
+            copied._host = _pinned_like(copied._host, self.device).copy_(copied._host)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layout": self.layout, "device": self.device, "shelf": self.shelf, "_host": self.at_rest()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.successor = self._here = self._slot = self._young = None
+        self._changed = (0, 0)
+
+    def _give_up_slot(self) -> None:
+        if self._slot is not None:
+            self._slot.free()
+            self._slot = None
+
+    def _blocks(self, low: int, high: int) -> Tensor:
+        """Blocks `[low, high)` where they lie on the device."""
+        assert self._here is not None
+        return self._here[:, :, low:high]
+
+    def _bring_up_to_date(self) -> None:
+        """Let the host have all of it, as soon as the device comes to it."""
+        here = self._here
+        assert here is not None
+        if self._host is None:
+            self._host = _pinned_like(here, self.device)
+        self._host.copy_(here, non_blocking=True)
+        self._changed = (0, 0)
+
+
+def make_records(
+    layout: RecordLayout, batch_size: int, num_heads: int, device: torch.device, shelf: Shelf | None
+) -> Records:
+    """Make empty records on `device`, or such as rest in the host's memory where there is a `shelf`."""
+    if shelf is None or device.type == "meta":
+        return Records(layout, batch_size, num_heads, device)
+    if device.type == "cpu":
+        warnings.warn(
+            "offload=True moves nothing: the model is on the CPU, and so is its cache.", stacklevel=2
+        )
+        return Records(layout, batch_size, num_heads, device)
+    return OffloadedRecords(layout, batch_size, num_heads, device, shelf)
+
+
+def _pinned_like(states: Tensor, device: torch.device) -> Tensor:
+    """Memory of the host that `device` copies from and to by itself."""
+    return torch.empty(states.shape, dtype=states.dtype, device="cpu", pin_memory=device.type == "cuda")
