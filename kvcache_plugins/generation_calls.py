@@ -62,12 +62,6 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
             f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed for this "
             "model is no cache_implementation at all."
         )
-    if (soft_prompt := soft_prompt_kind(model)) in _SOFT_PROMPT_CACHES:
-        raise ValueError(
-            f"PEFT's {soft_prompt} puts a dense cache that holds its prefix in the place of every other: "
-            f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed are "
-            "adapters that leave the cache alone, such as LORA and PROMPT_TUNING."
-        )
     _check_use(model, generation_config, f"cache_implementation='quantized' with backend={backend!r}")
 
 
@@ -227,7 +221,13 @@ def bind_cache(
 
 
 def _check_use(model: Any, generation_config: Any, what: str) -> None:
-    """Refuse a cache for generation that reads its whole text at every step."""
+    """Refuse a cache for generation that reads its whole text at every step, or brings another one."""
+    if (soft_prompt := soft_prompt_kind(model)) in _SOFT_PROMPT_CACHES:
+        raise ValueError(
+            f"PEFT's {soft_prompt} puts a dense cache that holds its prefix in the place of every other: "
+            f"{what} would be ignored. Allowed are adapters that leave the cache alone, such as LORA and "
+            "PROMPT_TUNING."
+        )
     if getattr(generation_config, "use_cache", None) is False:
         raise ValueError(
             "use_cache is False, by what generate() was given or by the configuration of "

@@ -124,3 +124,8 @@ def test_a_prefix_that_is_a_cache_is_refused(monkeypatch: pytest.MonkeyPatch, ki
     monkeypatch.setattr(model, "prepare_inputs_for_generation", owner.prepare_inputs_for_generation)
     with pytest.raises(ValueError, match=rf"PEFT's {kind} .*backend='int8' would be ignored.*PROMPT_TUNING"):
         logits(model, 0, {"backend": "int8"})
+    cache = kvp.build_cache(model, {"backend": "int8"})
+    with pytest.raises(
+        ValueError, match=rf"PEFT's {kind} .*past_key_values, of the backend 'int8', would be"
+    ):
+        model.generate(**inputs_of(0), past_key_values=cache, max_new_tokens=NEW)
