@@ -46,6 +46,8 @@ def why_read_whole(
         return "the call that reads it verifies drafted tokens as well"
     if soft_prompt_kind(model) is not None:
         return "PEFT takes every call after a soft prompt's first for a step of one token"
+    if _is_activated_within(model):
+        return "PEFT counts the tokens that aLoRA adapts from the end of every call"
     if _sees_ahead(model, model_kwargs):
         return "tokens of an image, or of the whole prompt, see later ones"
     if model.config.get_text_config(decoder=True).model_type in _READ_WHOLE:
@@ -106,6 +108,12 @@ def _how_prompts_are_read() -> str:
     from transformers.generation.utils import GenerationMixin
 
     return inspect.getsource(GenerationMixin._prefill)
+
+
+def _is_activated_within(model: Any) -> bool:
+    """Whether PEFT has adapters that serve from some token of a prompt on (aLoRA), and not from the first."""
+    adapters = getattr(model, "peft_config", None) or {}
+    return any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values())
 
 
 def soft_prompt_kind(model: Any) -> str | None:
