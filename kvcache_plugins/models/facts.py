@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -299,13 +300,19 @@ def _attention_modules(model: nn.Module) -> dict[int, nn.Module]:
 
 def _key_bias(attention: nn.Module) -> tuple[bool, float | None]:
     for name in _KEY_PROJECTIONS:
-        bias = getattr(getattr(attention, name, None), "bias", None)
-        if isinstance(bias, torch.Tensor):
+        if (bias := _bias_of(getattr(attention, name, None))) is not None:
             return True, None if bias.is_meta or bias.numel() == 0 else bias.detach().abs().max().item()
     for name in _FUSED_PROJECTIONS:
-        if isinstance(getattr(getattr(attention, name, None), "bias", None), torch.Tensor):
+        if _bias_of(getattr(attention, name, None)) is not None:
             return True, None  # the key's share of a fused bias lies differently in every family
     return False, None
+
+
+def _bias_of(projection: Any) -> torch.Tensor | None:
+    """What a projection adds; that of one quantized by torch is packed, and made by a method."""
+    bias = getattr(projection, "bias", None)
+    bias = bias() if inspect.ismethod(bias) else bias
+    return bias if isinstance(bias, torch.Tensor) else None
 
 
 def _config_has_key_bias(config: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvcache_plugins import build_cache
@@ -220,6 +220,27 @@ def test_key_biases() -> None:
     assert all(f.has_key_bias for f in described(tiny_model("llama", attention_bias=True), from_config=True))
     assert described(tiny_model("gpt2"))[0].has_key_bias  # a fused projection
     assert described(tiny_model("gpt2"))[0].key_bias_max is None
+
+
+def test_a_bias_that_a_method_makes() -> None:
+    """Linear layers that torch has quantized keep theirs packed."""
+
+    class Packed(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def bias(self) -> Tensor | None:
+            return self.linear.bias
+
+    for family in ("qwen2", "llama", "gpt2"):
+        model = tiny_model(family)
+        expected = described(model)
+        for module in list(model.modules()):
+            for name in ("k_proj", "c_attn"):
+                if hasattr(module, name):
+                    setattr(module, name, Packed(getattr(module, name)))
+        assert described(model) == expected
 
 
 def test_a_model_on_the_meta_device_has_no_bias_to_measure() -> None:
