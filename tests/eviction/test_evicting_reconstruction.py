@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import Tensor, nn
@@ -272,6 +273,17 @@ def test_a_copy_judges_by_the_model_it_is_used_with() -> None:
     assert torch.equal(*rest)
     for layer, twin in zip(cache.evicting_layers, copied.evicting_layers, strict=True):
         assert torch.equal(layer.ledger.positions, twin.ledger.positions)
+
+
+def test_weights_that_are_offloaded_are_fetched_for_a_repetition() -> None:
+    model = model_of()
+    offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
+    assert offloaded.device.type == "meta"
+    read = []
+    for used in (model, offloaded):
+        cache = bound_cache(used, {"backend": "kvzip", "budget": 24}, 77)
+        read.append(feed(used, cache, ids(77), [40, 37]))
+    assert torch.equal(*read)
 
 
 @pytest.mark.parametrize("first", [16, 36], ids=["nothing-has-gone", "some-has"])
