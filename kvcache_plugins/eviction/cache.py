@@ -135,10 +135,12 @@ class EvictingCache(KVCache):
         Without `prompt_length`, every call of several tokens counts as the end of a prompt.
 
         Raises:
-            ValueError: If the model's attention function does not show the cache what it needs to see, or a
-                `budget` that is a fraction of the prompt leaves no room for what is protected and pooled.
+            ValueError: If the model's attention function does not show the cache what it needs to see, the
+                model cannot read a prompt in several calls, or a `budget` that is a fraction of the prompt
+                leaves no room for what is protected and pooled.
         """
         self._check_attention(model)
+        self._check_embeddings(model)
         self.attach(model)
         super().bind(model, attention_mask, max_cache_length, prompt_length=prompt_length)
         self.prompt_length = prompt_length
@@ -182,6 +184,15 @@ class EvictingCache(KVCache):
                 f"{reason}, which the attention of {type(model).__name__}, written into the model, does not "
                 "show them. Allowed for this model are backends that judge a token by itself, such as "
                 "'knorm' and 'streaming_llm', with the same options for all layers."
+            )
+
+    def _check_embeddings(self, model: nn.Module) -> None:
+        """Refuse assistants that transformers has number their drafts otherwise than their prompt."""
+        if any(hasattr(module, "assistant_overlap_token_ids") for module in model.modules()):
+            raise ValueError(
+                f"The backend {self.backend!r} reads a prompt in several calls, and {type(model).__name__}, "
+                "which drafts for a target with another tokenizer, embeds the last token alone of every call "
+                "after its first. Allowed for it are backends that keep every token, such as 'int8'."
             )
 
     def _check_mask(self, attention_mask: Tensor | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.generation.candidate_generator import _MapInputEmbedding
 
 import kvcache_plugins
 from kvcache_plugins.errors import UnsupportedOperationError
@@ -303,3 +304,14 @@ def test_heads_that_processes_share_are_refused_where_all_count_together(
     monkeypatch.setattr(model, "_tp_size", 2)
     with pytest.raises(ValueError, match=f"'{backend}' judges a token by all heads .* over 2 processes"):
         cache.bind(model)
+
+
+def test_assistants_that_embed_the_last_token_alone() -> None:
+    """Those of a target with another tokenizer: two tokens of a second call would be one."""
+    model = tiny_model("llama")
+    options = {"backend": "knorm", "budget": 24}
+    cache = kvcache_plugins.build_cache(model, options).bind(model)
+    model.set_input_embeddings(_MapInputEmbedding(model.get_input_embeddings(), torch.arange(128)))
+    with pytest.raises(ValueError, match=r"'knorm' reads .* LlamaForCausalLM.* last token alone.* 'int8'"):
+        cache.bind(model)
+    kvcache_plugins.build_cache(model, {"backend": "int8"}).bind(model)
