@@ -9,7 +9,7 @@ values itself, which `kernel="native"` refuses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,7 +22,7 @@ from ..layers.expanded import Expansion, Make
 from ..layers.handle import KVHandle
 from ..models.latent import LatentProjection, projection_of
 
-__all__ = ["let_latents_pass", "restore_expansions"]
+__all__ = ["let_latents_pass", "restore_expansions", "why_expanded"]
 
 Method = Callable[..., tuple[Tensor, Tensor]]
 
@@ -40,13 +40,22 @@ def let_latents_pass(model: nn.Module) -> None:
         model (`torch.nn.Module`): Nothing is done to one that has no such modules. The method is replaced in
             the module's class, where tensors go on to the original.
     """
-    for module in model.modules():
-        if not all(hasattr(module, name) for name in (_NAME, *_READ)):
-            continue
+    for module in _expanding_modules(model):
         owner = next(cls for cls in type(module).__mro__ if _NAME in vars(cls))
         if owner not in _originals:
             _originals[owner] = vars(owner)[_NAME]
             setattr(owner, _NAME, _handing_on(_originals[owner]))
+
+
+def why_expanded(model: Any) -> str | None:
+    """Why a model will make keys and values of all latents itself; `None` where nothing speaks for it."""
+    found = (projection_of(module, model.dtype) for module in _expanding_modules(model))
+    return next((obstacle for obstacle in found if isinstance(obstacle, str)), None)
+
+
+def _expanding_modules(model: nn.Module) -> Iterator[nn.Module]:
+    names = (_NAME, *_READ)
+    return (module for module in model.modules() if all(hasattr(module, name) for name in names))
 
 
 def restore_expansions() -> None:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from ..attention.latent_models import why_expanded
 from ..cache import KVCache
 from ..layers.base import PackedLayer
 from ..models.facts import (
@@ -184,6 +185,12 @@ class EvictingCache(KVCache):
                 f"{reason}, which the attention of {type(model).__name__}, written into the model, does not "
                 "show them. Allowed for this model are backends that judge a token by itself, such as "
                 "'knorm' and 'streaming_llm', with the same options for all layers."
+            )
+        if self.needs_queries and (obstacle := why_expanded(model)) is not None:
+            raise ValueError(
+                f"The backend {self.backend!r} must see the queries of latents, and {type(model).__name__} "
+                f"makes keys and values of them: {obstacle}. Allowed for this model are backends that judge "
+                "a token by itself, such as 'knorm' and 'streaming_llm', and adapters that have been merged."
             )
 
     def _check_embeddings(self, model: nn.Module) -> None:

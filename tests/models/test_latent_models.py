@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
@@ -257,6 +257,16 @@ def test_a_model_without_a_plain_weight_goes_on_as_before(model: PreTrainedModel
     assert report.fallback_reads > 0
     assert all("more than a weight" in reason for reason in report.kernel_reasons.values())
     assert set(report.kernel_reasons) == {0, 1}
+
+
+@pytest.mark.parametrize("backend", ["kvzip", "snapkv"])
+def test_queries_are_not_seen_of_latents_that_a_model_expands(backend: str, model: PreTrainedModel) -> None:
+    changed = copy.deepcopy(model)
+    attention: Any = changed.model.layers[1].self_attn
+    attention.kv_b_proj = nn.Sequential(attention.kv_b_proj)  # what PEFT makes of it has parts, too
+    with pytest.raises(ValueError, match=rf"'{backend}' must see .*kv_b_proj \(Sequential\) .* merged"):
+        kvp.build_cache(changed, {"backend": backend, "budget": 24}).bind(changed)
+    kvp.build_cache(changed, {"backend": "knorm", "budget": 24}).bind(changed)
 
 
 def test_uninstalling_puts_the_models_back(model: PreTrainedModel) -> None:
