@@ -337,6 +337,8 @@ def test_our_attention_on_a_model_that_takes_none() -> None:
 def test_something_that_is_neither_model_nor_config() -> None:
     with pytest.raises(ValueError, match=r"model or its configuration, got str"):
         kvp.build_cache("llama", {"backend": "kivi"})
+    with pytest.raises(ValueError, match=r"got the module DataParallel, which has none\. .* `\.module`\.$"):
+        kvp.build_cache(torch.nn.DataParallel(tiny_model("llama")), {"backend": "int8"})
 
 
 def test_cache_and_config_survive_json(model: Any) -> None:

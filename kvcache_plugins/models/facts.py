@@ -88,7 +88,12 @@ def split_model_or_config(model_or_config: Any) -> tuple[nn.Module | None, Any]:
         config = getattr(model_or_config, "config", None)
         if config is not None:
             return model_or_config, config
-    elif hasattr(model_or_config, "get_text_config"):
+        raise ValueError(
+            "Expected a transformers model or its configuration, got the module "
+            f"{type(model_or_config).__name__}, which has none. Of a wrapper such as DistributedDataParallel "
+            "allowed is the model in it, `.module`."
+        )
+    if hasattr(model_or_config, "get_text_config"):
         return None, model_or_config
     raise ValueError(
         f"Expected a transformers model or its configuration, got {type(model_or_config).__name__}: "
