@@ -226,11 +226,9 @@ class KVzipCache(TokenWatchingCache):
     def _arguments(self, decoder: Any, passage: Passage, seen: int, pads: Tensor | None) -> dict[str, Any]:
         """What a decoder is called with to read a passage again, as the continuation of all it has seen."""
         known = inspect.signature(decoder.forward).parameters
-        token_ids = passage.token_ids
-        if (
-            decoder.device.type != "meta"
-        ):  # of a model whose weights are offloaded, which fetches what it reads
-            token_ids = token_ids.to(decoder.device)
+        # of a model whose weights are offloaded, which moves what it reads, the device is none
+        is_somewhere = decoder.device.type != "meta"
+        token_ids = passage.token_ids.to(decoder.device) if is_somewhere else passage.token_ids
         self._check_room(seen + token_ids.shape[1])
         call: dict[str, Any] = {"input_ids": token_ids, "use_cache": True}
         rows, count = token_ids.shape
