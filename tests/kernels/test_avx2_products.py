@@ -1,4 +1,4 @@
-"""The AVX2 kernel's products of packed blocks in 16-bit integers, which bf16 queries get."""
+"""The AVX2 kernel's products of packed blocks: in integers for bf16 queries, of float8 in fp32 for all."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ CODES = {
     "int4 sinks": {**INT4, "sink_length": 5},
     "int8": {"backend": "int8"},
     "int8 per token": {"backend": "int8", "granularity": "token"},
+    "float8 e4m3": {"backend": "float8"},
+    "float8 e5m2": {"backend": "float8", "format": "e5m2"},
 }
 
 
@@ -64,15 +66,33 @@ def test_codes(name: str, head_dim: int) -> None:
         compare(*step(layer, 1, group), AttentionOptions())
 
 
+@pytest.mark.parametrize("head_dim", [64, 72, 256])
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_float8_is_as_exact_as_fp32(format: str, head_dim: int) -> None:
+    """So are its smallest numbers, which have no exponent."""
+    for group, is_small in [(1, False), (2, True), (4, False), (6, True)]:
+        layer = build_layer({"backend": "float8", "format": format}, LENGTH, head_dim=head_dim)
+        query, key, value = step(layer, 1, group)
+        for side in ("key", "value") if is_small else ():
+            codes = layer.records.codes(side, 0, layer.records.num_blocks)
+            codes &= 0x87 if format == "e4m3" else 0x83
+            layer.records.metadata(side, "scale", 0, layer.records.num_blocks).fill_(
+                4.0 if format == "e4m3" else 1000.0
+            )
+        expected = attend(query.double(), key.tokens, value.tokens, AttentionOptions())
+        got = attend_handles(query, key, value, AttentionOptions())
+        assert (got.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
 @pytest.mark.parametrize("group", [2, 3, 7])
-@pytest.mark.parametrize("name", ["kivi 2 bits", "int4 2-bit values", "int8"])
+@pytest.mark.parametrize("name", ["kivi 2 bits", "int4 2-bit values", "int8", "float8 e4m3"])
 def test_several_query_tokens(name: str, group: int) -> None:
     layer = build_layer(CODES[name], LENGTH, dtype=torch.bfloat16)
     compare(*step(layer, 3, group), AttentionOptions(is_causal=True, sliding_window=300))
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", ["int4", "int8", "kivi 4 bits"])
+@pytest.mark.parametrize("name", ["int4", "int8", "kivi 4 bits", "float8 e4m3", "float8 e5m2"])
 def test_values_that_are_not_finite_spoil_what_sees_them(name: str, number: float) -> None:
     layer = build_layer(CODES[name], LENGTH, dtype=torch.bfloat16)
     query, key, value = step(layer, 1, 4)
