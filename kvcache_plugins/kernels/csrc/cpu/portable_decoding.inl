@@ -50,6 +50,37 @@ inline int64_t high_plane(const Side& side) {
   return static_cast<int64_t>(kBlockTokens) * side.padded_dim / 4;
 }
 
+// What non-uniform codes stand for, of up to 4 bits.
+class Levels {
+ public:
+  explicit Levels(const Side& side) {
+    for (int code = 0; side.format == kNonUniform && code < 1 << side.nbits; ++code) levels_[code] = side.levels[code];
+  }
+
+  Floats of(Words codes) const {
+#if defined(KVCACHE_LANES) && KVCACHE_LANES == 8
+    const __m256i places = (__m256i)codes;
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(levels_), places);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(levels_ + 8), places);
+    return (Floats)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(places, 28)));
+#elif defined(KVCACHE_LANES) && KVCACHE_LANES == 16
+    return (Floats)_mm512_permutexvar_ps((__m512i)codes, _mm512_load_ps(levels_));
+#else
+    Floats found;
+    for (int l = 0; l < kLanes; ++l) found[l] = levels_[codes[l]];
+    return found;
+#endif
+  }
+
+ private:
+  alignas(64) float levels_[16] = {};
+};
+
+template <int kFormat>
+inline __attribute__((always_inline)) Floats code_values(Words codes, const Levels& levels) {
+  return kFormat == kNonUniform ? levels.of(codes) : code_values<kFormat>(codes);
+}
+
 // Decodes the keys of a record to tile[channel][token]. `kByChunk`: 16 neighbouring tokens share their
 // metadata.
 template <int kBits, int kFormat, bool kByChunk>
@@ -59,9 +90,10 @@ void decode_key_channels(const Side& side, const uint8_t* record, Workspace& ws)
   const uint8_t* codes = record + side.codes_offset;
   const int half = side.padded_dim / 2;
   const int group = side.head_dim / side.width;
-  const bool is_static = side.scale_offset < 0;
-  const bool has_minimum = side.minimum_offset >= 0;
+  const bool is_of_channel = side.channel_scale != nullptr, is_static = is_of_channel || side.scale_offset < 0;
+  const bool has_minimum = !is_of_channel && side.minimum_offset >= 0;
   const bool is_interleaved = side.interleaved != 0;
+  const Levels levels(side);
   load_metadata(side, record, ws);
   int rows[4];
   for (int k = 0; k < 4; ++k) rows[k] = is_static ? 0 : 16 * k / side.group_tokens * side.width;
@@ -86,10 +118,12 @@ void decode_key_channels(const Side& side, const uint8_t* record, Workspace& ws)
     const uint8_t* lanes_high = codes + high_plane(side) + pair / 4 * 64;
     const int shift = kBits == 8 ? 8 * (d % 4) : 16 * upper + P::kLow * 4 * (pair % kParts);
     const int shift_high = 16 * upper + 4 * (pair % 4);
+    const float fixed_scale = is_of_channel ? side.channel_scale[d] : side.static_scale;
+    const float fixed_minimum = is_of_channel ? side.channel_offset[d] : 0.0f;
     float* out = ws.tile + d * kBlockTokens;
     for (int k = 0; k < 4; ++k) {
-      Floats scale = splat(is_static ? side.static_scale : ws.scale[rows[k] + column]);
-      Floats minimum = splat(kByChunk && has_minimum ? ws.minimum[rows[k] + column] : 0.0f);
+      Floats scale = splat(is_static ? fixed_scale : ws.scale[rows[k] + column]);
+      Floats minimum = splat(kByChunk && has_minimum ? ws.minimum[rows[k] + column] : fixed_minimum);
 #pragma GCC unroll 4
       for (int t = 0; t < 16; t += kLanes) {
         Words words;
@@ -103,7 +137,7 @@ void decode_key_channels(const Side& side, const uint8_t* record, Workspace& ws)
           scale = load<Floats>(scales + 16 * k + t);
           minimum = load<Floats>(minima + 16 * k + t);
         }
-        store(out + 16 * k + t, code_values<kFormat>(words) * scale + minimum);
+        store(out + 16 * k + t, code_values<kFormat>(words, levels) * scale + minimum);
       }
     }
     if (side.factors != nullptr) {
@@ -133,6 +167,7 @@ void decode_value_tokens(const Side& side, const uint8_t* record, Workspace& ws)
   const int group = side.head_dim / side.width;
   const bool is_static = side.scale_offset < 0;
   const bool has_minimum = side.minimum_offset >= 0;
+  const Levels levels(side);
   load_metadata(side, record, ws);
   int columns[kMaxHeadDim / 16];
   for (int u = 0; u < chunks; ++u) columns[u] = is_static ? 0 : 16 * u / group;
@@ -167,7 +202,7 @@ void decode_value_tokens(const Side& side, const uint8_t* record, Workspace& ws)
           scale = load<Floats>(ws.row_scale + 16 * u + c);
           minimum = load<Floats>(ws.row_minimum + 16 * u + c);
         }
-        store(out + 16 * u + c, code_values<kFormat>(words) * scale + minimum);
+        store(out + 16 * u + c, code_values<kFormat>(words, levels) * scale + minimum);
       }
     }
     if (side.factors != nullptr) {
@@ -188,6 +223,13 @@ void decode_values(const Side& side, const uint8_t* record, Workspace& ws) {
 using Decoder = void (*)(const Side&, const uint8_t*, Workspace&);
 
 template <int kFormat>
+Decoder choose_narrow_decoder(int nbits, bool is_key) {
+  if (nbits == 2) return is_key ? decode_keys<2, kFormat> : decode_values<2, kFormat>;
+  if (nbits == 3) return is_key ? decode_keys<3, kFormat> : decode_values<3, kFormat>;
+  return is_key ? decode_keys<4, kFormat> : decode_values<4, kFormat>;
+}
+
+template <int kFormat>
 Decoder choose_wide_decoder(bool is_key) {
   return is_key ? decode_keys<8, kFormat> : decode_values<8, kFormat>;
 }
@@ -200,62 +242,10 @@ Decoder choose_decoder(const Side& side, bool is_key) {
       return choose_wide_decoder<kE4M3>(is_key);
     case kE5M2:
       return choose_wide_decoder<kE5M2>(is_key);
+    case kNonUniform:
+      return choose_narrow_decoder<kNonUniform>(side.nbits, is_key);
   }
-  switch (side.nbits) {
-    case 2:
-      return is_key ? decode_keys<2, kAffine> : decode_values<2, kAffine>;
-    case 3:
-      return is_key ? decode_keys<3, kAffine> : decode_values<3, kAffine>;
-    case 4:
-      return is_key ? decode_keys<4, kAffine> : decode_values<4, kAffine>;
-    default:
-      return choose_wide_decoder<kAffine>(is_key);
-  }
-}
-
-// What non-uniform codes stand for, of up to 4 bits.
-class Levels {
- public:
-  explicit Levels(const Side& side) {
-    for (int code = 0; code < 1 << side.nbits; ++code) levels_[code] = side.levels[code];
-  }
-
-  // Of codes that were converted to fp32.
-  Floats of(Floats codes) const {
-#if defined(KVCACHE_LANES) && KVCACHE_LANES == 8
-    const __m256i places = _mm256_cvtps_epi32((__m256)codes);
-    const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(levels_), places);
-    const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(levels_ + 8), places);
-    return (Floats)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(places, 28)));
-#elif defined(KVCACHE_LANES) && KVCACHE_LANES == 16
-    return (Floats)_mm512_permutexvar_ps(_mm512_cvtps_epi32((__m512)codes), _mm512_load_ps(levels_));
-#else
-    Floats found;
-    for (int l = 0; l < kLanes; ++l) found[l] = levels_[static_cast<int>(codes[l])];
-    return found;
-#endif
-  }
-
- private:
-  alignas(64) float levels_[16] = {};
-};
-
-// Decodes non-uniform codes (KVQuant): first to the codes themselves, then through the levels.
-void decode_levels(const Side& side, bool is_key, const uint8_t* record, Workspace& ws) {
-  Side plain = side;
-  plain.format = kAffine;
-  plain.static_scale = 1.0f;
-  plain.scale_offset = plain.minimum_offset = -1;
-  choose_decoder(plain, is_key)(plain, record, ws);
-  const int rows = is_key ? side.head_dim : kBlockTokens, row_length = is_key ? kBlockTokens : side.padded_dim;
-  if (side.channel_scale == nullptr) load_metadata(side, record, ws);
-  const Levels levels(side);
-  for (int i = 0; i < rows; ++i) {
-    const float scale = side.channel_scale != nullptr ? side.channel_scale[i] : ws.scale[i];
-    const float offset = side.channel_scale != nullptr ? side.channel_offset[i] : ws.minimum[i];
-    float* row = ws.tile + i * row_length;
-    for (int j = 0; j < row_length; j += kLanes) store(row + j, levels.of(load<Floats>(row + j)) * scale + offset);
-  }
+  return side.nbits == 8 ? choose_wide_decoder<kAffine>(is_key) : choose_narrow_decoder<kAffine>(side.nbits, is_key);
 }
 
 // Adds to the decoded block what its codes lack.
@@ -370,11 +360,7 @@ void load_block(const Side& side, bool is_key, Decoder decode, int64_t start, in
   const int64_t packed = smaller(kBlockTokens, side.packed_length - start);
   if (packed > 0) {
     const uint8_t* record = side.records + start / kBlockTokens * side.record_bytes;
-    if (side.format == kNonUniform) {
-      decode_levels(side, is_key, record, ws);
-    } else {
-      decode(side, record, ws);
-    }
+    decode(side, record, ws);
     if (side.outliers != nullptr) add_outliers(side, is_key, start, ws);
     if (side.inv_freq != nullptr) rotate_positions(side, start, ws);
     if (side.cos != nullptr) rotate(side, start, ws);
