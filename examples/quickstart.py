@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 import kvcache_plugins as kvp
 from kvcache_plugins.cli.display import show
-from kvcache_plugins.cli.options import add_cache_config_option, parse_cache_configs
+from kvcache_plugins.cli.options import OUTPUT, add_cache_config_option, parse_cache_configs
 from kvcache_plugins.cli.preparing import output_directory, prepare_transformers
 from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, split_available
 from kvcache_plugins.evaluation.devices import choose_device
@@ -122,7 +122,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--score_dtype", **dtype, help="default: float32 up to a billion parameters")
     parser.add_argument("--threads", type=int, help="CPU threads (default: 1 for a tiny model, else torch's)")
     parser.add_argument("--device", default="auto", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--output", default=".", metavar="DIR", help="default: current directory")
+    parser.add_argument("--output", default=".", metavar="DIR", help=OUTPUT)
     return parser.parse_args(argv)
 
 

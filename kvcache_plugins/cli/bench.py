@@ -12,7 +12,7 @@ from ..evaluation.labels import cache_label
 from ..evaluation.speed_options import DTYPES, AttentionOptions, GenerationOptions
 from ..models.presets import PRESETS
 from .display import show
-from .options import add_cache_config_option, options_of
+from .options import OUTPUT, add_cache_config_option, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
 
 __all__ = ["add_parser", "run"]
@@ -99,7 +99,7 @@ def _add_common(parser: argparse.ArgumentParser, caches: str, what: str, lengths
     parser.add_argument("--batch_sizes", nargs="+", type=int, metavar="B", help="rows (default: 1)")
     parser.add_argument("--dtype", help=f"one of {', '.join(DTYPES)} (default: bf16)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument("--output", metavar="DIR", help="default: current directory")
+    parser.add_argument("--output", metavar="DIR", help=OUTPUT)
     parser.add_argument("--no_plots", action="store_true", help="draw no picture")
 
 
@@ -127,6 +127,7 @@ def _measure(benchmark: str, options: Any) -> dict[str, Any]:
 
 def _show(benchmark: str, document: dict[str, Any], output: Path, *, draws: bool) -> None:
     from ..evaluation import speed_plots, speed_tables
+    from ..evaluation.earlier import picture_name
     from ..evaluation.results import write_results
 
     is_attention = benchmark == "attention"
@@ -137,7 +138,7 @@ def _show(benchmark: str, document: dict[str, Any], output: Path, *, draws: bool
     show(tables, lines)  # before they are written, which may fail
     lines = [f"numbers: {write_results(output, document)}"]
     if draws:
-        picture = output / f"{benchmark}.png"
+        picture = output / picture_name(document["task"])
         (speed_plots.plot_attention if is_attention else speed_plots.plot_generation)(document, picture)
         lines.append(f"picture: {picture}")
     show([], lines)

@@ -113,12 +113,13 @@ def _measure(merged: dict[str, Any], output: Path) -> dict[str, Any] | None:
 
 
 def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
+    from ..evaluation.earlier import picture_name
     from ..evaluation.longbench.display import footnotes, longbench_table, plot_longbench
     from ..evaluation.results import RESULTS_FILE
 
     lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
     if draws:
-        picture = output / "longbench.png"
+        picture = output / picture_name(document["task"])
         plot_longbench(document, picture)
         lines.append(f"picture: {picture}")
     show([longbench_table(document)], lines)

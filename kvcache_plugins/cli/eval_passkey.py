@@ -88,12 +88,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
+    from ..evaluation.earlier import picture_name
     from ..evaluation.passkey_display import footnotes, passkey_table, plot_passkey
     from ..evaluation.results import RESULTS_FILE
 
     lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
     if draws:
-        picture = output / "passkey.png"
+        picture = output / picture_name(document["task"])
         plot_passkey(document, picture)
         lines.append(f"picture: {picture}")
     show([passkey_table(document)], lines)

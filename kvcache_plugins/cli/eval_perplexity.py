@@ -78,13 +78,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
+    from ..evaluation.earlier import picture_name
     from ..evaluation.perplexity_plots import plot_perplexity
     from ..evaluation.perplexity_tables import footnotes, perplexity_table
     from ..evaluation.results import RESULTS_FILE
 
     lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
     if draws:
-        picture = output / "perplexity.png"
+        picture = output / picture_name(document["task"])
         plot_perplexity(document, picture)
         lines.append(f"picture: {picture}")
     show([perplexity_table(document)], lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..evaluation.options import DTYPES
-from .options import add_cache_config_option
+from .options import OUTPUT, add_cache_config_option
 
 __all__ = ["add_evaluation_arguments", "add_model_arguments"]
 
@@ -15,7 +15,7 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_cache_config_option(parser, "int8, int4, kivi 4- and 2-bit, float8, and transformers' own")
     parser.add_argument("--tp_plan", metavar="PLAN", help="auto: spread over the processes of torchrun")
-    parser.add_argument("--output", metavar="DIR", help="default: current directory")
+    parser.add_argument("--output", metavar="DIR", help=OUTPUT)
     parser.add_argument("--no_plots", action="store_true", help="draw no picture")
 
 

@@ -10,7 +10,14 @@ from typing import Any
 from ..evaluation.option_files import read_option_file
 from ..registry import TRANSFORMERS_BACKENDS, get_backend
 
-__all__ = ["RESUMED", "add_cache_config_option", "merge_options", "options_of", "parse_cache_configs"]
+__all__ = [
+    "OUTPUT",
+    "RESUMED",
+    "add_cache_config_option",
+    "merge_options",
+    "options_of",
+    "parse_cache_configs",
+]
 
 # What the command line knows and the work need not.
 _NOT_OPTIONS = (
@@ -18,6 +25,8 @@ _NOT_OPTIONS = (
 )  # fmt: skip
 RESUMED = "the same command goes on where this one ended."
 """What the user of a command is told who has interrupted it."""
+OUTPUT = "default: current directory; what another run has left there is kept under another name"
+"""What the help text says of where results go."""
 _EXAMPLE = '{"backend": "kivi", "nbits": 2}'
 
 

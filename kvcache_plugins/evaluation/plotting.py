@@ -39,7 +39,7 @@ def pyplot() -> Any:
 
 
 def save_figure(figure: Any, path: Path, panels: Iterable[Any] = (), *, dpi: int = 120) -> None:
-    """Write a figure as a PNG, in a folder that is made if need be, and close it.
+    """Write a figure as a PNG, in a folder that is made if need be, and close it; whole or not at all.
 
     Args:
         figure (`Figure`): What was drawn.
@@ -47,10 +47,13 @@ def save_figure(figure: Any, path: Path, panels: Iterable[Any] = (), *, dpi: int
         panels (`Iterable[Axes]`): Parts of it that get a faint grid, and no frame above and on the right.
         dpi (`int`): Pixels an inch.
     """
+    from ..artifacts.files import replaced  # which brings torch; whether pictures can be drawn needs none
+
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
+    with replaced(path) as unfinished:
+        figure.savefig(unfinished, dpi=dpi, format="png")
     pyplot().close(figure)

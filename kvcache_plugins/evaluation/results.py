@@ -12,7 +12,7 @@
 The first result is the dense cache, measured in the same run, except where `settings` has `score_only`: then
 nothing was run, and the results are the scores of predictions made before, with whatever caches there were.
 `settings` and `skipped` may be missing in a file written by another program. A file appears whole or not at
-all.
+all, and that of another run is kept beside it (`earlier`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from ..artifacts.files import read_json, write_json
+from ..artifacts.files import read_json, replaced, write_json
+from .earlier import set_aside
 from .labels import DENSE
 
 __all__ = [
@@ -125,13 +126,17 @@ def check_document(document: Mapping[str, Any]) -> None:
 def write_results(directory: Path, document: dict[str, Any]) -> Path:
     """Write `results.json` into `directory`, which is made if need be, and return its path.
 
+    That of another run is kept under another name, see [`set_aside`].
+
     Raises:
         ValueError: If the document does not follow the schema; nothing is written.
     """
     check_document(document)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / RESULTS_FILE
-    write_json(path, document)
+    with replaced(path) as unfinished:
+        write_json(unfinished, document)
+        set_aside(path, document)  # once nothing can go wrong any more
     return path
 
 

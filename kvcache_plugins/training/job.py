@@ -15,6 +15,7 @@ from transformers import EvalPrediction, Trainer, set_seed
 from ..artifacts.files import write_json
 from ..artifacts.folders import check_no_model, check_push, push, replacing
 from ..backends.locret import LocretConfig
+from ..evaluation.earlier import set_aside
 from ..evaluation.options import DTYPES, check_choice, check_directory
 from ..evaluation.results import RESULTS_FILE, build_document
 from ..models.facts import decoder_config
@@ -208,6 +209,9 @@ def _write(
         if not options.no_plots:
             title = f"Retaining heads for {heads.config.base_model_name_or_path or 'a model'}"
             plot_training(trainer.state.log_history, recalls, title, folder / PICTURE_FILE)
+        set_aside(output / RESULTS_FILE, document)
+        if (output / WEIGHTS_FILE).exists():
+            print(f"replaced: {output / WEIGHTS_FILE}, the heads of an earlier training")
     return document
 
 

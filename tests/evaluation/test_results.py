@@ -111,6 +111,61 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(
     assert path.read_text() == before
 
 
+def _told(tmp_path: Path, capsys: pytest.CaptureFixture[str], document: dict[str, Any]) -> str:
+    results.write_results(tmp_path, document)
+    assert results.read_results(tmp_path) == document
+    return capsys.readouterr().out
+
+
+def test_results_of_another_run_are_kept_under_another_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, picture = tmp_path / "results.json", tmp_path / "attention.png"
+    first, other = _document(task="bench attention"), _document(task="passkey")
+    assert _told(tmp_path, capsys, first) == ""
+    picture.write_text("first")
+    again = first | {"results": [row | {"score": 0} for row in first["results"]]}
+    assert _told(tmp_path, capsys, again) == f"replaced: {path}, of an earlier run with the same settings\n"
+    kept = tmp_path / "results-bench-attention.json"
+    assert _told(tmp_path, capsys, other) == f"kept: {kept}, the results of an earlier run\n"
+    assert results.read_results(kept) == again and not picture.exists()
+    assert kept.with_suffix(".png").read_text() == "first"
+    changes: list[dict[str, Any]] = [{"settings": {"length": 4}}, {"results": [{"cache_config": DENSE}]}]
+    for number, change in enumerate(changes, start=2):
+        _told(tmp_path, capsys, first)
+        assert f"results-bench-attention{f'-{number}'}.json" in _told(tmp_path, capsys, first | change)
+        path.unlink()
+    path.write_text("somebody else's")
+    _told(tmp_path, capsys, first)
+    assert (tmp_path / "results-unknown.json").read_text() == "somebody else's"
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_an_interruption_loses_no_results(last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of the three files, old picture, old numbers and new ones, is the first not to arrive."""
+    old, new = _document(task="bench attention"), _document(task="passkey")
+    results.write_results(tmp_path, old)
+    (tmp_path / "attention.png").write_text("old")
+    moved, replace = [], files.Path.replace
+
+    def interrupted(self: Path, target: Path) -> None:
+        if target.parent == tmp_path and ".unfinished" not in target.name:
+            if len(moved) == last:
+                raise KeyboardInterrupt
+            moved.append(target.name)
+        replace(self, target)
+
+    monkeypatch.setattr(files.Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        results.write_results(tmp_path, new)
+    monkeypatch.undo()
+    results.write_results(tmp_path, new)
+    assert results.read_results(tmp_path) == new
+    assert results.read_results(tmp_path / "results-bench-attention.json") == old
+    assert (tmp_path / "results-bench-attention.png").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{"])
 def test_damaged_files_are_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(text)

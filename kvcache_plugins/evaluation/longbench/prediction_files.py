@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ...artifacts.files import read_json, replaced, write_json
+from ..earlier import free_name
 from ..journal import append_line
 from ..json_lines import read_rows
 from ..labels import DENSE, cache_label
+from ..results import RESULTS_FILE
 from .tasks import TASKS, Task, find_tasks
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "prediction_path",
     "read_predictions",
     "rewrite_predictions",
+    "set_aside",
 ]
 
 _CACHE_FILE = "cache.json"
@@ -58,6 +61,25 @@ def name_folder(folder: Path, cache_config: dict[str, Any]) -> None:
     """Make the folder of a cache and say in it which cache that is."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / _CACHE_FILE, {"cache_config": cache_config})
+
+
+def set_aside(output: Path, cache_configs: Iterable[dict[str, Any]]) -> None:
+    """Make room for the predictions of a run where there are those of another one.
+
+    They are moved to a folder beside, which can be scored like any other, with a line that says so.
+
+    Args:
+        output (`Path`): Directory of the results.
+        cache_configs (`Iterable[dict]`): The caches of the run.
+    """
+    folders = [output / folder_name(cache_config) for cache_config in cache_configs]
+    folders = [folder for folder in folders if any(map(_has_rows, folder.glob("*.jsonl")))]
+    if folders:
+        kept = free_name(output / RESULTS_FILE, "longbench", [""])
+        kept.mkdir()
+        for folder in folders:
+            folder.replace(kept / folder.name)
+        print(f"kept: {kept}, the predictions of an earlier run")
 
 
 def append_prediction(path: Path, row: Mapping[str, Any]) -> None:
@@ -131,6 +153,11 @@ def find_predictions(
             f"{', '.join(wanted)}."
         )
     return sorted(found, key=lambda entry: entry[0] != DENSE)
+
+
+def _has_rows(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.readline().endswith(b"\n")  # not the half of one that an interruption has left
 
 
 def _cache_of(folder: Path) -> dict[str, Any]:

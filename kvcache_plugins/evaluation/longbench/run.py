@@ -11,11 +11,12 @@ from typing import Any
 from ...models.facts import decoder_config, most_positions
 from ...registry import TRANSFORMERS_BACKENDS
 from ..caches import split_available
+from ..earlier import is_repeated
 from ..journal import Journal
 from ..labels import cache_label
 from ..loading import Subject, load_config, load_subject
 from ..progress import Progress, ProgressBar, no_bar
-from ..results import build_document, write_results
+from ..results import RESULTS_FILE, build_document, write_results
 from . import prediction_files as files
 from .answering import answer
 from .metrics import check_metric
@@ -27,6 +28,7 @@ from .tasks import Task
 
 __all__ = ["measure_longbench"]
 
+_TASK = "longbench"
 _Questions = Mapping[Task, Sequence[Question]]
 
 # Changing one of these asks other questions or writes elsewhere, but leaves an answer what it is.
@@ -66,10 +68,17 @@ def measure_longbench(
 
     subject = load_subject(options)
     shard = subject.shard
+    settings = options.settings() | {
+        "max_lengths": {task.name: length for task, length in max_lengths.items()},
+        "uses_chat_template": not options.no_chat_template and subject.tokenizer.chat_template is not None,
+        "score_only": False,
+    }
+    journal = Journal(output, _what_answers_depend_on(options), shard.process)
     if shard.is_main:
+        if not len(journal) and not _is_repeated(output, settings, options.cache_configs):
+            files.set_aside(output, cache_configs)
         for cache_config in cache_configs:
             files.name_folder(output / files.folder_name(cache_config), cache_config)
-    journal = Journal(output, _what_answers_depend_on(options), shard.process)
     shard.wait()  # until every process has seen what there is to do
     run = _Run(subject, options, output, journal, max_lengths)
     own = sum(len(shard.take(asked)) for asked in questions.values())
@@ -82,13 +91,8 @@ def measure_longbench(
         return None
     journal.reload()
     results, failed = _results(run, cache_configs, questions)
-    settings = options.settings() | {
-        "max_lengths": {task.name: length for task, length in max_lengths.items()},
-        "uses_chat_template": not options.no_chat_template and subject.tokenizer.chat_template is not None,
-        "score_only": False,
-    }
     document = build_document(
-        "longbench", results, settings=settings, skipped=[*skipped, *failed], device=subject.device
+        _TASK, results, settings=settings, skipped=[*skipped, *failed], device=subject.device
     )
     write_results(output, document)
     journal.remove()
@@ -219,6 +223,12 @@ def _max_lengths(options: LongBenchOptions, config: Any, tasks: Sequence[Task]) 
 def _what_answers_depend_on(options: LongBenchOptions) -> dict[str, Any]:
     settings = options.settings()
     return {name: value for name, value in settings.items() if name not in _ANSWERS_DO_NOT_DEPEND_ON}
+
+
+def _is_repeated(output: Path, settings: Mapping[str, Any], cache_configs: list[dict[str, Any]]) -> bool:
+    """Whether the results that are there are of the same run, whose predictions will be what they are."""
+    planned = {"task": _TASK, "settings": settings, "results": [{"cache_config": c} for c in cache_configs]}
+    return is_repeated(output / RESULTS_FILE, planned)
 
 
 def _results(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,24 @@ def test_a_run_leaves_predictions_and_scores(finished: Path) -> None:
     assert int8["bits_per_value"] == pytest.approx(32 * int8["memory_fraction"])
     assert document["settings"]["max_lengths"] == {"hotpotqa": 300, "passage_count": 300}
     assert not (finished / "progress").exists()
+
+
+def test_predictions_of_another_run_are_kept_and_those_of_the_same_are_written_again(
+    model: Path, data: Path, tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(finished, output)
+    settings = read_results(finished)["settings"]
+    few = ["--limit", "1", "--tasks", "hotpotqa"]
+    assert _run(model, Path(settings["data_dir"]), output, *few)["results"][0]["rows"] == {"hotpotqa": 1}
+    assert _files(output / "results-longbench") == _files(finished)
+    assert read_results(output / "results-longbench.json") == read_results(finished)
+    said = f"kept: {output / 'results-longbench'}, the predictions of an earlier run\n"
+    assert said in capsys.readouterr().out
+    _run(model, Path(settings["data_dir"]), output, *few)
+    there = {path.name for path in output.iterdir()}
+    assert there == {"dense", "int8", "results.json", "results-longbench", "results-longbench.json"}
+    assert f"replaced: {output / 'results.json'}, of" in capsys.readouterr().out
 
 
 class _Interrupted(Exception):
