@@ -13,7 +13,7 @@ import torch
 
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
-from .devices import choose_device, device_settings
+from .devices import choose_device, device_settings, machine_bytes
 from .generation_process import DidNotFitError, WorkerError, make_job, peak_above_model, run_job
 from .generation_worker import model_config
 from .labels import DENSE, cache_label
@@ -53,10 +53,10 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
     any_answer: dict[str, Any] | None = None
     for length in options.lengths:
         for batch_size in options.batch_sizes:
-            answers = rounds.run(length, batch_size)
+            predictions = [_predictions(config, options, c, length, batch_size) for c in cache_configs]
+            answers = rounds.run(length, batch_size, [row["estimated_peak_bytes"] for row in predictions])
             rows = []
-            for index, cache_config in enumerate(cache_configs):
-                row = _predictions(config, options, cache_config, length, batch_size)
+            for index, row in enumerate(predictions):
                 if index in answers:
                     any_answer = answers[index][0]
                     rows.append(row | _measured(answers[index]))
@@ -101,15 +101,18 @@ class _Rounds:
         self.failures: list[dict[str, Any]] = []
         self.too_large: list[dict[tuple[int, int], str]] = [{} for _ in cache_configs]
 
-    def run(self, length: int, batch_size: int) -> dict[int, list[dict[str, Any]]]:
-        """Return the answers at a point, by the places of the caches; of those alone that always gave one."""
+    def run(self, length: int, batch_size: int, peaks: list[int | None]) -> dict[int, list[dict[str, Any]]]:
+        """Return the answers at a point, by the places of the caches; of those alone that always gave one.
+
+        `peaks` are the bytes that each cache will take, where they can be predicted.
+        """
         answers: dict[int, list[dict[str, Any]]] = {index: [] for index in range(len(self._cache_configs))}
         for _ in range(self._options.repeats):
             for index, cache_config in enumerate(self._cache_configs):
                 self._progress(f"{length} tokens: {cache_label(cache_config)}")
                 try:
                     if index in answers:
-                        answers[index].append(self._answer(index, length, batch_size))
+                        answers[index].append(self._answer(index, length, batch_size, peaks[index]))
                 except DidNotFitError as error:
                     del answers[index]
                     self.too_large[index][length, batch_size] = str(error)
@@ -123,8 +126,14 @@ class _Rounds:
                 self._progress(f"{length} tokens", advance=1)
         return answers
 
-    def _answer(self, index: int, length: int, batch_size: int) -> dict[str, Any]:
-        """Run a process, but spare the machine a point at least as large as one that did not fit."""
+    def _answer(self, index: int, length: int, batch_size: int, peak: int | None) -> dict[str, Any]:
+        """Run a process, but spare the machine what it cannot hold, and more than what did not fit."""
+        there, needed = machine_bytes(self._device), 8 * batch_size * length + (peak or 0)  # int64, the cache
+        if needed > there:
+            raise DidNotFitError(
+                f"not tried: prompt and cache take {needed / 1e9:,.1f} GB, {self._device} has "
+                f"{there / 1e9:,.1f} GB in all"
+            )
         for tried_length, tried_batch_size in self.too_large[index]:
             if length >= tried_length and batch_size >= tried_batch_size:
                 point = f"{tried_length} tokens with a batch of {tried_batch_size}"

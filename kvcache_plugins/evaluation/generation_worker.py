@@ -184,6 +184,7 @@ def main(argv: list[str]) -> int:
     """Read the job, measure, write the answer; the status tells a refused allocation from other failures."""
     job, answer = map(Path, argv)
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # what is said last is shown where a measurement fails
     # Where memory runs out, the system should end this process rather than one that does other work.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

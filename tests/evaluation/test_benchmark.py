@@ -395,6 +395,16 @@ def test_nothing_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         generation_speed.measure_generation(GenerationOptions(cache_config=[], lengths=[64]))
 
 
+@pytest.mark.parametrize("sizes", [{"lengths": [10**12]}, {"lengths": [64], "max_new_tokens": 10**12}])
+def test_what_no_memory_holds_is_told_before_a_model_is_built(
+    sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_speed, "run_job", lambda job: pytest.fail("started"))
+    options = GenerationOptions(cache_config=[{"backend": "int8"}], **sizes)
+    with pytest.raises(ValueError, match=r"not tried: prompt and cache take [\d,.]+ GB, cpu has [\d.]+ GB"):
+        generation_speed.measure_generation(options)
+
+
 @pytest.mark.parametrize("status", [-9, 137, generation_process.OUT_OF_MEMORY])
 def test_a_killed_process_did_not_fit(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.CompletedProcess([], status, stdout="", stderr="can't allocate memory")
