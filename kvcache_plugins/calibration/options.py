@@ -15,6 +15,8 @@ DATASET = "Salesforce/wikitext:wikitext-2-raw-v1"
 """The text of the paper: WikiText-2, its train split."""
 PYDOC = "pydoc"
 """The text every Python carries, which needs no download."""
+_MOST_TOKENS = 10**7
+"""Three hundred times the tokens of the paper; all samples are in memory, and what their tails need."""
 WEIGHTS = ("fisher_scale", "fisher", "none")
 BACKENDS: dict[str, tuple[int, ...]] = {"kvquant": (2, 3, 4), "kivi": (2, 3, 4, 8)}
 """Backends whose precision can be chosen automatically, and the bits they have."""
@@ -65,6 +67,12 @@ class CalibrationOptions(ModelOptions):
         for name in ("num_samples", "precision_samples"):
             check_count(name, getattr(self, name))
         check_count("sequence_length", self.sequence_length, least=2)
+        most = max(1, _MOST_TOKENS // self.sequence_length)
+        if self.num_samples > most:
+            raise ValueError(
+                f"--num_samples must be at most {most:,} with --sequence_length {self.sequence_length}, "
+                f"{_MOST_TOKENS:,} tokens in all, got {self.num_samples}."
+            )
         check_count("sink_length", self.sink_length, least=0)
         check_count("seed", self.seed, least=0)
         if self.sink_length > self.sequence_length - 2:

@@ -23,6 +23,10 @@ FACT_NEEDLE = " The code of {name} is {key}. Remember it. {key} is the code of {
 FACT_QUESTION = " What is the code of {name}? The code of {name} is"
 """What is asked after the prompt has been read; the answer continues it."""
 
+_MOST_PROMPTS, _MOST_TOKENS = 20_000, 10**9
+"""Far beyond what a table needs: its standard errors are below 1.2 percent with a tenth of these prompts.
+All of them are made before the first is asked."""
+
 _NAMES = """
 Alice Arthur Bob David Edward Frank Grace Helen Irene Kate Laura Lucy Margaret Martha Nora Oliver Philip
 Quentin Samuel Sarah Susan Ursula Victor Walter
@@ -90,6 +94,7 @@ class PasskeyOptions(ModelOptions):
             raise ValueError(f"--lengths must differ from each other, got {list(self.lengths)}.")
         for name in ("depths", "trials", "max_new_tokens", "batch_size"):
             check_count(name, getattr(self, name))
+        self._check_size()
         check_count("seed", self.seed, least=0)
         if self.filler_files is not None:
             if isinstance(self.filler_files, str) or not self.filler_files:
@@ -115,6 +120,17 @@ class PasskeyOptions(ModelOptions):
         """Set an option that was not given."""
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
+
+    def _check_size(self) -> None:
+        """Check that all prompts can be made in seconds, and kept."""
+        places = self.trials * (self.depths if self.facts == 1 else 1)
+        prompts, tokens = places * len(self.lengths), places * sum(self.lengths)
+        if prompts > _MOST_PROMPTS or tokens > _MOST_TOKENS:
+            depths = f", --depths {self.depths}" if self.facts == 1 else ""
+            raise ValueError(
+                f"--trials {self.trials}{depths} and {len(self.lengths)} --lengths make {prompts:,} prompts "
+                f"of {tokens:,} tokens in all; at most {_MOST_PROMPTS:,} of {_MOST_TOKENS:,} are possible."
+            )
 
     def _check_facts(self) -> None:
         """Check what several facts ask for."""

@@ -22,6 +22,8 @@ _LEAST = {
     "local_length": 0,
 }
 """Of the counts that may be left out."""
+_WIDEST = 2**16
+"""Of a head: 64 times the width of the paper's, whose two matrices no machine should be asked for in vain."""
 
 
 @dataclass
@@ -116,7 +118,8 @@ class LocretOptions:
         check_count("eval_examples", self.eval_examples)
         for name, least in _LEAST.items():
             if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), least=least)
+                most = _WIDEST if name == "hidden_dim" else None
+                check_count(name, getattr(self, name), least=least, most=most)
         if isinstance(self.text_files, str) or (self.text_files is not None and not self.text_files):
             raise ValueError(f"--text_files must be one or more files, got {self.text_files!r}.")
         for name in ("revision", "attn_implementation", "device_map", "text_files"):

@@ -153,6 +153,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fraction-text": ({"outlier_fraction": "1%"}, r"got '1%'"),
     "weight": ({"weight": "fischer"}, "Did you mean 'fisher'"),
     "samples": ({"num_samples": 0}, "--num_samples must be an integer >= 1"),
+    "many samples": ({"num_samples": 10**9}, "--num_samples must be at most [0-9,]+ with --sequence_length"),
     "sink": ({"sink_length": 9}, "--sink_length must leave at least 2 of the 10 tokens"),
     "files": ({"text_files": "book.txt"}, "one or more files"),
     "tp_plan": ({"tp_plan": "auto"}, "--device_map"),

@@ -228,6 +228,7 @@ def test_a_failure_of_transformers_is_noted_and_ours_stops_the_run(
         (["--max_new_tokens", "5000"], "--max_new_tokens must be below the model's 4096 positions, got 5000"),
         (["--cache_config", '{"backend": "quanto", "foo": 1}'], "'foo': 1} is not what transformers' own"),
         (["--lengths", "20"], "--lengths must be above"),
+        (["--trials", "100000000"], "2 --lengths make 400,000,000 prompts of 85,600,000,000 tokens in all"),
         (["--needle", " The pass key is lost."], "--needle must hold {key}"),
         (["--filler_files", "{tmp}/missing.txt"], "missing.txt"),
         (["--filler_files", "{tmp}/empty.txt"], "empty.txt"),

@@ -210,6 +210,10 @@ def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             "--hidden_dim must be an integer >= 1, got 0",
         ),
         (
+            ["--model", "m", "--output", "x", "--hidden_dim", "1000000000"],
+            "--hidden_dim must be an integer >= 1 and at most 65536, got 1000000000",
+        ),
+        (
             ["--model", "m", "--output", "x", "--max_length", "1"],
             "--max_length must be an integer >= 2, got 1",
         ),
