@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import ArtifactError
 
-__all__ = ["read_json", "read_tensors", "replaced", "write_json", "write_tensors"]
+__all__ = ["json_text", "read_json", "read_tensors", "replaced", "write_json", "write_tensors"]
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -68,4 +68,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], facts: Mapping[str, st
 def write_json(path: Path, facts: dict[str, Any]) -> None:
     """Write a json file."""
     with replaced(path) as unfinished:
-        unfinished.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+        unfinished.write_text(json_text(facts))
+
+
+def json_text(facts: dict[str, Any]) -> str:
+    """Return what a json file holds, in a form that people can read and compare."""
+    return json.dumps(facts, indent=2, sort_keys=True) + "\n"

@@ -34,5 +34,9 @@ def cache_label(cache_config: dict[str, Any]) -> str:
 
 
 def dense_first(cache_configs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies of the options with the dense cache in front, and only there."""
-    return [dict(DENSE), *(dict(c) for c in cache_configs if c != DENSE)]
+    """Return copies of the options with the dense cache in front, and every cache once."""
+    found = [DENSE]
+    for cache_config in cache_configs:
+        if cache_config not in found:
+            found.append(cache_config)
+    return [dict(cache_config) for cache_config in found]

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from ..artifacts.files import read_json, replaced, write_json
+from ..artifacts.files import json_text, read_json, replaced
 from .earlier import set_aside
 from .labels import DENSE
 
@@ -135,7 +135,7 @@ def write_results(directory: Path, document: dict[str, Any]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / RESULTS_FILE
     with replaced(path) as unfinished:
-        write_json(unfinished, document)
+        unfinished.write_text(json_text(document))
         set_aside(path, document)  # once nothing can go wrong any more
     return path
 

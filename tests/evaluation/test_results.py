@@ -173,8 +173,8 @@ def test_damaged_files_are_named(text: str, tmp_path: Path) -> None:
         results.read_results(tmp_path)
 
 
-def test_dense_comes_first_and_once() -> None:
+def test_dense_comes_first_and_every_cache_once() -> None:
     int8 = {"backend": "int8"}
-    assert dense_first([int8, DENSE]) == [DENSE, int8]
+    assert dense_first([int8, DENSE, {"backend": "int4"}, dict(int8)]) == [DENSE, int8, {"backend": "int4"}]
     dense_first([])[0]["backend"] = "changed"
     assert dense_first([]) == [{"backend": "dense"}]
