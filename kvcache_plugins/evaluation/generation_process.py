@@ -106,7 +106,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         question, answer = Path(folder, "job.json"), Path(folder, "answer.json")
         question.write_text(json.dumps(job), encoding="utf-8")
         done = subprocess.run(
-            [sys.executable, "-m", _WORKER, str(question), str(answer)],
+            [sys.executable, "-m", _WORKER, str(question), str(answer), str(os.getpid())],
             env={**os.environ, "PYTHONPATH": search, "PATH": path},
             capture_output=True,
             text=True,

@@ -1,14 +1,18 @@
 """One measurement of `generate()`, in a process of its own, so that its peak memory is its own.
 
-python -m kvcache_plugins.evaluation.generation_worker JOB.json ANSWER.json
+python -m kvcache_plugins.evaluation.generation_worker JOB.json ANSWER.json PROCESS
+
+PROCESS is the id of the one that waits for the answer, without which this one has nothing to do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,7 @@ from .caches import cache_bytes, generate
 from .generation_process import OUT_OF_MEMORY
 from .timing import StepTimer
 
-__all__ = ["DeviceMemory", "main", "measure", "model_config"]
+__all__ = ["DeviceMemory", "end_with", "main", "measure", "model_config"]
 
 WARM_UP_STEPS = 4
 """Decode steps left out of the time per token: first-use allocations, and a first look at a fresh cache."""
@@ -199,5 +203,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def end_with(process: int) -> None:
+    """Wait until the process that started this one is gone, by whatever signal, and end this one too."""
+    while os.getppid() == process:
+        time.sleep(1)
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    *files, process = sys.argv[1:]
+    threading.Thread(target=end_with, args=(int(process),), daemon=True).start()
+    sys.exit(main(files))

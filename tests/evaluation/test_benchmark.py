@@ -36,6 +36,7 @@ from kvcache_plugins.evaluation.memory_prediction import most_tokens, predicted_
 from kvcache_plugins.evaluation.results import check_document, read_results
 from kvcache_plugins.evaluation.speed_options import AttentionOptions, GenerationOptions
 from kvcache_plugins.evaluation.timing import HostStopwatch, Spread, StepTimer, time_in_turn
+from tests.kernels import fresh_process
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
@@ -239,8 +240,8 @@ def test_generation_writes_results_table_and_picture(
 
 
 _LAUNCHER = """
-import resource, subprocess, sys
-done = subprocess.run([sys.executable, "-m", *sys.argv[1:]])
+import os, resource, subprocess, sys
+done = subprocess.run([sys.executable, "-m", *sys.argv[1:], str(os.getpid())])
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 sys.exit(done.returncode)
 """
@@ -516,6 +517,14 @@ def test_no_process_is_started_that_the_machine_cannot_hold(monkeypatch: pytest.
     assert "131,072 positions" in dense["note"]
     columns = [column.header for column in speed_tables.context_table(document).columns]
     assert "device\npeak" not in columns  # there is none on a CPU
+
+
+def test_a_measurement_ends_with_the_process_that_started_it() -> None:
+    """A signal may end that one before it can stop this one."""
+    code = "from kvcache_plugins.evaluation.generation_worker import end_with\nend_with({})"
+    assert fresh_process.run(code.format(1), timeout=30).returncode == 1
+    with pytest.raises(subprocess.TimeoutExpired):
+        fresh_process.run(code.format("__import__('os').getppid()"), timeout=1.5)
 
 
 def test_a_process_that_fails_says_why() -> None:
