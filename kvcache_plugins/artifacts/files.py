@@ -15,7 +15,15 @@ from torch import Tensor
 
 from ..errors import ArtifactError
 
-__all__ = ["json_text", "read_json", "read_tensors", "replaced", "write_json", "write_tensors"]
+__all__ = [
+    "json_text",
+    "read_json",
+    "read_tensors",
+    "replaced",
+    "write_json",
+    "write_tensors",
+    "writing_tensors",
+]
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -60,9 +68,22 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], facts: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file, with `facts` in its header."""
-    with replaced(path) as unfinished:
+    """Write a safetensors file, with `facts` in its header.
+
+    Raises:
+        OSError: If it cannot be written, for instance because the disk is full.
+    """
+    with replaced(path) as unfinished, writing_tensors():
         save_file(tensors, unfinished, metadata=None if facts is None else dict(facts))
+
+
+@contextmanager
+def writing_tensors() -> Iterator[None]:
+    """Raise `OSError` where safetensors cannot write a file: the error of its own is of no such kind."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def write_json(path: Path, facts: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import EvalPrediction, Trainer, set_seed
 
-from ..artifacts.files import write_json
+from ..artifacts.files import write_json, writing_tensors
 from ..artifacts.folders import check_no_model, check_push, push, replacing
 from ..backends.locret import LocretConfig
 from ..evaluation.earlier import set_aside
@@ -95,7 +95,8 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
     recalls = _measure(LocretTrainer(copy.deepcopy(heads), base_model, args, **data), "untrained")
     trainer = LocretTrainer(heads, base_model, args, **data)
     started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with writing_tensors():  # its checkpoints
+        trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - started
     heads.to(getattr(torch, DTYPES[options.heads_dtype]))  # measured as they will be used
     if not all(bool(weight.isfinite().all()) for weight in heads.parameters()):
@@ -202,7 +203,7 @@ def _write(
         "data": _data_source(options),
         "seconds": seconds,
     }
-    with replacing(output) as folder:
+    with replacing(output) as folder, writing_tensors():
         copy.deepcopy(heads).cpu().save_pretrained(folder)
         (folder / _CARD_FILE).write_text(heads_card(facts, recalls), encoding="utf-8")
         write_json(folder / RESULTS_FILE, document)

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from kvcache_plugins.artifacts.files import write_tensors
 from kvcache_plugins.artifacts.folders import check_push, locate, push, replacing
 from kvcache_plugins.errors import ArtifactError
 
@@ -183,3 +185,9 @@ def test_a_failed_download_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(ArtifactError, match=r"heads='org/none@v1' is neither .*: no network"):
             locate("org/none@v1", (), option="heads")
     assert calls == ["org/none", "org/none"]
+
+
+def test_tensors_that_cannot_be_written_are_an_error_of_the_system(tmp_path: Path) -> None:
+    """Which commands tell in a line; what safetensors raises is a bug to them."""
+    with pytest.raises(OSError, match="No such file or directory"):
+        write_tensors(tmp_path / "missing" / "a.safetensors", {"a": torch.zeros(1)})
