@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcache_plugins as kvp
 from kvcache_plugins.evaluation.language_reference import read_language_reference
+from kvcache_plugins.evaluation.text_files import read_text_file
 
 MODELS = Path(__file__).resolve().parent / "models"
 CACHE_CONFIG = {
@@ -75,7 +76,7 @@ def main() -> int:
 def read(options: argparse.Namespace) -> None:
     """Read the document through a cache, in chunks if it evicts, and save that beside the token ids."""
     given = options.document
-    text = hide_codes(read_language_reference()) if given is None else given.read_text(encoding="utf-8")
+    text = hide_codes(read_language_reference()) if given is None else read_text_file(given, "--document")
     tokenizer, model = load(options.model)
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     started = time.perf_counter()
@@ -88,6 +89,7 @@ def read(options: argparse.Namespace) -> None:
         return_dict_in_generate=True,
     )
     seconds = time.perf_counter() - started
+    (options.folder / "document.json").unlink(missing_ok=True)  # its tokens are not those of this cache
     output.past_key_values.save_pretrained(options.folder)
     document = {"model": options.model, "ids": ids.tolist()}
     (options.folder / "document.json").write_text(json.dumps(document), encoding="utf-8")

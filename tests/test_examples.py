@@ -64,6 +64,10 @@ def test_a_document_that_cannot_be_asked_is_told_in_one_line(
     assert run("ask") == (2, f"error: {tmp_path} holds no document: `read` one into it first.\n")
     status, error = run("read", "--document", str(tmp_path / "none.txt"))
     assert status == 2 and "none.txt" in error and error.count("\n") == 1
+    for content, said in ((b"", "is empty"), (b"caf\xe9", "must be UTF-8 text")):
+        (tmp_path / "document.txt").write_bytes(content)
+        status, error = run("read", "--document", str(tmp_path / "document.txt"))
+        assert status == 2 and "document.txt" in error and said in error and error.count("\n") == 1
 
     def interrupt(model: str) -> None:
         raise KeyboardInterrupt
