@@ -18,6 +18,7 @@ from ..errors import ArtifactError
 from .files import read_json
 
 __all__ = [
+    "check_card",
     "check_finite",
     "check_kind",
     "check_no_model",
@@ -107,6 +108,23 @@ def check_no_model(directory: Path, *, own: str | None = None) -> None:
         raise ValueError(
             f"--output must not be the folder of a model, whose files would be replaced: {str(directory)!r} "
             "has a config.json."
+        )
+
+
+def check_card(directory: Path) -> None:
+    """Check that a directory has no `README.md` but a card of ours, of which another one may take the place.
+
+    Args:
+        directory (`Path`): Where an artifact is to be written; it need not exist.
+
+    Raises:
+        ValueError: If it has another one.
+    """
+    card = directory / "README.md"
+    if card.exists() and b"\nlibrary_name: kvcache-plugins\n" not in card.read_bytes()[:1000]:
+        raise ValueError(
+            f"--output must be a folder of its own: {str(card)!r} is no card of an artifact, and one would "
+            "take its place."
         )
 
 

@@ -84,12 +84,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--push_to_hub: a precision for {options.backend!r} has no artifact to upload.")
     output = output_directory(args)
 
-    from ..artifacts.folders import check_no_model
+    from ..artifacts.folders import check_card, check_no_model
     from ..calibration.calibrate import calibrate, steps_of
     from ..evaluation.progress import progress_bar
 
     if options.needs_codebooks:
-        check_no_model(output)  # whose card would be lost
+        check_no_model(output)
+        check_card(output)
     prepare_transformers()
     with progress_bar(steps_of(options)) as progress:
         calibrate(options, output, progress, push_to=push_to)

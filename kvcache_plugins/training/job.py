@@ -13,7 +13,7 @@ import torch
 from transformers import EvalPrediction, Trainer, set_seed
 
 from ..artifacts.files import write_json, writing_tensors
-from ..artifacts.folders import check_no_model, check_push, push, replacing
+from ..artifacts.folders import check_card, check_no_model, check_push, push, replacing
 from ..backends.locret import LocretConfig
 from ..evaluation.earlier import set_aside
 from ..evaluation.options import DTYPES, check_choice, check_directory
@@ -59,6 +59,7 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
     output = Path(args.output_dir)
     check_directory("output_dir", output)
     check_no_model(output, own=RetainingHeadsConfig.model_type)
+    check_card(output)
     if options.dataset == SYNTHETIC and args.max_steps < 1:
         raise ValueError(
             f"--max_steps must be at least 1 for synthetic tasks, which have no end, got {args.max_steps}."

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from kvcache_plugins.artifacts.files import write_tensors
-from kvcache_plugins.artifacts.folders import check_push, locate, push, replacing
+from kvcache_plugins.artifacts.folders import check_card, check_push, locate, push, replacing
+from kvcache_plugins.cli import main
 from kvcache_plugins.errors import ArtifactError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def names(folder: Path) -> list[str]:
@@ -185,6 +188,20 @@ def test_a_failed_download_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(ArtifactError, match=r"heads='org/none@v1' is neither .*: no network"):
             locate("org/none@v1", (), option="heads")
     assert calls == ["org/none", "org/none"]
+
+
+def test_a_readme_of_something_else_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_card(tmp_path / "missing")
+    check_card(ROOT / "examples" / "models" / "tiny-llama-books-locret")
+    check_card(ROOT / "examples" / "models" / "tiny-llama-books-kvquant3")
+    (tmp_path / "README.md").write_text("A project of kvcache-plugins")
+    for command in ("calibrate --dataset pydoc", "train-locret --use_cpu true"):
+        model = ROOT / "examples" / "models" / "tiny-llama-books"
+        assert main([*command.split(), "--model", str(model), "--output", str(tmp_path)]) == 2
+        assert "README.md' is no card of an artifact" in capsys.readouterr().err
+    assert names(tmp_path) == ["README.md"]
 
 
 def test_tensors_that_cannot_be_written_are_an_error_of_the_system(tmp_path: Path) -> None:
