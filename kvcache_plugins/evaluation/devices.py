@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
 from ..kernels import cuda_loader
+from .text_files import machine_memory
 
 __all__ = ["check_fits", "choose_device", "device_settings", "machine_bytes"]
 
@@ -56,7 +56,7 @@ def machine_bytes(device: torch.device) -> int:
     """Return the memory of a device: a GPU's own, or the machine's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return machine_memory()
 
 
 def device_settings(given: str, device: torch.device) -> dict[str, Any]:

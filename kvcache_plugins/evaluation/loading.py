@@ -11,6 +11,7 @@ import torch
 from ..models import pretrained
 from .model_options import ModelOptions
 from .sharding import Shard
+from .text_files import check_tokenizable
 
 __all__ = ["Subject", "encode", "load_config", "load_subject", "load_tokenizer", "prefix_ids"]
 
@@ -41,7 +42,12 @@ class Subject:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a text, without special tokens and without a limit of length."""
+    """Return the token ids of a text, without special tokens and without a limit of length.
+
+    Raises:
+        ValueError: If the text is too long for the memory of the machine.
+    """
+    check_tokenizable(text)
     ids: Sequence[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return list(ids)
 

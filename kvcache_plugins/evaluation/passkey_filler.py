@@ -9,7 +9,7 @@ from typing import Any
 
 from .language_reference import read_language_reference
 from .passkey_options import PasskeyOptions
-from .text_files import read_text_file
+from .text_files import check_tokenizable, read_text_file
 
 __all__ = ["Filler", "read_filler"]
 
@@ -34,7 +34,12 @@ class Filler:
 
     @classmethod
     def of_text(cls, text: str, tokenizer: Any) -> Filler:
-        """Tokenize a text, without special tokens and without a limit of length."""
+        """Tokenize a text, without special tokens and without a limit of length.
+
+        Raises:
+            ValueError: If the text is too long for the memory of the machine.
+        """
+        check_tokenizable(text)
         encoded = tokenizer(
             text, add_special_tokens=False, verbose=False, return_offsets_mapping=tokenizer.is_fast
         )

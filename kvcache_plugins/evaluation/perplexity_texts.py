@@ -18,6 +18,11 @@ from .text_files import read_text_file
 
 __all__ = ["Text", "Window", "cut_windows", "read_texts"]
 
+_CHARACTERS = 32
+"""Of a token: more than any real text has."""
+_MARGIN = 64
+"""Tokens at the end of a piece of text which the rest of it might have changed, and far more."""
+
 
 @dataclass(frozen=True)
 class Text:
@@ -93,7 +98,12 @@ def cut_windows(
     for text in texts:
         if options.max_windows is not None and len(windows) >= options.max_windows:
             break
-        ids = encode(text.content)
+        most_windows = [options.max_windows_per_text]
+        if options.max_windows is not None:
+            most_windows.append(options.max_windows - len(windows))
+        limit = min((most for most in most_windows if most is not None), default=None)
+        needed = None if limit is None else (limit - 1) * stride + length
+        ids = _encode_enough(encode, text.content, needed)
         if len(ids) > most:
             longest, most = text.name, len(ids)
         if options.dataset == "text" and len(ids) < length:
@@ -104,6 +114,15 @@ def cut_windows(
     if not windows:
         raise _too_short(f"the longest text, {longest!r},", most, length)
     return windows[: options.max_windows]
+
+
+def _encode_enough(encode: Callable[[str], list[int]], content: str, needed: int | None) -> list[int]:
+    """Return the token ids of a text, or of its beginning where `needed` of them are all that is read."""
+    if needed is not None and len(content) > _CHARACTERS * (needed + _MARGIN):
+        ids = encode(content[: _CHARACTERS * (needed + _MARGIN)])
+        if len(ids) >= needed + _MARGIN:
+            return ids
+    return encode(content)
 
 
 def _too_short(which: str, found: int, needed: int) -> ValueError:

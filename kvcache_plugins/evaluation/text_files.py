@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["read_text_file"]
+__all__ = ["check_tokenizable", "machine_memory", "read_text_file"]
+
+_BYTES = 160
+"""That a tokenizer takes for a character of the text it is given."""
 
 
 def read_text_file(name: str | os.PathLike[str], option: str) -> str:
@@ -31,3 +34,22 @@ def read_text_file(name: str | os.PathLike[str], option: str) -> str:
     if not text.strip():
         raise ValueError(f"{option} must hold text, {str(name)!r} is empty.")
     return text
+
+
+def check_tokenizable(text: str) -> None:
+    """Check that the machine could tokenize a text; a tokenizer that runs out of memory ends the process.
+
+    Raises:
+        ValueError: If it cannot; the message says how much it takes and how much there is.
+    """
+    needed, there = _BYTES * len(text), machine_memory()
+    if needed > there:
+        raise ValueError(
+            f"A text of {len(text):,} characters is too long: to tokenize it takes about {needed / 1e9:,.1f} "
+            f"GB, and this machine has {there / 1e9:,.1f} GB in all. Give a part of it."
+        )
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory that the machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcache_plugins as kvp
 from kvcache_plugins.cli import main
-from kvcache_plugins.evaluation import perplexity, perplexity_scoring
+from kvcache_plugins.evaluation import perplexity, perplexity_scoring, text_files
+from kvcache_plugins.evaluation.language_reference import read_language_reference
 from kvcache_plugins.evaluation.perplexity_options import PerplexityOptions
 from kvcache_plugins.evaluation.perplexity_summary import mean_and_error
 from kvcache_plugins.evaluation.perplexity_texts import Text, Window, cut_windows, read_texts
@@ -197,6 +198,34 @@ def test_number_of_windows() -> None:
 
     assert len(cut_windows(texts, encode, _options(max_windows=5))) == 5
     assert len(read) == 1, "texts beyond the last window are not tokenized"
+
+
+@pytest.mark.parametrize("limit", [{"max_windows": 3}, {"max_windows_per_text": 2}, {"max_windows": 99}])
+def test_of_a_text_no_more_is_tokenized_than_is_read(limit: dict[str, int]) -> None:
+    tokenizer, reference = AutoTokenizer.from_pretrained(MODEL), read_language_reference()
+    read: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        read.append(text)
+        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    for content in (reference, " " * 9000 + reference):  # of blanks a token has many
+        found = cut_windows([Text("t", content)], encode, _options(context_length=50, **limit))
+        some = next(iter(limit.values()))
+        assert found == cut_windows([Text("t", content)], encode, _options(context_length=50))[:some]
+        assert (len(read[0]) < len(content)) == (some < 99)
+        read.clear()
+
+
+def test_a_text_beyond_the_memory_is_told_before_it_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(text_files, "machine_memory", lambda: 10**6)
+    path = tmp_path / "story.txt"
+    path.write_text("Once upon a time. " * 1000)
+    text = ["--dataset", "text", "--text_files", str(path)]
+    said = "error: A text of 18,000 characters is too long: to tokenize it takes about 0.0 GB, and this"
+    assert _refused(capsys, command(tmp_path, *text)).startswith(said)
 
 
 def test_texts_that_are_all_short_are_refused() -> None:
