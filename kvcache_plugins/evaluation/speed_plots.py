@@ -47,6 +47,7 @@ def plot_attention(document: dict[str, Any], path: Path) -> None:
         times.set_yscale("log")
         times.set_xticks(sorted(set(lengths)), [str(length) for length in sorted(set(lengths))])
         times.minorticks_off()
+        _label_times(times)
         times.set_xlabel("tokens held")
         times.set_ylabel("milliseconds (median, band: p20 to p80)")
         times.set_title(f"One decode step of one layer, batch of {batch_size}")
@@ -102,6 +103,16 @@ def plot_generation(document: dict[str, Any], path: Path) -> None:
     save_figure(figure, path, grid.flat)
 
 
+def _label_times(axes: Any) -> None:
+    """Write numbers beside a logarithmic axis that may be shorter than from one power of ten to the next."""
+    from matplotlib import ticker
+
+    low, high = axes.get_ylim()
+    steps = (1, 2, 5) if high / low > 10 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=steps))
+    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+
+
 def _fastest(dense: list[dict[str, Any]]) -> list[str]:
     """Dense ways that ran at every length, those first that are fastest at the last one; a GPU has many."""
     common = [name for name in dense[-1]["baseline_ms"] if all(name in row["baseline_ms"] for row in dense)]
@@ -110,6 +121,8 @@ def _fastest(dense: list[dict[str, Any]]) -> list[str]:
 
 def _context_bars(axes: Any, entries: list[dict[str, Any]], memory_gb: float, batch_size: int) -> None:
     """Draw the tokens that fit; a cache whose number is not known has a word in place of a bar."""
+    from matplotlib import ticker
+
     known = [(place, entry["tokens"]) for place, entry in enumerate(entries) if entry["tokens"] is not None]
     bars = axes.barh([place for place, _ in known], [tokens for _, tokens in known], color="C2", height=0.7)
     axes.bar_label(bars, labels=[f"{tokens:,}" for _, tokens in known], padding=3, fontsize=8)
@@ -120,6 +133,7 @@ def _context_bars(axes: Any, entries: list[dict[str, Any]], memory_gb: float, ba
     axes.set_yticks(range(len(entries)), [entry["label"] for entry in entries])
     axes.set_ylim(len(entries) - 0.4, -0.6)
     axes.margins(x=0.18)
+    axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     axes.set_xlabel("tokens per row, model and cache counted")
     axes.set_title(f"Largest context in {memory_gb:g} GB, batch of {batch_size}")
 
@@ -152,7 +166,8 @@ def _bars(axes: Any, rows: list[dict[str, Any]], labels: list[str], metric: str)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     if len(lengths) > 1:
-        axes.legend(fontsize=8, framealpha=0.9)
+        # beside the bars, which are as long as the picture is wide
+        axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _labels(rows: list[dict[str, Any]]) -> list[str]:

@@ -29,6 +29,7 @@ from kvcache_plugins.evaluation import (
     generation_worker,
     largest_context,
     plotting,
+    speed_plots,
     speed_tables,
 )
 from kvcache_plugins.evaluation.dense_attention import BASELINES, exact_attention, max_rel_error
@@ -237,6 +238,21 @@ def test_generation_writes_results_table_and_picture(
         assert row["peak_memory_bytes"] >= row["memory_before_bytes"] > 10**8
     assert (tmp_path / "generate.png").read_bytes().startswith(b"\x89PNG")
     assert "int8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("most", [1.3, 1.9, 8.0, 900.0])
+def test_times_are_drawn_beside_numbers_however_close_they_are(
+    most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(speed_plots, "save_figure", lambda figure, *_: drawn.append(figure))
+    document = json.loads((ROOT / "examples" / "results" / "bench_attention.json").read_text())
+    dense = next(row for row in document["results"] if row["cache_config"] == DENSE)
+    rows = [{**dense, "length": length, "baseline_ms": {"a": ms}} for length, ms in ((64, 1.1), (128, most))]
+    speed_plots.plot_attention(document | {"results": rows}, tmp_path / "attention.png")
+    axis = drawn[0].axes[0].yaxis
+    low, high = axis.get_view_interval()
+    assert len([place for place in axis.get_majorticklocs() if low <= place <= high]) >= 2
 
 
 _LAUNCHER = """
