@@ -23,8 +23,8 @@ FACT_NEEDLE = " The code of {name} is {key}. Remember it. {key} is the code of {
 FACT_QUESTION = " What is the code of {name}? The code of {name} is"
 """What is asked after the prompt has been read; the answer continues it."""
 
-_MOST_PROMPTS, _MOST_TOKENS = 20_000, 10**9
-"""Far beyond what a table needs: its standard errors are below 1.2 percent with a tenth of these prompts.
+_MOST_PROMPTS, _MOST_TOKENS = 100_000, 10**9
+"""Far beyond what a table needs: its standard errors are below half a percent with a tenth of these prompts.
 All of them are made before the first is asked."""
 
 _NAMES = """
