@@ -43,6 +43,9 @@ def run(args: argparse.Namespace) -> int:
     with replaced(output) as unfinished:
         unfinished.write_text(page, encoding="utf-8", errors="replace")
     for entry in refused:
-        print(f"left out {entry.path}: {entry.reason}")
+        if not entry.is_of_others:
+            print(f"left out {entry.path}: {entry.reason}")
+    if others := [str(entry.path) for entry in refused if entry.is_of_others]:
+        print(f"left out {len(others)} json files that hold no results, such as {others[0]}")
     print(f"{len(files)} result file{'' if len(files) == 1 else 's'}: {output}")
     return 0

@@ -29,12 +29,16 @@ def test_page_goes_beside_the_results_and_names_what_it_leaves_out(
 ) -> None:
     shutil.copy(RECORDED / "quickstart.json", tmp_path / "results.json")
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "trainer_state.json").write_text('{"epoch": 1}')
     for _ in range(2):  # a page that is there already is replaced, and is no result file
         assert main(["report", str(tmp_path)]) == 0
         said = capsys.readouterr().out
-        assert "left out broken.json" in said
+        assert "left out broken.json: " in said
+        assert "left out 2 json files that hold no results, such as config.json\n" in said
         assert "1 result file:" in said
-    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "broken.json", "report.html"}
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"results.json", "broken.json", "config.json", "trainer_state.json", "report.html"}
 
 
 @pytest.mark.parametrize("output", [[], ["--output", "page.html"]])

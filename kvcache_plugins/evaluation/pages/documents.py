@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...artifacts.files import read_json
+from ...errors import ArtifactError
 from ..labels import DENSE, cache_label
-from ..results import read_results
+from ..results import RESULTS_FILE, read_results
 
 __all__ = ["Refused", "ResultFile", "find_results", "label_of", "number"]
 
@@ -65,10 +67,12 @@ class Refused:
     Args:
         path (`Path`): Relative to the directory that was searched.
         reason (`str`): What is wrong with it.
+        is_of_others (`bool`): Whether it does not say that it is one, as the configuration of a model.
     """
 
     path: Path
     reason: str
+    is_of_others: bool = False
 
 
 def find_results(directory: Path) -> tuple[list[ResultFile], list[Refused]]:
@@ -93,7 +97,8 @@ def find_results(directory: Path) -> tuple[list[ResultFile], list[Refused]]:
             found.append(ResultFile(relative, read_results(path)))
         except (ValueError, OSError, RecursionError) as error:
             reason = str(error).replace(str(path), "the file")
-            refused.append(Refused(relative, reason if len(reason) <= 300 else f"{reason[:300]}…"))
+            reason = reason if len(reason) <= 300 else f"{reason[:300]}…"
+            refused.append(Refused(relative, reason, _is_of_others(path)))
     if not found:
         seen = f"{len(refused)} other json file{'' if len(refused) == 1 else 's'}" if refused else "no json"
         reasons = f" First: {refused[0].path}: {refused[0].reason}" if refused else ""
@@ -121,6 +126,13 @@ def number(value: Any) -> float | None:
         return float(value) if math.isfinite(value) else None
     except OverflowError:  # an integer beyond every float
         return None
+
+
+def _is_of_others(path: Path) -> bool:
+    try:
+        return path.name != RESULTS_FILE and "schema_version" not in read_json(path)
+    except (ArtifactError, OSError, RecursionError):
+        return False
 
 
 def _json_files(directory: Path) -> Iterator[Path]:
