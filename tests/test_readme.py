@@ -81,6 +81,13 @@ def test_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             parse_arguments(parsed.arguments)
 
 
+def test_configurations_are_valid() -> None:
+    given = [json.loads(text) for text in re.findall(r'`(\{"backend": "\w+".*?\})`', README)]
+    assert len(given) >= 5
+    for options in given:
+        get_backend(options.pop("backend")).config_class.from_dict(options)
+
+
 def _options_table() -> dict[str, str]:
     """Return key -> backends, of every key in the table of options."""
     table = README.partition("<!-- options:begin -->")[2].partition("<!-- options:end -->")[0]
