@@ -68,4 +68,5 @@ def _named(what: str, name: str) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, KeyError, SafetensorError, StrictDataclassError, TypeError, ValueError) as error:
-        raise ValueError(f"The {what} of --model {name!r} cannot be loaded: {error}") from error
+        reason = f"there is no {error} in it" if isinstance(error, KeyError) else error
+        raise ValueError(f"The {what} of --model {name!r} cannot be loaded: {reason}") from error

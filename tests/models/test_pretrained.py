@@ -60,8 +60,9 @@ def test_a_whole_model(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-def test_a_damaged_tokenizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "reason"), [("{", ""), ("{}", "there is no 'added_tokens' in it")])
+def test_a_damaged_tokenizer(content: str, reason: str, tmp_path: Path) -> None:
     tiny_model("llama").config.save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer of --model .* cannot be loaded"):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"tokenizer of --model .* cannot be loaded: {reason}"):
         load_tokenizer(str(tmp_path))
