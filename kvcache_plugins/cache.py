@@ -102,7 +102,7 @@ class KVCache(Cache):
         if model is not None:
             self._prepare_model(model)
         layers: list[Any] = []
-        shelf = Shelf() if self.config.offload else None
+        self._shelf = Shelf() if self.config.offload else None
         for layer_idx, plan in enumerate(self._plans):
             is_limited = plan.window is not None or plan.is_cross_attention
             build = self._build_limited if is_limited else self._build_layer
@@ -110,7 +110,7 @@ class KVCache(Cache):
             if isinstance(layer, PackedLayer):
                 layer.kernel = kernel
                 layer.final_length = max_cache_length
-                layer.shelf = None if is_limited else shelf
+                layer.shelf = None if is_limited else self._shelf
                 layer.prepare(*key_value_heads(config, layer_idx))
             layers.append(layer)
         if not any(isinstance(layer, PackedLayer) for layer in layers):
@@ -216,7 +216,15 @@ class KVCache(Cache):
     def reset(self) -> None:
         """Forget all tokens, and what earlier calls have told."""
         super().reset()  # type: ignore[no-untyped-call]  # transformers declares no types here
+        if self._shelf is not None:
+            self._shelf.clear()
         self.reads_long_text, self.whole_prompt_reason = False, None
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (integers, or a boolean mask over the rows)."""
+        super().batch_select_indices(indices)
+        if self._shelf is not None:
+            self._shelf.clear()  # which has places for the rows there were
 
     def kv_bytes(self) -> int:
         """Bytes of every live tensor the cache owns: capacity, not what is in use."""
@@ -347,6 +355,8 @@ class KVCache(Cache):
         return sum(layer.records.host_bytes for layer in self.packed_layers if layer.is_initialized)
 
     def _tensors(self) -> Iterator[Tensor]:
+        if self._shelf is not None:
+            yield from self._shelf.tensors()
         for layer in self.layers:
             if isinstance(layer, PackedLayer):
                 yield from layer.tensors().values()

@@ -15,6 +15,7 @@ Torch takes pinned memory in powers of two, so that the host may hold up to twic
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 import weakref
 from typing import Any
@@ -65,16 +66,22 @@ class Shelf:
         slots = self._slots[records.device]
         free = next((slot for slot in slots if slot.occupant is None), None)
         slot = free or next(slot for slot in slots if not self.is_latest(slot.occupant))
-        if slot.occupant is not None:
-            slot.occupant.leave()
+        slot.vacate()
         return slot
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shelf:
-        copied = memo[id(self)] = Shelf()
-        return copied
+    def tensors(self) -> list[Tensor]:
+        """The places, whether any records lie there or not."""
+        slots = itertools.chain.from_iterable(self._slots.values())
+        return [slot.buffer for slot in slots if slot.buffer is not None]
+
+    def clear(self) -> None:
+        """Give the devices their memory back; what lies there leaves."""
+        for slot in itertools.chain.from_iterable(self._slots.values()):
+            slot.vacate()
+        self._slots.clear()
 
     def __reduce__(self) -> tuple[type[Shelf], tuple[()]]:
-        return Shelf, ()
+        return Shelf, ()  # a copy has places of its own
 
 
 class _Copies:
@@ -83,6 +90,11 @@ class _Copies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def own(self, buffer: Tensor) -> None:
+        """See to it that copies to `buffer` end before others get its memory, also when the cache is gone."""
+        if self._stream is not None:
+            buffer.record_stream(self._stream)
 
     def begin(self, place: Tensor, host: Tensor) -> None:
         """Copy `host` to `place`, once the device has done what it was told so far."""
@@ -115,11 +127,13 @@ class _Slot:
 
     def fill(self, records: OffloadedRecords, host: Tensor) -> Tensor:
         """Begin to copy `host` here, and return the place."""
-        if self.buffer is None or self.buffer.numel() < host.numel():
-            self.wait()  # for what is still being copied into the old one
+        size = host.numel()
+        if self.buffer is None or self.buffer.numel() < size:
+            self.buffer = None  # first, so that there are never both
             with storing():
-                self.buffer = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
-        place = self.buffer[: host.numel()].view(host.shape)
+                self.buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._copies.own(self.buffer)
+        place = self.buffer[:size].view(host.shape)
         self._copies.begin(place, host)
         self._occupant, self._is_filling = weakref.ref(records), True
         return place
@@ -133,6 +147,12 @@ class _Slot:
     def free(self) -> None:
         """Let others come."""
         self._occupant = None
+
+    def vacate(self) -> None:
+        """Let who is here leave."""
+        occupant = self.occupant
+        if occupant is not None:
+            occupant.leave()
 
 
 class OffloadedRecords(Records):
@@ -220,6 +240,8 @@ class OffloadedRecords(Records):
             return
         with storing():
             low, high = self._changed
+            if self._slot is not None and high > low:
+                self._slot.wait()  # a step that failed may have left them on their way
             if self._young is not None:
                 pass  # never arrived: what the host lacks lies where it was
             elif self._host is None or high - low > _YOUNG_BLOCKS:
@@ -231,11 +253,11 @@ class OffloadedRecords(Records):
 
     def to(self, device: torch.device) -> None:
         if device != self.device:
-            self.leave()
+            self.at_rest()
+            self.shelf.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        slot = None if self._slot is None else self._slot.buffer
-        found = {"records": self._host, "records_here": self._here if slot is None else slot}
+        found = {"records": self._host, "records_here": self._here if self.is_loose else None}
         found["records_young"] = None if self._young is None else self._young[1]
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -244,14 +266,14 @@ class OffloadedRecords(Records):
         return 0 if self._host is None else self._host.untyped_storage().nbytes()
 
     def at_rest(self) -> Tensor:
-        here = self.data
-        low, high = self._changed
-        if self._host is None or high > low:
-            with storing():
-                self._bring_up_to_date()
-        if here.device.type != "cpu":
-            torch.accelerator.synchronize(here.device)
+        self.leave()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         assert self._host is not None
+        if self._young is not None:
+            low, blocks = self._young
+            self._host[:, :, low : low + blocks.shape[2]] = blocks
+            self._young, self._changed = None, (0, 0)
         return self._host
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedRecords:

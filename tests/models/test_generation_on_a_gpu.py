@@ -206,9 +206,48 @@ def _next_turn(model: PreTrainedModel, cache: KVCache, tokens: torch.Tensor) -> 
     )
 
 
+def _warm_up(model: PreTrainedModel) -> None:
+    """See to it that the workspaces of the libraries, which stay, are there before anything is counted."""
+    ids = torch.arange(5, 85, device="cuda").expand(2, -1)
+    model.generate(ids, past_key_values=build_cache(model, CACHES["int8"]), max_new_tokens=2)
+    gc.collect()
+
+
+def test_what_an_offloaded_cache_has_on_the_gpu_is_counted_and_given_back(deeper: PreTrainedModel) -> None:
+    _warm_up(deeper)
+    ids = torch.randint(5, 100, (4, 700), generator=torch.Generator().manual_seed(0), device="cpu").cuda()
+    cache = build_cache(deeper, CACHES["int8"] | {"offload": True})
+    before = torch.cuda.memory_allocated()
+
+    def on_gpu() -> int:
+        report = cache.report()
+        on_gpu = report.kv_bytes - (report.host_bytes or 0)
+        assert torch.cuda.memory_allocated() - before == pytest.approx(on_gpu, rel=0.02)
+        return on_gpu
+
+    with torch.no_grad():
+        deeper(ids, past_key_values=cache, logits_to_keep=1)
+        deeper(ids[:, :1], past_key_values=cache)
+        of_four = on_gpu()
+        cache.reorder_cache(torch.tensor([3, 2, 1, 0], device="cuda"))
+        on_gpu()
+        cache.batch_select_indices(torch.tensor([2], device="cuda"))
+        on_gpu()
+        for _ in range(2):
+            deeper(ids[:1, :1], past_key_values=cache)
+    assert on_gpu() == pytest.approx(of_four / 4, rel=0.1)
+    for layer in cache.layers:
+        layer.offload()
+    assert torch.cuda.memory_allocated() == before
+    cache.reset()
+    assert torch.cuda.memory_allocated() == before
+    assert cache.kv_bytes() == 0
+
+
 def test_an_offloaded_cache_leaves_the_gpu(deeper: PreTrainedModel) -> None:
     ids = torch.randint(5, 100, (2, 2500), generator=torch.Generator().manual_seed(0), device="cpu").cuda()
     taken, tokens, reports = [], [], []
+    _warm_up(deeper)
     for offload in (False, True):
         gc.collect()
         before = torch.cuda.memory_allocated()

@@ -92,6 +92,7 @@ def install(folder: Path | None = None) -> None:
     offloading._pinned_like = lambda states, device: torch.empty_like(states, device="cpu")
     torch.Generator = _Generator  # type: ignore[misc]
     torch.UntypedStorage.clone = _cloned  # type: ignore[method-assign]
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
     os.environ["KVCACHE_CUDA_KERNELS"] = "1"  # another process has no such devices
     os.environ["KVCACHE_EMULATED_SIMULATION"] = "1"  # to the kernels
     cuda_loader._find_or_build = lambda force: _load(kernels)
