@@ -10,6 +10,7 @@ import torch
 from .cache import build_cache
 from .layers.base import PackedLayer
 from .layers.counting import tensors_in
+from .layers.offloading import SLOTS
 from .models.facts import decoder_config, split_model_or_config
 from .models.layer_plan import key_value_heads, plan_layers
 
@@ -33,8 +34,8 @@ def estimate(
     nor are layers that attend to images and not to the text (Llama 3.2 Vision), nor by how much lists of
     outliers grow when an evicting cache over KVQuant moves tokens, which depends on the tokens. Heads that
     share a budget (`head_floor`) are taken to keep equally many; how many blocks they do not fill depends on
-    the tokens, too. With `offload`, it is what rests in the host's memory, and what is kept on the GPU beside
-    it; the two layers of codes that lie there in turn are not counted.
+    the tokens, too. With `offload`, it is what rests in the host's memory, what is kept on the GPU beside
+    it, and the two layers of codes that lie there in turn; not the blocks that the host may lack.
 
     Args:
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model.
@@ -64,6 +65,7 @@ def estimate(
         layers = build_cache(model_or_config, cache_config, max_cache_length=max_cache_length).layers
     index_dim: int | None = getattr(config, "index_head_dim", None)
     storages: dict[int, int] = {}
+    offloaded: list[int] = []
     for layer_idx, (layer, plan) in enumerate(zip(layers, plan_layers(config), strict=True)):
         if plan.is_cross_attention or not hasattr(layer, "get_mask_sizes"):
             continue  # also linear attention, and layers without any state
@@ -76,6 +78,8 @@ def estimate(
             layer.update(keys, values)
             if index_dim is not None and hasattr(layer, "update_indexer"):
                 layer.update_indexer(torch.empty(batch_size, count, index_dim, dtype=dtype, device="meta"))
+        if isinstance(layer, PackedLayer) and layer.shelf is not None:
+            offloaded.append(layer.records.data.nbytes)
         owned = layer.tensors().values() if isinstance(layer, PackedLayer) else tensors_in(vars(layer))
         storages |= {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in owned}
-    return sum(storages.values())
+    return sum(storages.values()) + sum(sorted(offloaded)[-SLOTS:])

@@ -91,16 +91,27 @@ def run(args: argparse.Namespace) -> int:
     if options.needs_codebooks:
         check_no_model(output)
         check_card(output)
+    earlier = _files(output)
     prepare_transformers()
     with progress_bar(steps_of(options)) as progress:
         calibrate(options, output, progress, push_to=push_to)
-    _say(output, options)
+    _say(output, options, earlier)
     return 0
 
 
-def _say(output: Path, options: CalibrationOptions) -> None:
-    written = sorted(path.name for path in output.iterdir() if path.is_file())
+def _files(output: Path) -> dict[str, int]:
+    """Return when each file of the output was written."""
+    if not output.is_dir():
+        return {}
+    return {path.name: path.stat().st_mtime_ns for path in output.iterdir() if path.is_file()}
+
+
+def _say(output: Path, options: CalibrationOptions, earlier: dict[str, int]) -> None:
+    there = _files(output)
+    written = sorted(name for name, when in there.items() if earlier.get(name) != when)
     lines = [f"written to {output}: {', '.join(written)}"]
+    if replaced := [name for name in written if name in earlier]:
+        lines.append(f"replaced, of an earlier calibration: {', '.join(replaced)}")
     if options.target_bits is not None:
         lines.append(f'use: --cache_config "$(cat {output}/cache_config.json)"')
     show([], lines)

@@ -27,11 +27,11 @@ from ..quantizers.packing import BLOCK_TOKENS
 from .records import RecordLayout, Records
 from .storing import storing
 
-__all__ = ["OffloadedRecords", "Shelf", "make_records"]
+__all__ = ["SLOTS", "OffloadedRecords", "Shelf", "make_records"]
 
 _YOUNG_BLOCKS = 16
 """Blocks that the host may lack, 1024 tokens of one layer: bringing it up to date copies all of a layer."""
-_SLOTS = 2
+SLOTS = 2
 """Layers that lie on a device: the one at work, and the next."""
 
 
@@ -62,7 +62,7 @@ class Shelf:
     def _slot_for(self, records: OffloadedRecords) -> _Slot:
         """A slot of the device of `records`, whose occupant leaves, if it is not the one at work."""
         if records.device not in self._slots:
-            self._slots[records.device] = [_Slot(records.device) for _ in range(_SLOTS)]
+            self._slots[records.device] = [_Slot(records.device) for _ in range(SLOTS)]
         slots = self._slots[records.device]
         free = next((slot for slot in slots if slot.occupant is None), None)
         slot = free or next(slot for slot in slots if not self.is_latest(slot.occupant))

@@ -309,7 +309,8 @@ def test_the_command(
         "--output", str(tmp_path / "out"), "--push_to_hub", "me/tiny",
     ]  # fmt: skip
     assert main(arguments) == 0
-    assert "kvquant.safetensors" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "kvquant.safetensors" in said and "replaced" not in said
     assert pushed == [("me/tiny", "push_to_hub"), (tmp_path / "out", "me/tiny")]
     for name in FILES:
         assert (made / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
@@ -331,6 +332,9 @@ def test_options_from_a_file_and_precision(
     config = json.loads((output / "cache_config.json").read_text())
     assert config["residual_length"] == 32 and config["layer_overrides"].keys() == {"4", "5"}
     build_cache(tiny_model("llama", num_hidden_layers=6), config)
+    assert main(["calibrate", "--config", str(tmp_path / "options.yaml"), "--output", str(output)]) == 0
+    replaced = "replaced, of an earlier calibration: cache_config.json, precision.json"
+    assert replaced in " ".join(capsys.readouterr().out.split())
 
 
 def test_precision_of_kvquant(subject: Subject, text: Path, tmp_path: Path) -> None:

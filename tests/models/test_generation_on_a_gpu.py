@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvcache_plugins.cache import KVCache, build_cache
 from kvcache_plugins.errors import KernelUnavailableError
+from kvcache_plugins.estimation import estimate
 from kvcache_plugins.kernels import cuda_loader, loader
 from kvcache_plugins.testing.generation import SCENARIOS, padded_prompt, run_scenario
 from kvcache_plugins.testing.models import tiny_model
@@ -264,3 +265,6 @@ def test_an_offloaded_cache_leaves_the_gpu(deeper: PreTrainedModel) -> None:
     assert taken[0] == pytest.approx(reports[0].kv_bytes, rel=0.05)
     assert taken[1] == pytest.approx(0.4 * taken[0], rel=0.1)
     assert reports[1].kv_bytes - reports[1].host_bytes == pytest.approx(taken[1], rel=0.05)
+    for offload in (False, True):
+        expected = estimate(deeper, {"backend": "int8", "offload": offload}, 2503, 2, max_cache_length=2504)
+        assert reports[offload].kv_bytes == pytest.approx(expected, rel=0.02)
