@@ -12,7 +12,7 @@ from .layers.base import PackedLayer
 from .layers.counting import tensors_in
 from .layers.offloading import SLOTS
 from .models.facts import decoder_config, split_model_or_config
-from .models.layer_plan import key_value_heads, plan_layers
+from .models.layer_plan import indexer_sizes, key_value_heads, plan_layers
 
 __all__ = ["estimate"]
 
@@ -63,7 +63,7 @@ def estimate(
         layers: list[Any] = [plan.build_dense() for plan in plan_layers(config)]
     else:
         layers = build_cache(model_or_config, cache_config, max_cache_length=max_cache_length).layers
-    index_dim: int | None = getattr(config, "index_head_dim", None)
+    indexer_dim, position_dims = indexer_sizes(config) or (None, 0)
     storages: dict[int, int] = {}
     offloaded: list[int] = []
     for layer_idx, (layer, plan) in enumerate(zip(layers, plan_layers(config), strict=True)):
@@ -76,8 +76,12 @@ def estimate(
             keys = torch.empty(batch_size, heads, count, key_dim, dtype=dtype, device="meta")
             values = torch.empty(batch_size, heads, count, value_dim, dtype=dtype, device="meta")
             layer.update(keys, values)
-            if index_dim is not None and hasattr(layer, "update_indexer"):
-                layer.update_indexer(torch.empty(batch_size, count, index_dim, dtype=dtype, device="meta"))
+            if indexer_dim is not None and plan.has_indexer:
+                layer.update_indexer(torch.empty(batch_size, count, indexer_dim, dtype=dtype, device="meta"))
+        if position_dims and plan.has_indexer:
+            shape = (position_dims, batch_size, tokens)
+            layer.indexer_position_ids = torch.empty(shape, dtype=torch.int64, device="meta")
+            position_dims = 0  # the first layer keeps those of all
         if isinstance(layer, PackedLayer) and layer.shelf is not None:
             offloaded.append(layer.records.data.nbytes)
         owned = layer.tensors().values() if isinstance(layer, PackedLayer) else tensors_in(vars(layer))

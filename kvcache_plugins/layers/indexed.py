@@ -1,8 +1,8 @@
 """Packed layers of sparse attention: beside keys and values they keep the keys of an indexer, exactly.
 
-Every query of such a model (DeepSeek-V3.2, GLM-5) first chooses among all tokens by small keys of their own,
-and attends to the chosen ones. A choice is worth its precision and these keys are a fraction of the rest, so
-they stay in the model's dtype, in a buffer that grows by a 32nd at a time.
+Every query of such a model (DeepSeek-V3.2, GLM-5, Qwen4) first chooses among all tokens by small keys of
+their own, and attends to the chosen ones. A choice is worth its precision and these keys are a fraction of
+the rest, so they stay in the model's dtype, in a buffer that grows by a 32nd at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ from .tail import Tail
 __all__ = ["IndexedLayer", "with_indexer"]
 
 _UNBOUNDED = 1 << 62
+_POSITIONS = "indexer_position_ids"
 
 
 class IndexedLayer(ShownLayer):
     """A packed layer that keeps an indexer's keys too, as transformers' `DynamicIndexedLayer` does.
 
     Every verb acts on both. Made by [`with_indexer`].
+
+    Attributes:
+        indexer_position_ids (`Tensor`, *optional*): Positions of all tokens, `(dimensions, B, T)`. Models
+            whose indexers rotate the keys only when they choose leave them in their first indexed layer.
     """
 
+    indexer_position_ids: Tensor | None
     _indexer: Tail | None
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -58,20 +64,28 @@ class IndexedLayer(ShownLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
+        removed = -int(tokens_to_remove)
         if self._indexer is not None:
-            self._indexer.truncate(min(-int(tokens_to_remove), self._indexer.length))
+            self._indexer.truncate(min(removed, self._indexer.length))
+        if self.indexer_position_ids is not None:
+            kept = max(0, self.indexer_position_ids.shape[-1] - removed)
+            self.indexer_position_ids = self.indexer_position_ids[..., :kept]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
         if self._indexer is not None:
             with storing():
                 self._indexer.buffer = self._indexer.buffer[indices.to(self._indexer.buffer.device)]
+        if self.indexer_position_ids is not None:
+            device = self.indexer_position_ids.device
+            self.indexer_position_ids = self.indexer_position_ids[:, indices.to(device)]
 
     def beside(self) -> dict[str, Tensor]:
-        return {} if self._indexer is None else {"indexer_keys": self._indexer.view()[:, 0]}
+        found = {"indexer_keys": self.indexer_keys, _POSITIONS: self.indexer_position_ids}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def tensors(self) -> dict[str, Tensor]:
-        owned = super().tensors()
+        owned = super().tensors() | self.beside()
         return owned if self._indexer is None else owned | {"indexer_keys": self._indexer.buffer}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -79,19 +93,23 @@ class IndexedLayer(ShownLayer):
         return tensors | self.beside(), facts
 
     def load_state(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        super().load_state({name: t for name, t in tensors.items() if name != "indexer_keys"}, facts)
-        if "indexer_keys" in tensors:
-            self.update_indexer(tensors["indexer_keys"])
+        own = {name: tensors[name] for name in ("indexer_keys", _POSITIONS) if name in tensors}
+        super().load_state({name: t for name, t in tensors.items() if name not in own}, facts)
+        if "indexer_keys" in own:
+            self.update_indexer(own["indexer_keys"])
+        self.indexer_position_ids = own.get(_POSITIONS)
 
     def _forget(self) -> None:
         super()._forget()
-        self._indexer = None
+        self._indexer = self.indexer_position_ids = None
 
     def _move(self, device: torch.device) -> None:
         super()._move(device)
         if self._indexer is not None:
             with storing():
                 self._indexer.buffer = self._indexer.buffer.to(device)
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids.to(device)
 
 
 def with_indexer(layer_class: type[PackedLayer]) -> type[IndexedLayer]:

@@ -6,12 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["LayerPlan", "caches_latents", "key_value_heads", "plan_layers", "query_heads"]
+__all__ = [
+    "LayerPlan",
+    "caches_latents",
+    "indexer_sizes",
+    "key_value_heads",
+    "plan_layers",
+    "query_heads",
+]
 
 
 _WINDOWED_KINDS = ("sliding_attention", "chunked_attention")
 _INDEXED = "indexed_attention"
-_FULL_KINDS = ("full_attention", "hybrid")  # hybrid: beside a recurrent branch
+_FULL_KINDS = ("full_attention", "hybrid", _INDEXED)  # hybrid: beside a recurrent branch
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,8 @@ def plan_layers(
 ) -> list[LayerPlan]:
     """Plan the layers of a decoder.
 
-    Full attention is packed, also beside a recurrent branch, and so are the latents of layers with an indexer
-    where no token is evicted. A sliding or chunked layer whose window is at least the model's context never
+    Full attention is packed, also beside a recurrent branch, and so are layers with an indexer where no token
+    is evicted. A sliding or chunked layer whose window is at least the model's context never
     drops a token, so it is packed as well (Phi-3, Mistral configurations), and a shorter one if that is said
     to be worth it. Every other kind stays with transformers' class.
 
@@ -107,7 +114,7 @@ def plan_layers(
             plan = LayerPlan(kind, dense_kwargs, f"{kind}: holds at most {window} tokens already")
         elif kind == _INDEXED and evicts:
             plan = LayerPlan(kind, dense_kwargs, f"{kind}: chooses among all tokens, so none may be evicted")
-        elif kind not in _FULL_KINDS and not (kind == _INDEXED and caches_latents(config)):
+        elif kind not in _FULL_KINDS:
             plan = LayerPlan(kind, dense_kwargs, f"{kind}: not a growing key/value cache of full attention")
         else:
             plan = LayerPlan(kind, dense_kwargs)
@@ -139,6 +146,19 @@ def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
         kv_heads = 1
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
     return kv_heads or heads, head_dim, getattr(layer, "v_head_dim", None) or head_dim
+
+
+def indexer_sizes(config: Any) -> tuple[int, int] | None:
+    """Return `(head_dim, position_dimensions)` of indexers; `None` if a model has none.
+
+    Those that rotate their keys only when they choose keep positions by time, row and column, in the first
+    layer that has one.
+    """
+    if getattr(config, "index_head_dim", None):
+        return config.index_head_dim, 0
+    if getattr(config, "indexer_head_dim", None):
+        return config.indexer_head_dim, 3
+    return None
 
 
 def query_heads(config: Any, layer_idx: int) -> int:
