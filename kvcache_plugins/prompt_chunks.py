@@ -24,9 +24,9 @@ _SPLIT_FEATURES = frozenset(
 """What an encoded image has if each chunk can be given its part; models that encode more read more of it."""
 _READ_BEFORE = frozenset({"cache_position", "second_per_grid_ts", "video_second_per_grid"})
 """Inputs that number tokens, which has been done for the whole prompt."""
-_READ_WHOLE = frozenset({"jamba", "kosmos_2_5_text_model"})
+_READ_WHOLE = frozenset({"jamba", "kosmos_2_5_text_model", "zamba"})
 """Families that compute something else in chunks, with transformers' caches too: recurrent layers of Jamba
-start anew in each, and Kosmos-2.5 numbers tokens of padded rows by other rules in the first than later."""
+and Zamba start anew in each, and Kosmos-2.5 numbers tokens of padded rows by other rules in the first."""
 _DRAFTING = "assisted_generation"
 """transformers' name for generation in which an assistant, or the prompt itself, proposes tokens."""
 

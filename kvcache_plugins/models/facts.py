@@ -49,6 +49,8 @@ _BIASED_FAMILIES = frozenset(
 _BIAS_FLAGS = ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias")
 _OWN_CROSS_CACHES = frozenset({"blip_text_model"})
 """Families that put keys of images beside those of text only if the cache they are given is transformers'."""
+_FAMILIES_WITHOUT_MASKS = frozenset({"prophetnet"})
+"""Families that attend to padding from the second call on, and read one token in each."""
 _DISTANCE_BIASED_FAMILIES = frozenset({"bloom", "cpmant", "inkling2_text", "inkling_text", "mpt"})
 _ROTATING_WINDOWS = frozenset({"afmoe", "cohere2", "cohere2_moe", "flint"})
 """Families whose layers of full attention do not rotate their keys."""
@@ -105,8 +107,8 @@ def decoder_config(config: Any) -> Any:
     """Return the configuration of the text decoder.
 
     Raises:
-        ValueError: For encoder-decoder models, whose two caches no backend here covers, and for others with
-            two caches.
+        ValueError: For encoder-decoder models, whose two caches no backend here covers, for others with two
+            caches, and for those that attend to padding.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
@@ -119,6 +121,11 @@ def decoder_config(config: Any) -> Any:
         raise ValueError(
             f"Models of type {decoder.model_type!r} would store keys and values of images among those of "
             "text in a cache of this package. Allowed for this model is no cache_implementation at all."
+        )
+    if decoder.model_type in _FAMILIES_WITHOUT_MASKS:
+        raise ValueError(
+            f"Models of type {decoder.model_type!r} attend to padding as soon as a cache holds tokens, which "
+            "no cache of this package keeps. Allowed for this model is no cache_implementation at all."
         )
     return decoder
 

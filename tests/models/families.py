@@ -70,11 +70,15 @@ _SIZES: dict[str, Any] = {
     "n_head": 4,
     "decoder_layers": 2,
     "decoder_attention_heads": 4,
+    "num_decoder_layers": 2,
+    "num_decoder_attention_heads": 4,
     "decoder_ffn_dim": 128,
     "encoder_layers": 2,
     "encoder_attention_heads": 4,
     "encoder_ffn_dim": 128,
     "is_decoder": True,
+    "is_encoder_decoder": False,
+    "use_cache": True,
 }
 # What a family needs beyond; a list of kinds of layer makes the model four layers deep.
 _OWN: dict[str, dict[str, Any]] = {
@@ -84,9 +88,18 @@ _OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": _LINEAR, **_LATENT},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "cohere2": {"layer_types": _SLIDING},
+    "cohere_compass_text": {
+        "layer_types": _SLIDING,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _SLIDING},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "cohere2_moe": {"layer_types": _SLIDING},
     "deepseek_v2": _LATENT,
     "deepseek_v32": _LATENT,
+    "dots3_note_text": _LATENT,
     "exaone_moe": {"layer_types": _SLIDING},
     "gemma3n_text": {
         **_EMBEDDED_LAYERS,
@@ -100,6 +113,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": _LATENT,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"]},
+    "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"]},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -121,9 +136,27 @@ _OWN: dict[str, dict[str, Any]] = {
     "olmo3": {"layer_types": _SLIDING},
     "qwen3_5_moe_text": {"layer_types": _LINEAR, "head_dim": 32},
     "qwen3_5_text": {"layer_types": _LINEAR, "head_dim": 32},
-    "qwen4_exp_text": {"layer_types": _LINEAR, "head_dim": 32},
+    "qwen4_exp_text": {
+        "layer_types": _LINEAR,
+        "head_dim": 32,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": 24,
+        "indexer_compress_ratio": 4,
+        "hc_count": 2,
+        "hc_lowrank": 8,
+    },
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "roc_bert": {"shape_vocab_size": 128, "pronunciation_vocab_size": 128},
+    "xmod": {"default_language": "en_XX"},
     "youtu": _LATENT,
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_head_dim": 32,
+        "n_mamba_heads": 2,
+    },
     "zaya": {"num_experts_per_tok": 1},
     "zamba2": {
         "num_hidden_layers": 4,
@@ -134,6 +167,8 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_mem_blocks": 1,
     },
 }
+_OF_PLAIN_PARTS = frozenset({"dbrx", "mpt"})
+"""Families whose configuration has parts that describe no other model."""
 
 NAMES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
@@ -152,7 +187,7 @@ def small_model(name: str, most: int = 12_000_000, **overrides: Any) -> PreTrain
         Exception: Whatever a configuration or a model says to sizes it cannot have.
     """
     config_class = CONFIG_MAPPING[name]
-    if getattr(config_class, "sub_configs", None) or getattr(config_class, "is_encoder_decoder", False):
+    if getattr(config_class, "sub_configs", None) and name not in _OF_PLAIN_PARTS:
         raise NotSmall(f"{name} is made of several models")
     fields = set(inspect.signature(config_class).parameters)
     aliases: dict[str, str] = getattr(config_class, "attribute_map", {})
