@@ -255,7 +255,10 @@ def _compile(target: Path) -> None:
     """Build and load the library, and keep a sealed copy at `target`."""
     from torch.utils import cpp_extension
 
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-cuda-") as directory:
+    # A network file system may keep the file of a library that is loaded, and the folder with it.
+    with tempfile.TemporaryDirectory(
+        dir=target.parent, prefix="build-cuda-", ignore_cleanup_errors=True
+    ) as directory:
         try:
             architectures = cuda_architectures.to_build()
             with used_by_torch(find_toolkit()), cuda_architectures.told_to_torch(architectures):

@@ -36,6 +36,8 @@ _DEVIATES = 3
 """Status of a process whose kernels are wrong: neither Python's own (1, 2) nor that of a signal."""
 _LINES = 15
 """Of what a process said that broke."""
+_BEGUN = "begun"
+"""What a process says when all is loaded and the kernels' turn comes."""
 _NO_FAULT = re.compile(r"out of memory|busy or unavailable", re.IGNORECASE)
 # With the parent's path: the same package, and none that lies in the current directory by chance.
 _CHILD = f"""
@@ -92,9 +94,11 @@ def _run(library: Path, device: torch.device) -> tuple[str | None, bool]:
         )
     except OSError as error:
         return f"no process could be started to try them ({error})", False
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
+        if _BEGUN not in str(error.stdout):  # bytes, whatever was asked for
+            return f"a process that was to try them had not begun after {_SECONDS} s", False
         return f"they had not ended after {_SECONDS} s in a process of their own", True
-    said = done.stdout.strip()
+    said = done.stdout.strip().removeprefix(_BEGUN).strip()
     if done.returncode == _DEVIATES:
         return said or "they deviate, and nothing says how", True
     if done.returncode == 0:
@@ -131,6 +135,8 @@ def main(argv: list[str]) -> int:
         raise FileNotFoundError(f"There is no library {library!r}.")
     device = torch.device("cuda", int(index[0]) if index else 0)
     ctypes.CDLL(library)
+    torch.cuda.synchronize(device)
+    print(_BEGUN, flush=True)
     deviation = cuda_check.find_deviation(device)
     torch.cuda.synchronize(device)
     print(deviation or _model(device))

@@ -45,7 +45,7 @@ def play(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:
     return calls
 
 
-PASS = "echo H200, capability 9.0, driver 580"
+PASS = "echo begun; echo H200, capability 9.0, driver 580"
 
 
 def test_a_pass_is_remembered(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +81,15 @@ def test_other_bytes_gpus_and_drivers_are_other_trials(
         ("echo CUDA out of memory >&2; exit 1", "`kvcache-plugins kernels build` tries them, while nothing"),
         ("printf '\\xff'; exit 4", "ended with status 4"),
         ("exit 0", "not they were tried, but nothing"),
+        ("echo begun; exit 0", "not they were tried, but nothing"),
+        ("exec sleep 60", "a process that was to try them had not begun after 3 s"),
     ],
 )
 def test_what_may_be_no_fault_of_the_kernels_is_tried_again(
     script: str, said: str, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = play(monkeypatch, library.parent, script)
+    monkeypatch.setattr(cuda_trial, "_SECONDS", 3)
     for _ in range(2):
         fault = cuda_trial.find_fault(library, DEVICE)
         assert fault is not None and said in fault
@@ -97,9 +100,9 @@ def test_what_may_be_no_fault_of_the_kernels_is_tried_again(
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (f"echo '{DEVIATION}'; exit 3", DEVIATION),
+        (f"echo begun; echo '{DEVIATION}'; exit 3", DEVIATION),
         ("exit 3", "they deviate, and nothing says how"),
-        ("exec sleep 60", "had not ended after 3 s"),
+        ("echo begun; exec sleep 60", "they had not ended after 3 s"),
     ],
     ids=["deviates", "says nothing", "hangs"],
 )
@@ -170,7 +173,10 @@ def test_what_a_process_tells(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(cuda_check, "find_deviation", lambda device: deviation)
     assert cuda_trial.main([str(library), "1"]) == status
-    assert capsys.readouterr().out.strip() == (deviation or "H200, capability 9.0, driver 580")
+    assert capsys.readouterr().out.split("\n", 1) == [
+        "begun",
+        (deviation or "H200, capability 9.0, driver 580") + "\n",
+    ]
     assert loaded == [str(library)]
 
 

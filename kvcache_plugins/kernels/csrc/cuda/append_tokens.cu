@@ -43,7 +43,7 @@ int append_slots(const AppendArguments& a, int batch, int heads, void* stream) {
   grid.y = static_cast<unsigned>(heads);
   grid.z = static_cast<unsigned>(batch);
   const int key_bytes = encoding_shared_bytes(a.key), value_bytes = encoding_shared_bytes(a.value);
-  return launch(append_kernel, grid, kEncodeThreads, key_bytes > value_bytes ? key_bytes : value_bytes, stream, a);
+  return launch<append_kernel>(grid, kEncodeThreads, key_bytes > value_bytes ? key_bytes : value_bytes, stream, a);
 }
 
 }  // namespace kvcache

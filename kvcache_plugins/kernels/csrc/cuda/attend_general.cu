@@ -23,14 +23,15 @@ KVCACHE_KERNEL(kMergeThreads, 2) merge_kernel(const AttentionArguments a) {
 
 int attend_general_rows(const AttentionArguments& a, int batch, void* stream) {
   const bool is_wide = tile_slots(GeneralMemory::larger_dim(a)) < kBlockTokens;
-  return launch(is_wide ? attend_general_wide_kernel : attend_general_kernel, attention_grid(a, batch), kThreads,
-                shared_bytes(a, 0), stream, a);
+  const dim3 grid = attention_grid(a, batch);
+  return is_wide ? launch<attend_general_wide_kernel>(grid, kThreads, shared_bytes(a, 0), stream, a)
+                 : launch<attend_general_kernel>(grid, kThreads, shared_bytes(a, 0), stream, a);
 }
 
 int merge_rows(const AttentionArguments& a, int batch, void* stream) {
   dim3 grid;
   grid.x = static_cast<unsigned>(static_cast<int64_t>(batch) * a.records.heads * a.group * a.query_length);
-  return launch(merge_kernel, grid, kMergeThreads, merge_bytes(a), stream, a);
+  return launch<merge_kernel>(grid, kMergeThreads, merge_bytes(a), stream, a);
 }
 
 int attention_shared_bytes(const AttentionArguments& a, int columns) { return shared_bytes(a, columns); }

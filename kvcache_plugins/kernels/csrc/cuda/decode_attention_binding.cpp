@@ -3,15 +3,13 @@
 // so it can be captured in a CUDA graph.
 #include <ATen/ops/empty.h>
 
-#include <limits>
-
 #include "binding_inputs.h"
+#include "splits.h"
 
 namespace kvcache {
 namespace {
 
 constexpr int64_t kMaxQueries = 64;
-constexpr int64_t kMostGeneralSplits = 128;
 constexpr int kMostFastChannels = 256;  // of keys, and of values: what the registers of the fast path hold
 
 int trailing_zeros(int x) { return x == 0 ? 31 : __builtin_ctz(static_cast<unsigned>(x)); }
@@ -84,24 +82,6 @@ UnitCopy copy_of(const Side& side, bool is_key) {
   for (int i = 0; i < UnitCopy::kSteps; ++i) copy.step_bits[i] = swizzle_bits(i * UnitCopy::kStepBytes, copy.swizzle);
   copy.further_bits = swizzle_bits(UnitCopy::kSteps * UnitCopy::kStepBytes, copy.swizzle);
   return copy;
-}
-
-// Splits of `count` blocks for each of `row_groups` that take least time if thread blocks run `places` at a time and
-// take as long as their warps have blocks, and one block's time besides: to begin and to be merged. Not measured.
-int64_t even_splits(int64_t count, int64_t row_groups, int64_t places) {
-  int64_t best = 1, least = std::numeric_limits<int64_t>::max();
-  // blocks of a warp, from those of eight waves on; beyond one wave they only take longer
-  const int64_t begin = std::max<int64_t>(1, count * row_groups / (8 * kWarps * places));
-  const int64_t step = std::max<int64_t>(1, begin / 32);
-  for (int64_t blocks = begin;; blocks += step) {
-    const int64_t splits = (count + kWarps * blocks - 1) / (kWarps * blocks);
-    const int64_t waves = (splits * row_groups + places - 1) / places;
-    if (waves * (blocks + 1) < least) {
-      least = waves * (blocks + 1);
-      best = splits;
-    }
-    if (waves == 1 || splits == 1) return best;
-  }
 }
 
 // Gives every warp `slots` units in shared memory.
@@ -186,13 +166,17 @@ int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& devic
       const int64_t hidden = a.window > 0 ? std::max<int64_t>(0, a.length - a.window) : 0;  // from the last query
       a.plain_begin = static_cast<int32_t>((hidden + kBlockTokens - 1) / kBlockTokens);
     }
-    a.fast_splits = static_cast<int32_t>(even_splits(a.fast_end - first, row_groups, places));
     a.sink_splits = a.key.sink_length > 0 || a.value.sink_length > 0;
   }
   const int64_t general = a.general_end - a.general_begin;
-  const int64_t at_once = std::max<int64_t>(1, 2 * places / std::max<int64_t>(1, row_groups));
-  a.general_splits =
-      static_cast<int32_t>(std::min({general, kMostGeneralSplits, columns > 0 ? kMostGeneralSplits : at_once}));
+  if (columns > 0) {
+    const Splits splits = choose_splits(a.fast_end - first, general, a.sink_splits, row_groups, places);
+    a.fast_splits = splits.fast;
+    a.general_splits = splits.general;
+  } else {
+    const int64_t at_once = std::max<int64_t>(1, 2 * places / std::max<int64_t>(1, row_groups));
+    a.general_splits = static_cast<int32_t>(std::min({general, kMostGeneralSplits, at_once}));
+  }
   return columns;
 }
 

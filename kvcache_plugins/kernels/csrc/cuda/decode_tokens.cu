@@ -31,7 +31,7 @@ int decode_slots(const DecodeArguments& a, int batch, void* stream) {
   grid.x = static_cast<unsigned>((a.stop + slots - 1) / slots - a.start / slots);
   grid.y = static_cast<unsigned>(a.records.heads);
   grid.z = static_cast<unsigned>(batch);
-  return launch(decode_kernel, grid, 256, 4 * slots * tile_stride(a.side.head_dim), stream, a);
+  return launch<decode_kernel>(grid, 256, 4 * slots * tile_stride(a.side.head_dim), stream, a);
 }
 
 }  // namespace kvcache

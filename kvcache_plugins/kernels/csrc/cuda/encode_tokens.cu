@@ -15,7 +15,7 @@ int encode_slots(const EncodeArguments& a, int batch, int heads, void* stream) {
   grid.x = static_cast<unsigned>(a.units());
   grid.y = static_cast<unsigned>(heads);
   grid.z = static_cast<unsigned>(batch);
-  return launch(encode_kernel, grid, kEncodeThreads, encoding_shared_bytes(a), stream, a);
+  return launch<encode_kernel>(grid, kEncodeThreads, encoding_shared_bytes(a), stream, a);
 }
 
 struct SearchArguments {
@@ -44,7 +44,7 @@ int find_large_numbers(const EncodeArguments& a, int batch, int heads, float lim
   grid.x = static_cast<unsigned>(blocks < 64 ? blocks : 64);
   grid.y = static_cast<unsigned>(heads);
   grid.z = static_cast<unsigned>(batch);
-  return launch(search_kernel, grid, kEncodeThreads, 0, stream, SearchArguments{a, limit, flag});
+  return launch<search_kernel>(grid, kEncodeThreads, 0, stream, SearchArguments{a, limit, flag});
 }
 
 }  // namespace kvcache

@@ -92,7 +92,7 @@ int gather_slots(const GatherArguments& a, int batch, void* stream) {
   grid.x = static_cast<unsigned>((a.count + kBlockTokens - 1) / kBlockTokens);
   grid.y = static_cast<unsigned>(a.from.heads);
   grid.z = static_cast<unsigned>(batch);
-  return launch(gather_kernel, grid, 256, 0, stream, a);
+  return launch<gather_kernel>(grid, 256, 0, stream, a);
 }
 
 }  // namespace kvcache

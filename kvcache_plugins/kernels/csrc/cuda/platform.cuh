@@ -181,28 +181,37 @@ KVCACHE_DEVICE void copy_wait() {
 
 // ---- host side
 
-// Launches `kernel` on a stream (a cudaStream_t); returns a cudaError_t.
-template <typename Arguments>
-int launch(void (*kernel)(Arguments), dim3 grid, int threads, int shared_bytes, void* stream,
-           const Arguments& arguments) {
-  if (shared_bytes > 48 * 1024) {
-    // The most the device has, whatever this call needs: a limit of its own might be lowered by another thread's call
-    // before the launch. The kernels have no static shared memory, which would count against it.
-    int device = 0, most = 0;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status == cudaSuccess)
-      status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (status == cudaSuccess) status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-    if (status != cudaSuccess) {
-      cudaGetLastError();  // reported here, and not to whoever asks next
-      return status;
-    }
+// Lets a kernel have as much shared memory as the device has, once for a kernel and a device: these calls may wait for
+// copies that other streams have begun. The kernels have no static shared memory, which would count against it.
+template <auto kKernel>
+int let_share_memory() {
+  static uint64_t done = 0;  // a bit of every device
+  int device = 0, most = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  const uint64_t bit = status == cudaSuccess && device < 64 ? uint64_t{1} << device : 0;
+  if ((__atomic_load_n(&done, __ATOMIC_ACQUIRE) & bit) != 0) return cudaSuccess;
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (status == cudaSuccess) status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  if (status != cudaSuccess) {
+    cudaGetLastError();  // reported here, and not to whoever asks next
+    return status;
   }
   // A preference, so that as many thread blocks as were planned fit a multiprocessor; without it they are only fewer.
-  if (shared_bytes > 0 && cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                               cudaSharedmemCarveoutMaxShared) != cudaSuccess)
+  if (cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared) !=
+      cudaSuccess)
     cudaGetLastError();
-  kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments);
+  __atomic_fetch_or(&done, bit, __ATOMIC_RELEASE);
+  return cudaSuccess;
+}
+
+// Launches `kKernel` on a stream (a cudaStream_t); returns a cudaError_t.
+template <auto kKernel, typename Arguments>
+int launch(dim3 grid, int threads, int shared_bytes, void* stream, const Arguments& arguments) {
+  if (shared_bytes > 0) {
+    const int status = let_share_memory<kKernel>();
+    if (status != cudaSuccess) return status;
+  }
+  kKernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments);
   return cudaGetLastError();
 }
 

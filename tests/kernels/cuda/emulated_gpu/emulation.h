@@ -89,8 +89,8 @@ inline void copy_wait() {
   emulation::wait_for_copies(kPending);
 }
 
-template <typename Arguments>
-int launch(void (*kernel)(Arguments), dim3 grid, int threads, int shared_bytes, void*, const Arguments& arguments) {
+template <auto kKernel, typename Arguments>
+int launch(dim3 grid, int threads, int shared_bytes, void*, const Arguments& arguments) {
   struct Call {
     void (*kernel)(Arguments);
     const Arguments* arguments;
@@ -100,7 +100,7 @@ int launch(void (*kernel)(Arguments), dim3 grid, int threads, int shared_bytes, 
       const Call* one = static_cast<Call*>(call);
       one->kernel(*one->arguments);
     }
-  } call{kernel, &arguments};
+  } call{kKernel, &arguments};
   emulation::run_grid(grid, threads, shared_bytes, Call::run, &call);
   return 0;
 }

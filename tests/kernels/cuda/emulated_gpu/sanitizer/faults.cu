@@ -185,7 +185,7 @@ extern "C" bool kvcache_run_fault(const char* name, uint8_t* data, int* sink) {
     if (std::strcmp(kernel.name, name) != 0) continue;
     dim3 grid;
     grid.x = 2;
-    launch(fault_kernel, grid, kFaultThreads, kFaultBytes, nullptr, FaultArguments{kernel.run, data, sink});
+    launch<fault_kernel>(grid, kFaultThreads, kFaultBytes, nullptr, FaultArguments{kernel.run, data, sink});
     return true;
   }
   return false;
