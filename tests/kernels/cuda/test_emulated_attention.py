@@ -63,6 +63,19 @@ def check(
 # -- every codec
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, *LOGIT_OPTIONS], ids=str)
+def test_a_known_format_gives_the_numbers_of_the_kernel_for_all(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    layer = build_layer({"backend": "kivi", "nbits": 2}, 700, kv_heads=2, head_dim=128, dtype=dtype)
+    query, key, value = step(layer, 1, 4)
+    chosen = attention_options(options, 1, key.shape[2])
+    known = emulation.attend(query, key, value, chosen)
+    layer.records.data = F.pad(layer.records.data, (0, 128))  # records that are longer are no known ones
+    assert torch.equal(known, emulation.attend(query, key, value, chosen)) and known.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("length", [65, 333])
 @pytest.mark.parametrize("name", CASES)

@@ -111,7 +111,7 @@ ATTENTION = {
     "e4m3": Attention(4.15, {"backend": "float8"}),
     "e5m2": Attention(2.65, {"backend": "float8", "format": "e5m2"}),
     "kivi 2bit g16": Attention(3.35, kivi(2, 16), conflicts=128),
-    "kivi 2bit g32": Attention(2.9, kivi(2, 32), conflicts=16),
+    "kivi 2bit g32": Attention(2.5, kivi(2, 32), conflicts=16),
     "kivi 3bit g32": Attention(3.9, kivi(3, 32), conflicts=16),
     "kivi 4bit g32": Attention(3.1, kivi(4, 32), conflicts=16),
     "kivi 2bit g64": Attention(2.7, kivi(2, 64)),

@@ -2,13 +2,14 @@
 // row and head; a second merges what they found.
 #pragma once
 
+#include "known_formats.h"
 #include "launches.h"
 #include "level_attention.cuh"
 
 namespace kvcache {
 
-// Up to `8 kColumns` query rows, values of up to `16 kTiles` channels.
-template <int kColumns, int kTiles>
+// Up to `8 kColumns` query rows, values of up to `16 kTiles` channels; `kIsKnown`: of a known format.
+template <int kColumns, int kTiles, bool kIsKnown = false>
 KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 4 : 2)) attend_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
   const Rows rows = Rows::mine(a);
@@ -16,6 +17,9 @@ KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 4 : 2)) attend_kernel(const A
   const int split = static_cast<int>(blockIdx.y), general = a.general_splits + a.sink_splits;
   if (split < general) {
     attend_general<false>(a, rows, shared, split, split);
+  } else if constexpr (kIsKnown) {
+    const AttentionArguments known = as_two_bits(a);
+    attend_fast<kColumns, kTiles>(known, rows, shared, split - general, split);
   } else {
     attend_fast<kColumns, kTiles>(a, rows, shared, split - general, split);
   }

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include "binding_inputs.h"
+#include "known_formats.h"
 #include "splits.h"
 
 namespace kvcache {
@@ -250,7 +251,8 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, 
                       : are_levels   ? (is_wide ? attend_levels_wide : attend_levels)
                       : columns == 2 ? attend_16_rows
                       : is_wide      ? attend_8_rows_wide
-                                     : attend_8_rows;
+                      : are_two_bits(a) ? attend_two_bits
+                                        : attend_8_rows;
   device.check(attend(a, static_cast<int>(batch), device.stream()));
   device.check(merge_rows(a, static_cast<int>(batch), device.stream()));
   return output;

@@ -7,6 +7,7 @@
 namespace kvcache {
 
 int attend_8_rows(const AttentionArguments& a, int batch, void* stream);  // values of up to 128 channels
+int attend_two_bits(const AttentionArguments& a, int batch, void* stream);  // the same of a known format
 int attend_16_rows(const AttentionArguments& a, int batch, void* stream);
 int attend_8_rows_wide(const AttentionArguments& a, int batch, void* stream);  // of up to 256
 int attend_levels(const AttentionArguments& a, int batch, void* stream);  // KVQuant, of up to 128 channels
