@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "arguments.h"
@@ -32,8 +33,8 @@ inline double end_of(int64_t early, double early_time, int64_t late, double late
   };
   double end = freed;
   while (!done_by(end)) end += late_time;
-  for (double sooner = begin; sooner < end; sooner += late_time)
-    if (sooner >= freed && done_by(sooner)) return sooner;
+  for (double sooner = begin + std::ceil((freed - begin) / late_time) * late_time; sooner < end; sooner += late_time)
+    if (done_by(sooner)) return sooner;
   return end;
 }
 

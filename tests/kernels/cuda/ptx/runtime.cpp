@@ -16,6 +16,7 @@ constexpr int kSharedBytesOfFunction = 8;  // cudaFuncAttributeMaxDynamicSharedM
 struct Function {
   std::string name;
   size_t most_shared_bytes = 48 * 1024;  // until it asks for more
+  bool has_asked = false;
 };
 
 // By the address of the host's function of that name.
@@ -97,7 +98,11 @@ int cudaDeviceGetAttribute(int* value, int attribute, int) {
   return attribute == kMostSharedBytes ? kSuccess : kInvalidValue;
 }
 int cudaFuncSetAttribute(const void* function, int attribute, int value) {
-  if (attribute == kSharedBytesOfFunction) functions().at(function).most_shared_bytes = value;
+  if (attribute != kSharedBytesOfFunction) return kSuccess;
+  auto& asking = functions().at(function);
+  if (asking.has_asked) return kInvalidValue;  // a GPU would grant it, and might wait for copies first
+  asking.has_asked = true;
+  asking.most_shared_bytes = value;
   return kSuccess;
 }
 int cudaGetLastError() { return kSuccess; }
