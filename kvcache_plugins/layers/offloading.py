@@ -49,12 +49,12 @@ class Shelf:
     def enter(self, records: OffloadedRecords) -> None:
         """See to it that `records` lie on their device, and that those that followed them last time come."""
         previous = None if self._latest is None else self._latest()
-        self._latest = weakref.ref(records)
         if previous is not None and previous is not records:
-            previous.successor = self._latest
+            previous.successor = weakref.ref(records)
             if previous.is_loose:
                 previous.leave()
         records.arrive(self._slot_for(records) if records.is_away else None)
+        self._latest = weakref.ref(records)  # not before: where there is no memory, all this is done again
         following = None if records.successor is None else records.successor()
         if following is not None and following.is_away:
             following.fetch(self._slot_for(following))
@@ -123,7 +123,9 @@ class _Slot:
 
     @property
     def occupant(self) -> OffloadedRecords | None:
-        return None if self._occupant is None else self._occupant()
+        """Who lies here, or is on the way, as far as they know of it: one that was interrupted does not."""
+        occupant = None if self._occupant is None else self._occupant()
+        return occupant if occupant is not None and occupant.is_in(self) else None
 
     def fill(self, records: OffloadedRecords, host: Tensor) -> Tensor:
         """Begin to copy `host` here, and return the place."""
@@ -143,10 +145,6 @@ class _Slot:
         if self._is_filling:
             self._copies.finish()
         self._is_filling = False
-
-    def free(self) -> None:
-        """Let others come."""
-        self._occupant = None
 
     def vacate(self) -> None:
         """Let who is here leave."""
@@ -190,8 +188,8 @@ class OffloadedRecords(Records):
 
     @data.setter
     def data(self, data: Tensor) -> None:
-        self._give_up_slot()
         self._here, self._young, self._changed = data, None, (0, data.shape[2])
+        self._slot = None
         if self._host is not None and self._host.shape != data.shape:
             self._host = None
         if not self.shelf.is_latest(self):  # else others may come to where the old bytes are still read
@@ -213,6 +211,10 @@ class OffloadedRecords(Records):
         """Whether they lie on the device in memory of their own, as when they have just been made."""
         return self._here is not None and self._slot is None
 
+    def is_in(self, slot: _Slot) -> bool:
+        """Whether they lie in `slot`, or are on their way there."""
+        return self._slot is slot
+
     def touch(self, start: int, stop: int) -> None:
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
         low, high = self._changed
@@ -221,7 +223,7 @@ class OffloadedRecords(Records):
     def fetch(self, slot: _Slot) -> None:
         """Begin to come into `slot`."""
         assert self._host is not None
-        self._here, self._slot = slot.fill(self, self._host), slot
+        self._slot, self._here = slot, slot.fill(self, self._host)
 
     def arrive(self, slot: _Slot | None) -> None:
         """Be on the device, for all that it is told from now on; in `slot`, if they are not there yet."""
@@ -248,8 +250,7 @@ class OffloadedRecords(Records):
                 self._bring_up_to_date()
             elif high > low:
                 self._young = low, self._blocks(low, high).clone()
-        self._give_up_slot()
-        self._here = None
+        self._here = self._slot = None
 
     def to(self, device: torch.device) -> None:
         if device != self.device:
@@ -291,11 +292,6 @@ class OffloadedRecords(Records):
         self.__dict__.update(state)
         self.successor = self._here = self._slot = self._young = None
         self._changed = (0, 0)
-
-    def _give_up_slot(self) -> None:
-        if self._slot is not None:
-            self._slot.free()
-            self._slot = None
 
     def _blocks(self, low: int, high: int) -> Tensor:
         """Blocks `[low, high)` where they lie on the device."""

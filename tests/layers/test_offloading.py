@@ -186,6 +186,56 @@ def test_layers_that_are_gone_leave_their_place() -> None:
     assert torch.equal(layers[0].data, expected)
 
 
+def _two_steps() -> tuple[list[OffloadedRecords], list[Records]]:
+    """Layers after two steps, so that their order is known and the host lacks their newest block."""
+    shelf = Shelf()
+    moved = [OffloadedRecords(_layout(), 1, 1, CPU, shelf) for _ in range(LAYERS)]
+    plain = [Records(_layout(), 1, 1, CPU) for _ in range(LAYERS)]
+    for layers in (moved, plain):
+        for records in layers:
+            records.ensure(50 * BLOCK_TOKENS)
+        for step in range(2):
+            for records in layers:
+                _write(records, step, 1, step)
+    return moved, plain
+
+
+def test_a_layer_on_its_way_is_whole_after_the_host_had_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "_Copies", LateCopies)
+    moved, plain = _two_steps()
+    for layers in (moved, plain):
+        layers[0].ensure(60 * BLOCK_TOKENS)  # so that the host needs more memory when the next is asked
+
+    def refuse(*_: object) -> Tensor:
+        raise RuntimeError("no pinned memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offloading, "_pinned_like", refuse)
+        with pytest.raises(RuntimeError, match="no pinned memory"):
+            _ = moved[1].data
+    for got, expected in zip(moved[1:] + moved, plain[1:] + plain, strict=True):
+        assert torch.equal(got.data, expected.data)
+
+
+def test_layers_come_and_go_after_one_was_interrupted_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "_Copies", LateCopies)
+    moved, plain = _two_steps()
+    fill = offloading._Slot.fill
+
+    def interrupt(*arguments: Any) -> Tensor:
+        fill(*arguments)
+        raise KeyboardInterrupt
+
+    moved[2].at_rest()  # as for a file, after a step
+    with monkeypatch.context() as patch:
+        patch.setattr(offloading._Slot, "fill", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            _ = moved[2].data
+    for index in (2, 1, 0, 2, 1, 0):
+        assert torch.equal(moved[index].data, plain[index].data)
+        assert sum(not records.is_away for records in moved) <= offloading.SLOTS
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
