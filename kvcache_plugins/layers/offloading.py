@@ -280,9 +280,6 @@ class OffloadedRecords(Records):
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedRecords:
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(self.__getstate__() | {"shelf": copy.deepcopy(self.shelf, memo)})
-        assert copied._host is not None
-        with storing():
-            copied._host = _pinned_like(copied._host, self.device).copy_(copied._host)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -290,6 +287,8 @@ class OffloadedRecords(Records):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        with storing():  # what pickle brings is not pinned, and what a copy is made of is another's
+            self._host = _pinned_like(state["_host"], self.device).copy_(state["_host"])
         self.successor = self._here = self._slot = self._young = None
         self._changed = (0, 0)
 

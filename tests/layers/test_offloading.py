@@ -236,6 +236,23 @@ def test_layers_come_and_go_after_one_was_interrupted_on_its_way(monkeypatch: py
         assert sum(not records.is_away for records in moved) <= offloading.SLOTS
 
 
+@pytest.mark.parametrize("take", [copy.deepcopy, lambda layers: pickle.loads(pickle.dumps(layers))])
+def test_copies_rest_in_pinned_memory_too(
+    take: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved, plain = _two_steps()
+    made: list[Tensor] = []
+
+    def pin(states: Tensor, _: torch.device) -> Tensor:
+        made.append(torch.empty_like(states))
+        return made[-1]
+
+    monkeypatch.setattr(offloading, "_pinned_like", pin)
+    for copied, expected in zip(take(moved), plain, strict=True):
+        assert any(copied.at_rest() is tensor for tensor in made)
+        assert torch.equal(copied.data, expected.data)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
