@@ -9,6 +9,10 @@ Everything that reads records asks them for `data`, which is where they arrive. 
 were asked, a shelf learns which will be next, and copies it on a stream of its own while the model works on
 the layer before. So no verb of a layer, and no attention function, knows of any of this.
 
+Memory may run out at any of these moves, and users interrupt them. So what records are is changed by single
+statements, with nothing to call among them: before one they are what they were, after it they are what they
+were to become.
+
 Torch takes pinned memory in powers of two, so that the host may hold up to twice what a layer needs.
 """
 
@@ -49,12 +53,13 @@ class Shelf:
     def enter(self, records: OffloadedRecords) -> None:
         """See to it that `records` lie on their device, and that those that followed them last time come."""
         previous = None if self._latest is None else self._latest()
+        self._latest = None  # who fails on the way has not come, and will be asked for again
         if previous is not None and previous is not records:
             previous.successor = weakref.ref(records)
             if previous.is_loose:
                 previous.leave()
         records.arrive(self._slot_for(records) if records.is_away else None)
-        self._latest = weakref.ref(records)  # not before: where there is no memory, all this is done again
+        self._latest = weakref.ref(records)
         following = None if records.successor is None else records.successor()
         if following is not None and following.is_away:
             following.fetch(self._slot_for(following))
@@ -123,9 +128,9 @@ class _Slot:
 
     @property
     def occupant(self) -> OffloadedRecords | None:
-        """Who lies here, or is on the way, as far as they know of it: one that was interrupted does not."""
-        occupant = None if self._occupant is None else self._occupant()
-        return occupant if occupant is not None and occupant.is_in(self) else None
+        """The latest to come, unless they have left."""
+        latest = None if self._occupant is None else self._occupant()
+        return latest if latest is not None and latest.is_in(self) else None
 
     def fill(self, records: OffloadedRecords, host: Tensor) -> Tensor:
         """Begin to copy `host` here, and return the place."""
@@ -133,8 +138,9 @@ class _Slot:
         if self.buffer is None or self.buffer.numel() < size:
             self.buffer = None  # first, so that there are never both
             with storing():
-                self.buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-            self._copies.own(self.buffer)
+                buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._copies.own(buffer)
+            self.buffer = buffer
         place = self.buffer[:size].view(host.shape)
         self._copies.begin(place, host)
         self._occupant, self._is_filling = weakref.ref(records), True
@@ -188,10 +194,9 @@ class OffloadedRecords(Records):
 
     @data.setter
     def data(self, data: Tensor) -> None:
-        self._here, self._young, self._changed = data, None, (0, data.shape[2])
-        self._slot = None
-        if self._host is not None and self._host.shape != data.shape:
-            self._host = None
+        host = None if self._host is None or self._host.shape != data.shape else self._host
+        changed = 0, data.shape[2]
+        self._here, self._slot, self._host, self._young, self._changed = data, None, host, None, changed
         if not self.shelf.is_latest(self):  # else others may come to where the old bytes are still read
             self.shelf.enter(self)
 
@@ -212,7 +217,7 @@ class OffloadedRecords(Records):
         return self._here is not None and self._slot is None
 
     def is_in(self, slot: _Slot) -> bool:
-        """Whether they lie in `slot`, or are on their way there."""
+        """Whether it is there that they lie."""
         return self._slot is slot
 
     def touch(self, start: int, stop: int) -> None:
@@ -223,7 +228,7 @@ class OffloadedRecords(Records):
     def fetch(self, slot: _Slot) -> None:
         """Begin to come into `slot`."""
         assert self._host is not None
-        self._slot, self._here = slot, slot.fill(self, self._host)
+        self._here, self._slot = slot.fill(self, self._host), slot
 
     def arrive(self, slot: _Slot | None) -> None:
         """Be on the device, for all that it is told from now on; in `slot`, if they are not there yet."""
@@ -240,17 +245,18 @@ class OffloadedRecords(Records):
         """Make room on the device: only what the host lacks stays, unless that is much."""
         if self._here is None:
             return
+        young = self._young  # if they never arrived, what the host lacks lies where it was
         with storing():
             low, high = self._changed
             if self._slot is not None and high > low:
                 self._slot.wait()  # a step that failed may have left them on their way
-            if self._young is not None:
-                pass  # never arrived: what the host lacks lies where it was
+            if young is not None:
+                pass
             elif self._host is None or high - low > _YOUNG_BLOCKS:
                 self._bring_up_to_date()
             elif high > low:
-                self._young = low, self._blocks(low, high).clone()
-        self._here = self._slot = None
+                young = low, self._blocks(low, high).clone()
+        self._here, self._slot, self._young = None, None, young
 
     def to(self, device: torch.device) -> None:
         if device != self.device:

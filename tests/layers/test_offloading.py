@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -128,6 +129,91 @@ def test_bytes_are_those_of_records_that_stay(steps: list[tuple[int, str, int]],
             assert got.shape == expected.data.shape
             assert torch.equal(got.at_rest(), expected.data)
             assert torch.equal(got.data, expected.data)
+
+
+class InterruptAt:
+    """An interruption when so many lines of the module have been begun, told by `sys.settrace`."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != offloading.__file__:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+    @classmethod
+    def run(cls, line: int, act: Callable[[], Any]) -> bool:
+        """Run `act`; whether it was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(cls(line))
+        try:
+            act()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+
+MOVES: dict[str, Callable[[list[Any], int], Any]] = {
+    "read": lambda moved, layer: moved[layer].data,
+    "leave": lambda moved, layer: moved[layer].leave(),
+    "rest": lambda moved, layer: moved[layer].at_rest(),
+    "clear": lambda moved, layer: moved[layer].shelf.clear(),
+    "copy": lambda moved, layer: copy.deepcopy(moved),
+    "same rows": lambda moved, layer: moved[layer].select_rows(torch.tensor([0, 1])),
+    "one row": lambda moved, layer: moved[layer].select_rows(torch.tensor([0])),
+    "first row": lambda moved, layer: moved[layer].select_rows(torch.tensor([0, 0])),
+    "more room": lambda moved, layer: moved[layer].ensure((moved[layer].num_blocks + 1) * BLOCK_TOKENS),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_moves_that_are_interrupted(move: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever that is, it has happened to all the bytes or to none, and all can be asked for again."""
+    monkeypatch.setattr(offloading, "_Copies", LateCopies)
+    monkeypatch.setattr(offloading, "_YOUNG_BLOCKS", 3)
+    for start in range(4):  # layers at work, on their way, away with what the host lacks, away
+        for layer in range(LAYERS):
+            line, was_interrupted = 0, True
+            while was_interrupted:
+                line += 1
+                moved, expected = _three_in_turn(start)
+                was_interrupted = InterruptAt.run(line, lambda: MOVES[move](moved, layer))  # noqa: B023
+                outcome = moved[layer].data.clone()
+                for records in moved:  # those that come next take places
+                    records.data  # noqa: B018
+                for index, records in enumerate(moved):
+                    before = [expected[index]]
+                    if index == layer:
+                        before += [before[0][:1], before[0][[0, 0]]] if "row" in move else []
+                        before += [outcome] if move == "more room" else []
+                        assert torch.equal(records.data, outcome)
+                    assert any(torch.equal(records.data, bytes_) for bytes_ in before)
+                    assert torch.equal(records.at_rest(), records.data)
+                assert torch.equal(outcome[:1, :, :20], expected[layer][:1])
+            assert line > 2
+
+
+def _three_in_turn(start: int) -> tuple[list[OffloadedRecords], list[Tensor]]:
+    """Layers that have been asked in turn a few times, then the first of them; and their bytes."""
+    shelf = Shelf()
+    moved = [OffloadedRecords(_layout(), 2, 1, CPU, shelf) for _ in range(LAYERS)]
+    plain = [Records(_layout(), 2, 1, CPU) for _ in range(LAYERS)]
+    for records in moved + plain:
+        records.ensure(20 * BLOCK_TOKENS, 20 * BLOCK_TOKENS)
+    for step in range(3):
+        for records in [*moved, *plain]:
+            _write(records, step, 1, step)
+    for index in range(start):
+        for pair in (moved, plain):
+            _write(pair[index % LAYERS], 3, 1, index)
+    return moved, [records.data for records in plain]
 
 
 def test_what_is_copied_at_a_step() -> None:
