@@ -35,7 +35,8 @@ def estimate(
     outliers grow when an evicting cache over KVQuant moves tokens, which depends on the tokens. Heads that
     share a budget (`head_floor`) are taken to keep equally many; how many blocks they do not fill depends on
     the tokens, too. With `offload`, it is what rests in the host's memory, what is kept on the GPU beside
-    it, and the two layers of codes that lie there in turn; not the blocks that the host may lack.
+    it, and the two layers of codes that lie there in turn; not the blocks that the host may lack. A layer
+    that is packed alone makes room for no other, and stays on the GPU.
 
     Args:
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model.
@@ -86,4 +87,5 @@ def estimate(
             offloaded.append(layer.records.data.nbytes)
         owned = layer.tensors().values() if isinstance(layer, PackedLayer) else tensors_in(vars(layer))
         storages |= {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in owned}
-    return sum(storages.values()) + sum(sorted(offloaded)[-SLOTS:])
+    in_turn = sorted(offloaded)[-SLOTS:] if len(offloaded) > 1 else []
+    return sum(storages.values()) + sum(in_turn)

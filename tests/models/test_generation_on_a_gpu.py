@@ -268,3 +268,14 @@ def test_an_offloaded_cache_leaves_the_gpu(deeper: PreTrainedModel) -> None:
     for offload in (False, True):
         expected = estimate(deeper, {"backend": "int8", "offload": offload}, 2503, 2, max_cache_length=2504)
         assert reports[offload].kv_bytes == pytest.approx(expected, rel=0.02)
+
+
+def test_a_layer_that_is_packed_alone_stays_and_is_estimated_so() -> None:
+    model = tiny_model("llama", num_hidden_layers=1).cuda()
+    cache_config = {"backend": "int8", "offload": True}
+    _, cache = _generated(model, cache_config)
+    report = cache.report()
+    assert report.host_bytes == 0
+    held = LENGTHS[0] + 39  # the last token is never fed back
+    expected = estimate(model, cache_config, held, len(LENGTHS), max_cache_length=held + 1)
+    assert report.kv_bytes == pytest.approx(expected, rel=0.02)
