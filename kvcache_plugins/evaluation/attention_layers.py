@@ -60,10 +60,16 @@ def find_layer(cache: Any, cache_config: dict[str, Any]) -> Any:
     """Return the first layer a cache packs that attends to all tokens.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or if it would be offloaded.
     """
     if not isinstance(cache, KVCache):
         return cache.layers[0]
+    if cache.config.offload:
+        raise ValueError(
+            f"--cache_config {cache_config!r}: offload must be false for `bench attention`, which measures "
+            "one layer: alone in its cache, it makes room for no other. `bench generate` measures whole "
+            "models."
+        )
     for layer in cache.packed_layers:
         if not isinstance(layer, (CrossAttentionLayer, WindowedLayer)):
             return layer

@@ -86,6 +86,8 @@ def _entry(
     }
     if cache_config["backend"] in TRANSFORMERS_BACKENDS:
         return entry | {"note": "transformers' own cache, whose size can be measured but not predicted"}
+    if cache_config.get("offload"):
+        return entry | {"note": "offloaded: most of it rests in the host's memory, which is not bounded"}
     tokens = most_tokens(config, cache_config, limit - model_bytes, batch_size, dtype)
     if tokens is None:
         return entry | {"note": "any length fits"}

@@ -61,8 +61,11 @@ def predicted_peak_bytes(
         dtype (`torch.dtype`): Of the states.
 
     Returns:
-        `int | None`: bytes; None for transformers' own caches.
+        `int | None`: bytes; None for transformers' own caches, and for offloaded ones, which lie in two
+        memories.
     """
+    if cache_config.get("offload"):
+        return None
     held = predicted_bytes(config, cache_config, tokens, batch_size, dtype)
     if held is None:
         return None

@@ -481,6 +481,8 @@ def test_the_largest_context_has_ends() -> None:
     assert most_tokens(config, DENSE, 2**60, 1, torch.bfloat16) is None
     assert predicted_bytes(config, {"backend": "hqq"}, 9, 1, torch.bfloat16) is None
     assert predicted_peak_bytes(config, {"backend": "hqq"}, 8, 9, 1, torch.bfloat16) is None
+    offloaded = {"backend": "int8", "offload": True}
+    assert predicted_peak_bytes(config, offloaded, 8, 9, 1, torch.bfloat16) is None, "of no one memory"
 
 
 def test_largest_contexts_are_predicted_verified_and_shown(
@@ -500,9 +502,10 @@ def test_largest_contexts_are_predicted_verified_and_shown(
         "kvcache_plugins.evaluation.caches.why_unavailable", lambda config, cache_config: None
     )
     sizes = ["--lengths", "64", "--memory_gb", "0.021", "--verify_memory", "--output", str(tmp_path)]
-    assert main(["bench", "generate", *sizes, *_caches({"backend": "int8"}, {"backend": "quanto"})]) == 0
+    caches = _caches({"backend": "int8"}, {"backend": "quanto"}, {"backend": "int8", "offload": True})
+    assert main(["bench", "generate", *sizes, *caches]) == 0
     document = read_results(tmp_path)
-    dense, int8, quanto = document["largest_context"]
+    dense, int8, quanto, offloaded = document["largest_context"]
     # 21 MB without the model's one leave 20 MB; a dense token takes 8 layers x 2 x 2 heads x 64 x 2 bytes
     assert dense["tokens"] == 20_000_000 // 4096
     assert dense["note"] == "did not fit: killed"
@@ -511,6 +514,8 @@ def test_largest_contexts_are_predicted_verified_and_shown(
     assert (int8["peak_memory_bytes"], int8["peak_above_model_bytes"], int8["note"]) == (170, 70, None)
     assert (quanto["tokens"], quanto["of_dense"]) == (None, None)
     assert "not predicted" in quanto["note"]
+    assert (offloaded["tokens"], offloaded["of_dense"]) == (None, None)
+    assert "rests in the host's memory" in offloaded["note"]
     held = {job["cache_config"]["backend"]: job["length"] + job["max_new_tokens"] - 1 for job in jobs}
     assert held == {"dense": dense["tokens"], "int8": int8["tokens"]}
     assert (document["settings"]["memory_gb"], document["settings"]["verify_memory"]) == (0.021, True)
@@ -588,6 +593,7 @@ def test_random_model_is_the_one_promised() -> None:
         (["attention", *_caches({"backend": "kivvi"})], ["kivvi", "kivi"]),
         (["attention", *_caches({"backend": "kivi", "nbits": 5})], ["nbits", "5"]),
         (["attention", *_caches({"backend": "int8", "skip_layers": list(range(32))})], ["skip_layers"]),
+        (["attention", *_caches({"backend": "int8", "offload": True})], ["offload must be false"]),
         (["attention", "--config", "no_such.yaml"], ["no_such.yaml"]),
         (["generate", "--max_new_tokens", "3"], ["--max_new_tokens", ">= 8", "3"]),
         (["generate", "--lengths", "0"], ["--lengths", "0"]),
