@@ -116,7 +116,7 @@ class BackendConfig:
             dtype.
         layer_overrides (`dict[str, dict]`): `{"0": {"nbits": 8}}`: other options for single layers.
         offload (`bool`): Whether what is packed rests in the host's memory, and is on a GPU while its layer
-            is at work; sliding windows, sinks, the exact window and KVQuant's outliers stay on the GPU.
+            is at work; sliding windows, images, sinks, the exact window and KVQuant's outliers stay there.
 
     A field may have `metadata={"shown": "required"}`, or other words for tables of options to show in the
     place of its default.

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedOperationError
 from ..quantizers.packing import BLOCK_TOKENS
 from .records import RecordLayout, Records
 from .storing import storing
@@ -51,7 +52,16 @@ class Shelf:
         return self._latest is not None and self._latest() is records
 
     def enter(self, records: OffloadedRecords) -> None:
-        """See to it that `records` lie on their device, and that those that followed them last time come."""
+        """See to it that `records` lie on their device, and that those that followed them last time come.
+
+        Raises:
+            UnsupportedOperationError: While a CUDA graph is recorded, which would repeat one step's copies.
+        """
+        if records.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedOperationError(
+                "offload=True: a CUDA graph cannot record layers that take turns on the GPU, for they lie "
+                "elsewhere at every step. Allowed is offload=False."
+            )
         previous = None if self._latest is None else self._latest()
         self._latest = None  # who fails on the way has not come, and will be asked for again
         if previous is not None and previous is not records:

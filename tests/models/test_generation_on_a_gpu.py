@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcache_plugins.cache import KVCache, build_cache
-from kvcache_plugins.errors import KernelUnavailableError
+from kvcache_plugins.errors import KernelUnavailableError, UnsupportedOperationError
 from kvcache_plugins.estimation import estimate
 from kvcache_plugins.kernels import cuda_loader, loader
 from kvcache_plugins.testing.generation import SCENARIOS, padded_prompt, run_scenario
@@ -279,3 +279,15 @@ def test_a_layer_that_is_packed_alone_stays_and_is_estimated_so() -> None:
     held = LENGTHS[0] + 39  # the last token is never fed back
     expected = estimate(model, cache_config, held, len(LENGTHS), max_cache_length=held + 1)
     assert report.kv_bytes == pytest.approx(expected, rel=0.02)
+
+
+def test_layers_that_take_turns_are_not_recorded(deeper: PreTrainedModel) -> None:
+    tokens, cache = _generated(deeper, CACHES["int8"] | {"offload": True})
+    _, plain = _generated(deeper, CACHES["int8"])
+    first, said = (
+        cache.packed_layers[0],
+        r"offload=True: a CUDA graph cannot record.* Allowed is offload=False",
+    )
+    with pytest.raises(UnsupportedOperationError, match=said), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        _ = first.records.data
+    assert torch.equal(_next_turn(deeper, cache, tokens), _next_turn(deeper, plain, tokens))
