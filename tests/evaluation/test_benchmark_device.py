@@ -550,7 +550,7 @@ def test_a_gpu_has_a_bandwidth_and_a_cache() -> None:
 def test_attention_on_a_gpu() -> None:
     caches = [{"backend": "int8"}, {"backend": "kivi", "nbits": 2, "rope_mode": "block"}]
     options = AttentionOptions(
-        cache_config=caches, lengths=[600], batch_sizes=[2], preset="tiny", device="cuda", repeats=3
+        cache_config=caches, lengths=[300], batch_sizes=[2], preset="tiny", device="cuda", repeats=2
     )
     document = attention_speed.measure_attention(options)
     assert document["settings"]["device"] == "cuda:0"

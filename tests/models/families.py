@@ -134,6 +134,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "ministral3": {"sliding_window": None},
     "nemotron_h": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "attention", "mamba", "attention"]},
     "olmo3": {"layer_types": _SLIDING},
+    # makes tables of positions by positions in every call
+    "prophetnet": {"max_position_embeddings": 128},
     "qwen3_5_moe_text": {"layer_types": _LINEAR, "head_dim": 32},
     "qwen3_5_text": {"layer_types": _LINEAR, "head_dim": 32},
     "qwen4_exp_text": {

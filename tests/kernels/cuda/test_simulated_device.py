@@ -26,8 +26,8 @@ RUNS: dict[str, tuple[list[str], dict[str, str], int]] = {
     "device": (["-m", "cuda", *DEVICE_TESTS], {"KVCACHE_SIMULATION_MOST": "3"}, 40),
     "conformance": (
         ["tests/backends/test_conformance.py"],
-        {"KVCACHE_SIMULATION_MOST": "6", "KVCACHE_SIMULATION_DEFAULT": "1"},
-        100,
+        {"KVCACHE_SIMULATION_MOST": "4", "KVCACHE_SIMULATION_DEFAULT": "1"},
+        80,
     ),
 }
 
