@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kvcache_plugins import KernelUnavailableError
 from kvcache_plugins.kernels import compiler
 
+SOURCES = Path(compiler.__file__).with_name("csrc") / "cpu"
 BINDING = """
     #include <c10/core/ScalarType.h>
 
@@ -61,3 +63,17 @@ def test_sources_that_do_not_compile(found: compiler.Compiler, sources: Path, tm
     with pytest.raises(KernelUnavailableError, match=r"exit status 1.*\n.*made of cheese"):
         compiler.compile_library(found, sources, tmp_path / "library.so")
     assert list(tmp_path.iterdir()) == [sources]
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for file in sorted(SOURCES.glob("*.cpp")) if not file.stem.endswith("binding")],
+    ids=lambda file: file.stem,
+)
+def test_nothing_of_x86_is_asked_of_other_processors(found: compiler.Compiler, file: Path) -> None:
+    # headers of the system that another processor would have are missing here, and are no errors
+    command = [found.path, "-std=c++20", "-M", "-MG", "-U__x86_64__", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert file.name in done.stdout
+    assert "intrin.h" not in done.stdout
