@@ -18,10 +18,11 @@ struct Rotation {
   int64_t period = 0, pairs = 0;
 };
 
-// a * b + c, rounded twice whatever the compiler may contract: the product passes through memory.
+// a * b + c, rounded twice whatever the compiler may contract: the product passes through memory, and so does c, which
+// may be one, too.
 inline float multiply_add_separately(float a, float b, float c) {
   float product = a * b;
-  asm volatile("" : "+m"(product));
+  asm volatile("" : "+m"(product), "+m"(c));
   return product + c;
 }
 
