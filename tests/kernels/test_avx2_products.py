@@ -1,4 +1,4 @@
-"""The AVX2 kernel's products of packed blocks: in integers for bf16 queries, of float8 in fp32 for all."""
+"""The AVX2 kernel's products of packed blocks: integers for bf16 queries, float8 and levels in fp32."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ ERROR = 2e-5
 LENGTH = 450
 KIVI = {"backend": "kivi", "residual_length": 64}
 INT4 = {"backend": "int4", "residual_length": 0}
+KVQUANT = {"backend": "kvquant", "calibration": "normal_float", "residual_length": 64}
 CODES = {
     **{f"kivi {n} bits": {**KIVI, "nbits": n} for n in (2, 3, 4, 8)},
     "kivi g16": {**KIVI, "q_group_size": 16},
@@ -32,6 +33,9 @@ CODES = {
     "int8 per token": {"backend": "int8", "granularity": "token"},
     "float8 e4m3": {"backend": "float8"},
     "float8 e5m2": {"backend": "float8", "format": "e5m2"},
+    **{f"kvquant {n} bits": {**KVQUANT, "nbits": n} for n in (2, 3, 4)},
+    "kvquant no outliers": {**KVQUANT, "outlier_fraction": 0.0},
+    "kvquant many outliers": {**KVQUANT, "nbits": 3, "outlier_fraction": 0.05, "sink_length": 70},
 }
 
 
@@ -54,7 +58,7 @@ def compare(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOpt
     return got
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("name", CODES)
 def test_codes(name: str, head_dim: int) -> None:
     options = dict(CODES[name])
@@ -84,15 +88,37 @@ def test_float8_is_as_exact_as_fp32(format: str, head_dim: int) -> None:
         assert (got.double() - expected).norm() <= 1e-6 * expected.norm()
 
 
+@pytest.mark.parametrize("rotary_dim", [None, 32])
+@pytest.mark.parametrize("nbits", [2, 3, 4])
+def test_levels_are_as_exact_as_fp32(nbits: int, rotary_dim: int | None) -> None:
+    """Far from the first position, where rows begin after padding, and for every number of query rows."""
+    padding = torch.tensor([0, 37])
+    for group in (1, 2, 3, 4, 5, 7, 8):
+        layer = build_layer(
+            {**KVQUANT, "nbits": nbits}, 3000, head_dim=128, padding=padding, interleaved=group % 2 == 0,
+            rotary_dim=rotary_dim,
+        )  # fmt: skip
+        query, key, value = step(layer, 1, group)
+        mask = torch.arange(3001) >= padding[:, None]
+        options = AttentionOptions(mask=mask[:, None, None])
+        expected = attend(query.double(), key.tokens, value.tokens, options)
+        got = attend_handles(query, key, value, options)
+        assert (got.double() - expected).norm() <= 2e-6 * expected.norm()
+
+
 @pytest.mark.parametrize("group", [2, 3, 7])
-@pytest.mark.parametrize("name", ["kivi 2 bits", "int4 2-bit values", "int8", "float8 e4m3"])
+@pytest.mark.parametrize(
+    "name", ["kivi 2 bits", "int4 2-bit values", "int8", "float8 e4m3", "kvquant 4 bits"]
+)
 def test_several_query_tokens(name: str, group: int) -> None:
     layer = build_layer(CODES[name], LENGTH, dtype=torch.bfloat16)
     compare(*step(layer, 3, group), AttentionOptions(is_causal=True, sliding_window=300))
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", ["int4", "int8", "kivi 4 bits", "float8 e4m3", "float8 e5m2"])
+@pytest.mark.parametrize(
+    "name", ["int4", "int8", "kivi 4 bits", "float8 e4m3", "float8 e5m2", "kvquant 4 bits"]
+)
 def test_values_that_are_not_finite_spoil_what_sees_them(name: str, number: float) -> None:
     layer = build_layer(CODES[name], LENGTH, dtype=torch.bfloat16)
     query, key, value = step(layer, 1, 4)

@@ -189,30 +189,5 @@ class FloatValues {
   std::vector<float> quads_;  // of every row of weights, times the scales
 };
 
-// What serves whole blocks of either kind of codes.
-struct KeyProducts {
-  explicit KeyProducts(const Task& task) : integers(task), floats(task) {}
-
-  bool score(const uint8_t* record, float* scores, RecordFetcher& fetcher, Workspace& ws) {
-    return integers.score(record, scores, fetcher, ws) || floats.score(record, scores, fetcher, ws);
-  }
-
-  IntegerKeys integers;
-  FloatKeys floats;
-};
-
-struct ValueProducts {
-  explicit ValueProducts(const Task& task) : integers(task), floats(task) {}
-
-  bool add(const uint8_t* record, const float* weights, RecordFetcher& fetcher, Workspace& ws, float* output,
-           int64_t stride) {
-    return integers.add(record, weights, fetcher, ws, output, stride) ||
-           floats.add(record, weights, fetcher, ws, output, stride);
-  }
-
-  IntegerValues integers;
-  FloatValues floats;
-};
-
 }  // namespace
 }  // namespace kvcache

@@ -1,6 +1,7 @@
 // Decode attention for AVX2, FMA and F16C: the shared implementation with 8 lanes, compiled for that target
-// alone so that one library serves every machine. Bound: that of avx2_floats.h for float8 and, for bf16 queries, of
-// avx2_products.h; else two fused multiply-adds of 8 lanes a cycle, see decode_attention_portable.inl.
+// alone so that one library serves every machine. Bound: that of avx2_products.h for integers and bf16 queries, of
+// avx2_floats.h and avx2_levels.h for what their names say; else two fused multiply-adds of 8 lanes a cycle, see
+// decode_attention_portable.inl.
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma,f16c")
 // The pragma does not define __AVX2__ and __F16C__ in C++ before GCC 13.
@@ -9,8 +10,41 @@
 #include "decode_attention_portable.inl"
 
 #include "avx2_floats.h"
+#include "avx2_levels.h"
 
 namespace kvcache {
+namespace {
+
+// What serves whole blocks of one kind of codes or another.
+struct KeyProducts {
+  explicit KeyProducts(const Task& task) : integers(task), floats(task), levels(task) {}
+
+  bool score(int64_t start, const uint8_t* record, float* scores, RecordFetcher& fetcher, Workspace& ws) {
+    return integers.score(record, scores, fetcher, ws) || floats.score(record, scores, fetcher, ws) ||
+           levels.score(start, record, scores, fetcher);
+  }
+
+  IntegerKeys integers;
+  FloatKeys floats;
+  LevelKeys levels;
+};
+
+struct ValueProducts {
+  explicit ValueProducts(const Task& task) : integers(task), floats(task), levels(task) {}
+
+  bool add(int64_t start, const uint8_t* record, const float* weights, RecordFetcher& fetcher, Workspace& ws,
+           float* output, int64_t stride) {
+    return integers.add(record, weights, fetcher, ws, output, stride) ||
+           floats.add(record, weights, fetcher, ws, output, stride) ||
+           levels.add(start, record, weights, fetcher, ws, output, stride);
+  }
+
+  IntegerValues integers;
+  FloatValues floats;
+  LevelValues levels;
+};
+
+}  // namespace
 
 void decode_attention_avx2(const Task& task) { run<KeyProducts, ValueProducts>(task); }
 

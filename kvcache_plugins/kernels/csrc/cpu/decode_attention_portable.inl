@@ -5,7 +5,7 @@
 // sum. Decoding costs about one operation per value and vector lane and is shared by all query rows; with
 // four rows per kv head both are bound by the multiplications. The aim is a quarter of the time of attention
 // over dense bf16 keys and values that repeats them per query head, on any x86-64 or other 64-bit machine;
-// the AVX-512 kernel is the one that nears the bandwidth, and AVX2 leaves decoding out where it can (avx2_floats.h).
+// the AVX-512 kernel is the one that nears the bandwidth, and AVX2 leaves decoding out where it can (avx2_products.h).
 //
 // Whatever a masked or unused slot holds must not reach the result: its score is replaced, not shifted, and
 // its value is left out where it is not finite (0 * NaN).
@@ -92,8 +92,8 @@ void separate_non_finite(const Task& task, int64_t count, AttentionWorkspace& ws
 // Nothing is made of the codes of a block without decoding them.
 struct NoProducts {
   explicit NoProducts(const Task&) {}
-  bool score(const uint8_t*, float*, RecordFetcher&, Workspace&) const { return false; }
-  bool add(const uint8_t*, const float*, RecordFetcher&, Workspace&, float*, int64_t) const { return false; }
+  bool score(int64_t, const uint8_t*, float*, RecordFetcher&, Workspace&) const { return false; }
+  bool add(int64_t, const uint8_t*, const float*, RecordFetcher&, Workspace&, float*, int64_t) const { return false; }
 };
 
 // Whether all slots of a block are read from its codes.
@@ -125,7 +125,7 @@ void run(const Task& task) {
     fetch_records(task, start, fetcher);
     const uint8_t* const key_record = task.key.records + block * task.key.record_bytes;
     const uint8_t* const value_record = task.value.records + block * task.value.record_bytes;
-    if (!is_whole(task.key, start) || !keys.score(key_record, ws.scores, fetcher, ws)) {
+    if (!is_whole(task.key, start) || !keys.score(start, key_record, ws.scores, fetcher, ws)) {
       load_block(task.key, true, decode_key, start, count, ws);
       multiply(task.query, key_dim, ws.tile, kBlockTokens, queries, key_dim, kBlockTokens, ws.scores, kBlockTokens,
                false);
@@ -136,7 +136,8 @@ void run(const Task& task) {
       is_hidden |= adjust(task, r, start, count, scores);
       soften(task, r, value_width, scores, ws.output + r * value_width);
     }
-    if (is_whole(task.value, start) && values.add(value_record, ws.scores, fetcher, ws, ws.output, value_width))
+    if (is_whole(task.value, start) &&
+        values.add(start, value_record, ws.scores, fetcher, ws, ws.output, value_width))
       continue;
     load_block(task.value, false, decode_value, start, count, ws);
     if (is_hidden) separate_non_finite(task, count, ws);

@@ -53,9 +53,25 @@ class RecordFetcher {
   const uint8_t* end_ = nullptr;    // of the batch after that
 };
 
+// Has the outliers of a block that comes soon fetched, and the bounds of those that come after. Lists of one head are
+// short and far apart, so that hardware does not foresee them: with AVX-512, attention to what no cache held any more
+// took a tenth longer (KVQuant of 4 bits, two threads of a Zen 5).
+inline void fetch_outliers(const Side& side, int64_t start) {
+  constexpr int64_t kListsAhead = 2 * kBlockTokens, kBoundsAhead = 2 * kListsAhead;
+  if (side.outliers == nullptr) return;
+  if (start + kBoundsAhead < side.packed_length)
+    __builtin_prefetch(side.outlier_starts + (start + kBoundsAhead) / kBlockTokens * side.outlier_stride, 0, 2);
+  if (start + kListsAhead >= side.packed_length) return;
+  const OutlierList list = outliers_of(side, start + kListsAhead);
+  constexpr int kPerLine = RecordFetcher::kLineBytes / sizeof(int32_t);
+  for (const int32_t* entry = list.begin; entry < list.end; entry += kPerLine) __builtin_prefetch(entry, 0, 2);
+}
+
 // Makes sure that the record of the block at slot `start` is in the cache, if its keys are packed; values that are
 // packed further are few.
 inline void fetch_records(const Task& task, int64_t start, RecordFetcher& fetcher) {
+  fetch_outliers(task.key, start);
+  fetch_outliers(task.value, start);
   const Side& key = task.key;
   const int64_t end = task.end < key.packed_length ? task.end : key.packed_length;
   if (start >= end) return;

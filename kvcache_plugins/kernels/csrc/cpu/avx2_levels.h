@@ -1,0 +1,418 @@
+// Products with non-uniform codes of whole blocks for AVX2 (KVQuant): levels are looked up and used, and never stored.
+//
+// A shift and a mask leave a code in every byte. Two look-ups find the lower and the upper bytes of the levels, which
+// bf16 holds exactly, and these are put together: a word has the levels of two codes then, which a shift or a mask
+// makes fp32. All products are in fp32, for any query.
+//
+// Keys from before the rotary embedding are treated as in avx512_positions.h: the query is turned back by the position
+// of every sixteenth token, and the keys are turned by the distances from it.
+//
+// Lanes are tokens for the scores and channels for the weighted sums, as in avx2_products.h. Bound, for 32 codes that
+// four rows share: 43 instructions for the scores and 31 for the weighted sums, not counting loads. Many rows are
+// better served by tiles, which are decoded once.
+#pragma once
+
+#include "avx2_products.h"
+
+namespace kvcache {
+namespace {  // see portable_numbers.inl
+
+constexpr int kMostLevelRows = 7;  // query rows up to which looking levels up anew for every four is faster than tiles
+
+// The 32 codes of a step, one in every byte: of 3 bits, joined with the third bits from another plane, where those of a
+// half's two codes lie four apart.
+template <int kBits>
+inline __m256i byte_codes(const uint8_t* words, int shift, const uint8_t* plane, int plane_shift) {
+  const __m256i shifted = _mm256_srl_epi16(load_codes(words), _mm_cvtsi32_si128(shift));
+  const __m256i low = _mm256_and_si256(shifted, _mm256_set1_epi8(kBits == 4 ? 15 : 3));
+  if (kBits != 3) return low;
+  const __m256i high = _mm256_srl_epi16(load_codes(plane), _mm_cvtsi32_si128(plane_shift));
+  const __m256i first = _mm256_slli_epi16(_mm256_and_si256(high, _mm256_set1_epi16(1)), 2);
+  const __m256i second = _mm256_slli_epi16(_mm256_and_si256(high, _mm256_set1_epi16(16)), 6);
+  return _mm256_or_si256(low, _mm256_or_si256(first, second));
+}
+
+// The numbers that bf16 in the lower and in the upper halves of words are.
+inline __m256 lower_numbers(__m256i halves) { return _mm256_castsi256_ps(_mm256_slli_epi32(halves, 16)); }
+
+inline __m256 upper_numbers(__m256i halves) {
+  return _mm256_castsi256_ps(_mm256_and_si256(halves, _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
+}
+
+// What the codes of a side stand for.
+class LevelTable {
+ public:
+  explicit LevelTable(const Side& side) {
+    alignas(16) uint8_t low[16], high[16];
+    for (int code = 0; code < 16; ++code) {
+      uint32_t bits;
+      std::memcpy(&bits, side.levels + (code & ((1 << side.nbits) - 1)), sizeof(bits));
+      low[code] = static_cast<uint8_t>(bits >> 16);
+      high[code] = static_cast<uint8_t>(bits >> 24);
+    }
+    low_ = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(low)));
+    high_ = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(high)));
+  }
+
+  // Levels as bf16: of the codes in the lower bytes of halves, and of those in the upper bytes.
+  void find(__m256i codes, __m256i (&levels)[2]) const {
+    const __m256i low = _mm256_shuffle_epi8(low_, codes), high = _mm256_shuffle_epi8(high_, codes);
+    const __m256i lower = _mm256_set1_epi16(255);
+    levels[0] = _mm256_or_si256(_mm256_and_si256(low, lower), _mm256_slli_epi16(high, 8));
+    levels[1] = _mm256_or_si256(_mm256_srli_epi16(low, 8), _mm256_andnot_si256(lower, high));
+  }
+
+ private:
+  __m256i low_, high_;
+};
+
+inline float residual_of(int32_t outlier) { return _cvtsh_ss(static_cast<uint16_t>(outlier)); }
+
+// Calls `run.template operator()<kBits, kRows>()` for the bits of codes and up to kTogether rows.
+template <typename Run>
+void dispatch_levels(int nbits, int rows, const Run& run) {
+  const auto by_rows = [&]<int kBits>() {
+    if (rows == 1) return run.template operator()<kBits, 1>();
+    if (rows == 2) return run.template operator()<kBits, 2>();
+    if (rows == 3) return run.template operator()<kBits, 3>();
+    run.template operator()<kBits, 4>();
+  };
+  if (nbits == 2) return by_rows.template operator()<2>();
+  if (nbits == 3) return by_rows.template operator()<3>();
+  by_rows.template operator()<4>();
+}
+
+// Scores of a task's query rows.
+class LevelKeys {
+ public:
+  explicit LevelKeys(const Task& task) : task_(task), key_(task.key) {
+    const bool is_whole = key_.inv_freq == nullptr || key_.interleaved || key_.rotary_dim == key_.padded_dim;
+    serves_ = key_.format == kNonUniform && key_.channel_scale != nullptr && key_.factors == nullptr &&
+              key_.cos == nullptr && is_whole && task.queries <= kMostLevelRows;
+    if (!serves_) return;
+    pairs_ = key_.padded_dim / 2;
+    queries_.resize((task.queries + kTogether - 1) / kTogether * pairs_);
+    turned_.resize(4 * pairs_);
+    ranges_.resize(pairs_);
+    distances_.resize(pairs_);
+    angles_.reset(new Angles);
+    for (int pair = 0; pair < pairs_; ++pair) prepare(pair);
+  }
+
+  // Writes the scores of the whole block at slot `start`; false if that takes decoding.
+  bool score(int64_t start, const uint8_t* record, float* scores, RecordFetcher& fetcher) {
+    if (!serves_) return false;
+    if (key_.inv_freq != nullptr) move_to(start);
+    const LevelTable table(key_);
+    for (int first = 0; first < task_.queries; first += kTogether) {
+      const int rows = static_cast<int>(smaller(kTogether, task_.queries - first));
+      turn_queries(first / kTogether);
+      float* const out = scores + first * kBlockTokens;
+      dispatch_levels(key_.nbits, rows, [&]<int kBits, int kRows>() {
+        score_codes<kBits, kRows>(record + key_.codes_offset, table, fetcher, out);
+      });
+      add_outliers(outliers_of(key_, start), rows, out);
+    }
+    return true;
+  }
+
+ private:
+  // What four rows have for a pair of channels: the first four numbers, then the second, and what a quarter turn makes
+  // of them.
+  struct alignas(32) Queries {
+    float numbers[2][kTogether], quarter[2][kTogether];
+  };
+  struct alignas(32) Turned {
+    float numbers[2][kTogether];
+  };
+  struct Range {
+    float scale[2], offset[2];
+  };
+  struct alignas(32) Distances {
+    float cos[16], sin[16];
+  };
+  // Cosines and sines of the pairs' angles: at the present block's first token, of the distance from block to block, of
+  // 0, 16, 32 and 48 tokens, and at every sixteenth token of the block.
+  struct Angles {
+    alignas(32) double first[2][kMaxHeadDim / 2], block[2][kMaxHeadDim / 2];
+    alignas(32) float distance[4][2][kMaxHeadDim / 2], base[4][2][kMaxHeadDim / 2];
+  };
+
+  void channels_of(int pair, int (&channels)[2]) const {
+    channels[0] = key_.interleaved ? 2 * pair : pair;
+    channels[1] = key_.interleaved ? 2 * pair + 1 : pair + pairs_;
+  }
+
+  void prepare(int pair) {
+    int channels[2];
+    channels_of(pair, channels);
+    for (int half = 0; half < 2; ++half) {
+      const int d = channels[half];
+      const bool is_real = d < key_.head_dim;  // others decode to nothing
+      ranges_[pair].scale[half] = is_real ? key_.channel_scale[d] : 0.0f;
+      ranges_[pair].offset[half] = is_real ? key_.channel_offset[d] : 0.0f;
+      for (int r = 0; r < static_cast<int>(queries_.size()) / pairs_ * kTogether; ++r) {
+        Queries& queries = queries_[r / kTogether * pairs_ + pair];
+        const float x = is_real && r < task_.queries ? task_.query[static_cast<int64_t>(r) * key_.head_dim + d] : 0.0f;
+        queries.numbers[half][r % kTogether] = x;
+        queries.quarter[1 - half][r % kTogether] = half == 0 ? -x : x;
+      }
+    }
+    const bool turns = key_.inv_freq != nullptr && 2 * pair < key_.rotary_dim;
+    const double one[2] = {turns ? __builtin_cos(key_.inv_freq[pair]) : 1.0,
+                           turns ? __builtin_sin(key_.inv_freq[pair]) : 0.0};
+    double angle[2] = {1.0, 0.0};
+    for (int t = 0; t < 16; ++t) {
+      distances_[pair].cos[t] = static_cast<float>(angle[0]);
+      distances_[pair].sin[t] = static_cast<float>(angle[1]);
+      turn(angle, one);
+    }
+    const double sixteen[2] = {angle[0], angle[1]};
+    angle[0] = 1.0;
+    angle[1] = 0.0;
+    for (int k = 0; k < 4; ++k) {
+      for (int part = 0; part < 2; ++part)
+        angles_->distance[k][part][pair] = angles_->base[k][part][pair] = static_cast<float>(angle[part]);
+      turn(angle, sixteen);
+    }
+    for (int part = 0; part < 2; ++part) angles_->block[part][pair] = angle[part];
+  }
+
+  // Brings the angles to the block at slot `start`.
+  void move_to(int64_t start) {
+    Angles& angles = *angles_;
+    for (int pair = 0; pair < pairs_ && start != next_; ++pair) {
+      const double position = static_cast<double>(start + key_.position);
+      const double angle = 2 * pair < key_.rotary_dim ? position * key_.inv_freq[pair] : 0.0;
+      angles.first[0][pair] = __builtin_cos(angle);
+      angles.first[1][pair] = __builtin_sin(angle);
+    }
+    next_ = start + kBlockTokens;
+    for (int pair = 0; pair < pairs_; pair += kLanes) {
+      const Floats c = narrowed(angles.first[0] + pair), s = narrowed(angles.first[1] + pair);
+      for (int k = 0; k < 4; ++k) {
+        const Floats along = load<Floats>(angles.distance[k][0] + pair);
+        const Floats across = load<Floats>(angles.distance[k][1] + pair);
+        store(angles.base[k][0] + pair, c * along - s * across);
+        store(angles.base[k][1] + pair, c * across + s * along);
+      }
+    }
+    for (int pair = 0; pair < pairs_; ++pair) {
+      const double c = angles.first[0][pair], s = angles.first[1][pair];
+      angles.first[0][pair] = c * angles.block[0][pair] - s * angles.block[1][pair];
+      angles.first[1][pair] = c * angles.block[1][pair] + s * angles.block[0][pair];
+    }
+  }
+
+  static Floats narrowed(const double* x) {
+    return (Floats)_mm256_set_m128(_mm256_cvtpd_ps(_mm256_load_pd(x + 4)), _mm256_cvtpd_ps(_mm256_load_pd(x)));
+  }
+
+  void turn_queries(int group) {
+    const Queries* const queries = queries_.data() + group * pairs_;
+    for (int k = 0; k < 4; ++k) {
+      Turned* const out = turned_.data() + k * pairs_;
+      const float(&base)[2][kMaxHeadDim / 2] = angles_->base[k];
+      for (int pair = 0; pair < pairs_; ++pair) {
+        const __m256 along = _mm256_mul_ps(_mm256_load_ps(queries[pair].numbers[0]), _mm256_set1_ps(base[0][pair]));
+        const __m256 across = _mm256_load_ps(queries[pair].quarter[0]);
+        _mm256_store_ps(out[pair].numbers[0], _mm256_fmadd_ps(across, _mm256_set1_ps(base[1][pair]), along));
+      }
+    }
+  }
+
+  // sum[r] += products of 8 tokens' keys, of which `levels` are a pair of channels, with the query as turned for the
+  // sixteen tokens they are of; `at` is the first token's place among these.
+  template <int kRows>
+  void multiply_add(__m256i levels, int pair, int at, const Turned& query, __m256 (&sum)[kRows]) const {
+    const Range& range = ranges_[pair];
+    __m256 a = lower_numbers(levels), b = upper_numbers(levels);
+    a = _mm256_fmadd_ps(a, _mm256_set1_ps(range.scale[0]), _mm256_set1_ps(range.offset[0]));
+    b = _mm256_fmadd_ps(b, _mm256_set1_ps(range.scale[1]), _mm256_set1_ps(range.offset[1]));
+    const __m256 c = _mm256_load_ps(distances_[pair].cos + at), s = _mm256_load_ps(distances_[pair].sin + at);
+    const __m256 x = _mm256_fmsub_ps(a, c, _mm256_mul_ps(b, s)), y = _mm256_fmadd_ps(b, c, _mm256_mul_ps(a, s));
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      sum[r] = _mm256_fmadd_ps(x, _mm256_set1_ps(query.numbers[0][r]), sum[r]);
+      sum[r] = _mm256_fmadd_ps(y, _mm256_set1_ps(query.numbers[1][r]), sum[r]);
+    }
+  }
+
+  template <int kBits, int kRows>
+  void score_codes(const uint8_t* codes, const LevelTable& table, RecordFetcher& fetcher, float* out) const {
+    const uint8_t* const plane = codes + kBlockTokens * key_.padded_dim / 4;
+    const auto keep = [&](int token, const __m256 (&sum)[kRows]) {
+      for (int r = 0; r < kRows; ++r) _mm256_storeu_ps(out + r * kBlockTokens + token, sum[r]);
+    };
+    if (kBits == 4) {  // in every byte of a half a code of the same channel: of token t and of token t + 32
+#pragma GCC unroll 4
+      for (int part = 0; part < 4; ++part) {
+        const int k = part / 2, at = part % 2 * 8;
+        const RecordFetcher::Lines ahead = fetcher.take(pairs_ / 2);
+        __m256 sum[2][kRows] = {};
+        for (int pair = 0; pair < pairs_; ++pair) {
+          if (pair % 2 == 0) ahead.fetch(pair / 2);
+          const __m256i found = byte_codes<kBits>(codes + 64 * pair + 4 * at, 4 * k, nullptr, 0);
+          __m256i levels[2];
+          table.find(found, levels);
+#pragma GCC unroll 2
+          for (int which = 0; which < 2; ++which)
+            multiply_add<kRows>(levels[which], pair, at, turned_[(k + 2 * which) * pairs_ + pair], sum[which]);
+        }
+        for (int which = 0; which < 2; ++which) keep(16 * (k + 2 * which) + at, sum[which]);
+      }
+      return;
+    }
+    // of the same token, and of two pairs of channels
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const Turned* const query = turned_.data() + k * pairs_;
+      const RecordFetcher::Lines ahead = fetcher.take(pairs_ / 2);
+      __m256 sum[2][kRows] = {};
+      for (int step = 0; step < pairs_ / 2; ++step) {
+        ahead.fetch(step);
+        for (int i = 0; i < 2; ++i) {
+          const __m256i found = byte_codes<kBits>(codes + 64 * step + 32 * i, 2 * k, plane + 64 * (step / 2) + 32 * i,
+                                                  8 * (step % 2) + k);
+          __m256i levels[2];
+          table.find(found, levels);
+#pragma GCC unroll 2
+          for (int pair = 2 * step; pair < 2 * step + 2; ++pair)
+            multiply_add<kRows>(levels[pair - 2 * step], pair, 8 * i, query[pair], sum[i]);
+        }
+      }
+      for (int i = 0; i < 2; ++i) keep(16 * k + 8 * i, sum[i]);
+    }
+  }
+
+  void add_outliers(const OutlierList& list, int rows, float* out) const {
+    static constexpr float kSigns[2] = {1.0f, -1.0f};
+    for (const int32_t* entry = list.begin; entry < list.end; ++entry) {
+      const int token = outlier_token(*entry), channel = outlier_channel(*entry);
+      const int pair = (key_.interleaved ? channel / 2 : channel) % pairs_;
+      const int half = key_.interleaved ? channel % 2 : channel >= pairs_;  // as good as random
+      const float residual = residual_of(*entry);
+      const float along = residual * distances_[pair].cos[token % 16];
+      const float across = residual * distances_[pair].sin[token % 16] * kSigns[half];
+      const float(&query)[2][kTogether] = turned_[token / 16 * pairs_ + pair].numbers;
+      for (int r = 0; r < rows; ++r)
+        out[r * kBlockTokens + token] += along * query[half][r] + across * query[1 - half][r];
+    }
+  }
+
+  const Task& task_;
+  const Side& key_;
+  bool serves_;
+  int pairs_ = 0;
+  int64_t next_ = -1;             // slot of the block that the angles are for
+  std::vector<Queries> queries_;  // [four rows][pair]
+  std::vector<Turned> turned_;    // [sixteen tokens][pair], of four rows
+  std::vector<Range> ranges_;     // and of every pair
+  std::vector<Distances> distances_;
+  std::unique_ptr<Angles> angles_;
+};
+
+// Weighted sums of values for a task's query rows.
+class LevelValues {
+ public:
+  explicit LevelValues(const Task& task)
+      : task_(task), value_(task.value), scale_(value_, value_.scale_offset, value_.static_scale),
+        minimum_(value_, value_.minimum_offset, 0.0f) {
+    const int per_word = value_.nbits == 4 ? 4 : 8;  // chunks of 16 channels, which then lie alike for all tokens
+    serves_ = value_.format == kNonUniform && value_.width == 1 && is_by_token(value_) && value_.factors == nullptr &&
+              value_.padded_dim / 16 % per_word == 0 && task.queries <= kMostLevelRows;
+  }
+
+  // Adds the whole block's at slot `start` to rows of the output, `stride` apart; false, and nothing is added, if that
+  // takes decoding.
+  bool add(int64_t start, const uint8_t* record, const float* weights, RecordFetcher& fetcher, Workspace& ws,
+           float* output, int64_t stride) {
+    if (!serves_) return false;
+    load_metadata(value_, record, ws);
+    scale_.take(ws.scale);
+    minimum_.take(ws.minimum);
+    if (largest_of(scale_.of(0), kBlockTokens) == kInfinity) return false;
+    if (largest_of(minimum_.of(0), kBlockTokens) == kInfinity) return false;
+    const LevelTable table(value_);
+    add_outliers(outliers_of(value_, start), weights, output, stride);
+    for (int first = 0; first < task_.queries; first += kTogether) {
+      const int rows = static_cast<int>(smaller(kTogether, task_.queries - first));
+      fold(weights + first * kBlockTokens, rows);
+      dispatch_levels(value_.nbits, rows, [&]<int kBits, int kRows>() {
+        add_codes<kBits, kRows>(record + value_.codes_offset, table, fetcher, output + first * stride, stride);
+      });
+    }
+    return true;
+  }
+
+ private:
+  // Brings up to four rows of weights times the scales to [token][row], and sums them times the minima.
+  void fold(const float* weights, int rows) {
+    const __m128 nothing = _mm_setzero_ps();
+    __m128 added = nothing;
+    for (int t = 0; t < kBlockTokens; t += 4) {
+      __m128 part[4];
+      for (int r = 0; r < 4; ++r) part[r] = r < rows ? _mm_loadu_ps(weights + r * kBlockTokens + t) : nothing;
+      _MM_TRANSPOSE4_PS(part[0], part[1], part[2], part[3]);
+      for (int i = 0; i < 4; ++i) {
+        _mm_store_ps(scaled_[t + i], _mm_mul_ps(part[i], _mm_set1_ps(scale_.of(0)[t + i])));
+        added = _mm_fmadd_ps(part[i], _mm_set1_ps(minimum_.of(0)[t + i]), added);
+      }
+    }
+    _mm_store_ps(added_, added);
+  }
+
+  template <int kBits, int kRows>
+  void add_codes(const uint8_t* codes, const LevelTable& table, RecordFetcher& fetcher, float* output,
+                 int64_t stride) const {
+    constexpr int kLow = kBits == 3 ? 2 : kBits, kPerWord = 16 / kLow;
+    const int chunks = value_.padded_dim / 16;
+    const uint8_t* const plane = codes + kBlockTokens * value_.padded_dim / 4;
+    for (int part = 0; part < chunks; ++part) {  // 8 channels of a chunk, and of the one that is half a word further on
+      const int u = part / kPerWord * kPerWord + part % kPerWord / 2, at = part % 2 * 8;
+      const RecordFetcher::Lines ahead = fetcher.take(kBlockTokens / 4);
+      __m256 sum[2][kRows] = {};
+      for (int j = 0; j < kBlockTokens / 2; ++j) {
+        if (j % 2 == 0) ahead.fetch(j / 2);
+        const unsigned chunk = j * chunks + u;
+        const __m256i found = byte_codes<kBits>(codes + 64 * (chunk / kPerWord) + 4 * at, kLow * (u % kPerWord),
+                                                plane + 64 * (chunk / 16) + 4 * at, chunk % 16);
+        __m256i levels[2];
+        table.find(found, levels);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const __m256 first = _mm256_set1_ps(scaled_[2 * j][r]), second = _mm256_set1_ps(scaled_[2 * j + 1][r]);
+          for (int which = 0; which < 2; ++which) {
+            sum[which][r] = _mm256_fmadd_ps(lower_numbers(levels[which]), first, sum[which][r]);
+            sum[which][r] = _mm256_fmadd_ps(upper_numbers(levels[which]), second, sum[which][r]);
+          }
+        }
+      }
+      for (int which = 0; which < 2; ++which) {
+        for (int r = 0; r < kRows; ++r) {
+          float* const to = output + r * stride + 16 * (u + which * kPerWord / 2) + at;
+          const __m256 found = _mm256_add_ps(sum[which][r], _mm256_set1_ps(added_[r]));
+          _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), found));
+        }
+      }
+    }
+  }
+
+  void add_outliers(const OutlierList& list, const float* weights, float* output, int64_t stride) const {
+    for (const int32_t* entry = list.begin; entry < list.end; ++entry) {
+      const float residual = residual_of(*entry);  // finite (quantizers/outliers.py)
+      for (int r = 0; r < task_.queries; ++r)
+        output[r * stride + outlier_channel(*entry)] += weights[r * kBlockTokens + outlier_token(*entry)] * residual;
+    }
+  }
+
+  const Task& task_;
+  const Side& value_;
+  bool serves_;
+  TokenMetadata scale_, minimum_;
+  // of four rows
+  alignas(16) float scaled_[kBlockTokens][kTogether], added_[kTogether];
+};
+
+}  // namespace
+}  // namespace kvcache
