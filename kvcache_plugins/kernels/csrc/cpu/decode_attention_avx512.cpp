@@ -1,9 +1,10 @@
 // Decode attention over packed codes for CPUs with AVX-512 F, BW, VL, DQ, VBMI, VNNI and BF16.
 //
 // A task walks its 64-token blocks once. For each block and each pass of R query rows (four, or one if there is one):
-// scores (avx512_keys.h), exact tokens and masks, one step of the online softmax, values (avx512_values.h). Nothing is
-// decoded to memory. Bound: for one row the speed of the memory, for four decoding (a shift and a look-up for 32 codes)
-// and dot products (one for 32 codes and a row), about alike.
+// scores (avx512_keys.h, avx512_positions.h), exact tokens (avx512_exact.h), masks and one step of the online softmax
+// (avx512_softmax.h), values (avx512_values.h). Nothing is decoded to memory. Bound: for one row the speed of the
+// memory, for four decoding (a shift and a look-up for 32 codes) and dot products (one for 32 codes and a row), about
+// alike.
 //
 // What this file does not cover (scales per token and group of channels for keys, 8-bit codes with scales per channel,
 // a rotation of some channels in half-split layout) goes to the AVX2 kernel, which covers everything.
@@ -12,20 +13,19 @@
 
 #include "decode_attention.h"
 
-#include <cmath>
-#include <limits>
+#include <algorithm>
 #include <memory>
 #include <vector>
 
+#include "avx512_exact.h"
 #include "avx512_keys.h"
 #include "avx512_positions.h"
+#include "avx512_softmax.h"
 #include "avx512_values.h"
 
 namespace kvcache {
 namespace avx512 {
 namespace {
-
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 bool is_float8(const Side& side) { return side.format == kE4M3 || side.format == kE5M2; }
 
@@ -54,17 +54,27 @@ bool covers_value(const Side& value) {
   return chunks <= 8 || chunks == 12 || chunks == 16 || chunks == 32;
 }
 
-// There is room for the widest heads, of which no more is written or read than the heads at hold take.
+// R query rows against all blocks: the query in the forms that scores are made of, and what comes of them.
 template <int R>
 struct Pass {
-  int first, rows;
+  Pass(const Task& task, int first_row)
+      : first(first_row), rows(std::min(R, task.queries - first_row)), softmax(task, first_row) {
+    const Side& key = task.key;
+    const float* data[R];
+    for (int r = 0; r < rows; ++r) data[r] = task.query + int64_t(first + r) * key.head_dim;
+    prepare_query(key, data, rows, &query);
+    if (key.cos != nullptr) {
+      turned.reset(new TurnedQuery<R>);  // 512 KB, of which only what is used is written
+      prepare_turned_query(key, query, turned.get());
+    }
+    if (key.format == kNonUniform) positioned = std::make_unique<PositionedKeys<R>>(key, query);
+  }
+
+  const int first, rows;
   Query<R> query;
   std::unique_ptr<TurnedQuery<R>> turned;
   std::unique_ptr<PositionedKeys<R>> positioned;
-  float best[4];
-  alignas(64) float total[R][kLanes];  // sums of exponentials, lane by lane
-  alignas(64) float output[R][kMaxHeadDim];
-  alignas(64) float minimum_sum[R][kMaxWidth][kLanes];  // sums of p * minimum, not yet added to the channels
+  OnlineSoftmax<R> softmax;
 };
 
 // R: query rows in a pass.
@@ -74,26 +84,7 @@ class Decoder {
   explicit Decoder(const Task& task)
       : task_(task), key_(task.key), value_(task.value), parts_(task.precise ? 2 : 1),
         key_floats_(Float8Table::of(key_.format)), value_floats_(Float8Table::of(value_.format)) {
-    for (int first = 0; first < task.queries; first += R) {
-      passes_.emplace_back(new Pass<R>);
-      Pass<R>& pass = *passes_.back();
-      pass.first = first;
-      pass.rows = std::min(R, task.queries - first);
-      const float* rows[R];
-      for (int r = 0; r < pass.rows; ++r) rows[r] = task.query + int64_t(first + r) * key_.head_dim;
-      prepare_query(key_, rows, pass.rows, &pass.query);
-      if (key_.cos != nullptr) {
-        pass.turned.reset(new TurnedQuery<R>);  // 512 KB, of which only what is used is written
-        prepare_turned_query(key_, pass.query, pass.turned.get());
-      }
-      if (key_.format == kNonUniform) pass.positioned = std::make_unique<PositionedKeys<R>>(key_, pass.query);
-      std::fill(pass.best, pass.best + 4, kNothing);
-      for (int r = 0; r < R; ++r) {
-        std::memset(pass.total[r], 0, sizeof(pass.total[r]));
-        std::memset(pass.output[r], 0, sizeof(float) * value_.padded_dim);
-        std::memset(pass.minimum_sum[r], 0, sizeof(pass.minimum_sum[r][0]) * value_.width);
-      }
-    }
+    for (int first = 0; first < task.queries; first += R) passes_.emplace_back(new Pass<R>(task, first));
   }
 
   void run() {
@@ -103,7 +94,7 @@ class Decoder {
       load_block(start);
       for (auto& pass : passes_) attend(start, *pass);
     }
-    for (auto& pass : passes_) store(*pass);
+    for (auto& pass : passes_) pass->softmax.store();
   }
 
  private:
@@ -161,8 +152,8 @@ class Decoder {
       score_packed(pass, scores);
     }
     score_exact(start, pass, scores);
-    mask(start, pass, scores);
-    if (!softmax(pass, scores)) return;
+    pass.softmax.mask(start, scores);
+    if (!pass.softmax.soften(scores)) return;
     add_exact(start, pass, scores);
     if (packed_values_ > 0) add_packed(start, pass, scores);
   }
@@ -228,44 +219,8 @@ class Decoder {
     }
   }
 
-  static __m512 load_exact(const Side& side, const void* data, int64_t at, int count) {
-    const __mmask16 live = first_lanes(count);
-    if (side.dtype == kFloat32) return _mm512_maskz_loadu_ps(live, (const float*)data + at);
-    const __m256i half = _mm256_maskz_loadu_epi16(live, (const uint16_t*)data + at);
-    if (side.dtype == kFloat16) return _mm512_cvtph_ps(half);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-  }
-
-  // Where the exact token of a slot lies: element `*at` of the result, or null if the slot is read from codes.
-  static const void* exact_token(const Side& side, int64_t slot, int64_t* at) {
-    if (side.sinks != nullptr && slot >= side.sink_start && slot < side.sink_start + side.sink_length) {
-      *at = (slot - side.sink_start) * side.head_dim;
-      if (slot < side.packed_length) return side.sinks;
-    }
-    for (int i = 0; i < side.num_segments; ++i) {
-      const Segment& segment = side.segments[i];
-      if (slot >= segment.start && slot < segment.start + segment.length) {
-        *at = (slot - segment.start) * segment.stride;
-        return segment.data;
-      }
-    }
-    return nullptr;
-  }
-
-  // The slots of a block that are exact: sinks, and everything from `packed` on.
-  template <typename Visit>
-  void for_exact(const Side& side, int64_t start, int packed, Visit visit) {
-    const int64_t stop = std::min(start + kBlockTokens, task_.end);
-    if (side.sinks != nullptr) {
-      const int64_t first = std::max(start, side.sink_start);
-      for (int64_t slot = first; slot < std::min(stop, side.sink_start + side.sink_length); ++slot)
-        if (slot < side.packed_length) visit(slot);
-    }
-    for (int64_t slot = start + packed; slot < stop; ++slot) visit(slot);
-  }
-
   void score_exact(int64_t start, Pass<R>& pass, float (*scores)[kBlockTokens]) {
-    for_exact(key_, start, packed_keys_, [&](int64_t slot) {
+    for_exact(key_, start, packed_keys_, task_.end, [&](int64_t slot) {
       int64_t at = 0;
       const void* data = exact_token(key_, slot, &at);
       if (data == nullptr) return;
@@ -283,104 +238,9 @@ class Decoder {
     });
   }
 
-  void mask(int64_t start, Pass<R>& pass, float (*scores)[kBlockTokens]) {
-    const int64_t stop = std::min(start + kBlockTokens, task_.end);
-    const bool is_plain = task_.softcap <= 0 && task_.alibi == nullptr && task_.bias == nullptr;
-    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    for (int r = 0; r < pass.rows; ++r) {
-      const int row = pass.first + r;
-      const int64_t query_slot = task_.length - task_.query_length + row % task_.query_length;
-      int64_t low = start, high = stop;  // visible slots
-      if (task_.is_causal) high = std::min(high, query_slot + 1);
-      if (task_.window > 0) low = std::max(low, query_slot - task_.window + 1);
-      if (is_plain && low == start && high == start + kBlockTokens) continue;
-      for (int t = 0; t < kBlockTokens; t += kLanes) {
-        __m512 score = _mm512_loadu_ps(scores[r] + t);
-        __mmask16 live = _cvtmask16_u32(first_lanes(int(std::max<int64_t>(0, high - start - t))) &
-                                        ~first_lanes(int(std::max<int64_t>(0, low - start - t))));
-        if (task_.softcap > 0) {
-          alignas(64) float capped[kLanes];
-          _mm512_store_ps(capped, score);
-          for (int i = 0; i < kLanes; ++i)
-            if (live >> i & 1) capped[i] = task_.softcap * std::tanh(capped[i] / task_.softcap);
-          score = _mm512_load_ps(capped);
-        }
-        if (task_.alibi != nullptr) {
-          const float slope = task_.alibi[row / task_.query_length];
-          const __m512 distance = _mm512_cvtepi32_ps(
-              _mm512_add_epi32(lane, _mm512_set1_epi32(int(start + t - query_slot))));
-          score = _mm512_fmadd_ps(distance, _mm512_set1_ps(slope), score);
-        }
-        if (task_.bias != nullptr) {
-          const float* bias_row = task_.bias + row * task_.bias_row_stride + start + t;
-          const __m512 bias = _mm512_maskz_loadu_ps(live, bias_row);
-          // a hidden token counts for nothing, whatever its score: minus infinity and NaN would make NaN
-          live = _mm512_mask_cmp_ps_mask(live, bias, _mm512_set1_ps(kNothing), _CMP_GT_OQ);
-          score = _mm512_add_ps(score, bias);
-        }
-        _mm512_storeu_ps(scores[r] + t, _mm512_mask_blend_ps(live, _mm512_set1_ps(kNothing), score));
-      }
-    }
-  }
-
-  // Turns scores into weights relative to the rows' maxima so far; false if no row sees anything of the block.
-  bool softmax(Pass<R>& pass, float (*scores)[kBlockTokens]) {
-    __m512 largest[4] = {};
-    for (int r = 0; r < R; ++r) {
-      if (r >= pass.rows) continue;
-      largest[r] = _mm512_loadu_ps(scores[r]);
-      __mmask16 undefined = _mm512_cmp_ps_mask(largest[r], largest[r], _CMP_UNORD_Q);
-      for (int t = kLanes; t < kBlockTokens; t += kLanes) {
-        const __m512 score = _mm512_loadu_ps(scores[r] + t);
-        undefined |= _mm512_cmp_ps_mask(score, score, _CMP_UNORD_Q);
-        largest[r] = _mm512_max_ps(largest[r], score);
-      }
-      if (undefined) spoil(pass, r);
-    }
-    float block_best[4];
-    reduce_max(largest, block_best);
-    bool any = false;
-    for (int r = 0; r < R; ++r) {
-      if (r >= pass.rows || block_best[r] == kNothing) {
-        std::memset(scores[r], 0, sizeof(scores[r]));
-        continue;
-      }
-      any = true;
-      if (block_best[r] > pass.best[r]) rescale(pass, r, block_best[r]);
-      const __m512 shift = _mm512_set1_ps(pass.best[r]);
-      __m512 sum = _mm512_load_ps(pass.total[r]);
-      for (int t = 0; t < kBlockTokens; t += kLanes) {
-        const __m512 score = _mm512_loadu_ps(scores[r] + t);
-        const __mmask16 live = _mm512_cmp_ps_mask(score, _mm512_set1_ps(kNothing), _CMP_GT_OQ);
-        const __m512 weight = _mm512_maskz_mov_ps(live, exp_ps(_mm512_sub_ps(score, shift)));
-        sum = _mm512_add_ps(sum, weight);
-        _mm512_storeu_ps(scores[r] + t, weight);
-      }
-      _mm512_store_ps(pass.total[r], sum);
-    }
-    return any;
-  }
-
-  // A visible score that is not a number makes the row's result so, as it would in dense attention.
-  static void spoil(Pass<R>& pass, int r) {
-    if (pass.best[r] == kNothing) pass.best[r] = 0.0f;
-    _mm512_store_ps(pass.total[r], _mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()));
-  }
-
-  // Makes `best` the maximum of a row.
-  void rescale(Pass<R>& pass, int r, float best) {
-    const __m512 factor = _mm512_set1_ps(pass.best[r] == kNothing ? 0.0f : std::exp(pass.best[r] - best));
-    pass.best[r] = best;
-    _mm512_store_ps(pass.total[r], _mm512_mul_ps(_mm512_load_ps(pass.total[r]), factor));
-    for (int c = 0; c < value_.padded_dim; c += kLanes)
-      _mm512_store_ps(pass.output[r] + c, _mm512_mul_ps(_mm512_load_ps(pass.output[r] + c), factor));
-    for (int g = 0; g < value_.width; ++g)
-      _mm512_store_ps(pass.minimum_sum[r][g], _mm512_mul_ps(_mm512_load_ps(pass.minimum_sum[r][g]), factor));
-  }
-
   // Adds the exact values of the block, and takes their weights out of what the packed values will see.
   void add_exact(int64_t start, Pass<R>& pass, float (*weights)[kBlockTokens]) {
-    for_exact(value_, start, packed_values_, [&](int64_t slot) {
+    for_exact(value_, start, packed_values_, task_.end, [&](int64_t slot) {
       int64_t at = 0;
       const void* data = exact_token(value_, slot, &at);
       for (int r = 0; r < pass.rows; ++r) {
@@ -390,7 +250,8 @@ class Decoder {
         if (data == nullptr || hidden) continue;
         for (int c = 0; c < value_.head_dim; c += kLanes) {
           const __m512 token = load_exact(value_, data, at + c, value_.head_dim - c);
-          _mm512_store_ps(pass.output[r] + c, _mm512_fmadd_ps(token, weight, _mm512_load_ps(pass.output[r] + c)));
+          float* const out = pass.softmax.output[r] + c;
+          _mm512_store_ps(out, _mm512_fmadd_ps(token, weight, _mm512_load_ps(out)));
         }
       }
     });
@@ -401,12 +262,12 @@ class Decoder {
     for (const int32_t* entry = list.begin; entry < list.end; ++entry) {
       const Outlier outlier(*entry);
       for (int r = 0; r < R; ++r)
-        pass.output[r][outlier.channel] += weights[r][outlier.token] * outlier.residual;
+        pass.softmax.output[r][outlier.channel] += weights[r][outlier.token] * outlier.residual;
     }
   }
 
   template <int PARTS>
-  void add_bits(Pass<R>& pass, float (*weights)[kBlockTokens], float* const* out) {
+  void add_bits(float (*weights)[kBlockTokens], float* const* out) {
     const uint8_t* codes = value_record_ + value_.codes_offset;
     const int chunks = value_.padded_dim / 16;
     if (value_.nbits == 8 && is_float8(value_)) {
@@ -447,33 +308,19 @@ class Decoder {
     if (value_.minimum_offset >= 0) {
       for (int r = 0; r < pass.rows; ++r) {
         for (int g = 0; g < value_.width; ++g) {
-          __m512 sum = _mm512_load_ps(pass.minimum_sum[r][g]);
+          __m512 sum = _mm512_load_ps(pass.softmax.minimum_sum[r][g]);
           for (int t = 0; t < kBlockTokens; t += kLanes)
             sum = _mm512_fmadd_ps(_mm512_loadu_ps(weights[r] + t), _mm512_load_ps(values_.minimum[g] + t), sum);
-          _mm512_store_ps(pass.minimum_sum[r][g], sum);
+          _mm512_store_ps(pass.softmax.minimum_sum[r][g], sum);
         }
       }
     }
     float* out[R];
-    for (int r = 0; r < R; ++r) out[r] = pass.output[r];
+    for (int r = 0; r < R; ++r) out[r] = pass.softmax.output[r];
     if (parts_ == 2) {
-      add_bits<2>(pass, weights, out);
+      add_bits<2>(weights, out);
     } else {
-      add_bits<1>(pass, weights, out);
-    }
-  }
-
-  void store(const Pass<R>& pass) {
-    const int channels = value_.head_dim / value_.width;
-    for (int r = 0; r < pass.rows; ++r) {
-      const int row = pass.first + r;
-      task_.maximum[row] = pass.best[r];
-      task_.sum[row] = _mm512_reduce_add_ps(_mm512_load_ps(pass.total[r]));
-      for (int g = 0; g < value_.width; ++g) {
-        const float minimum = _mm512_reduce_add_ps(_mm512_load_ps(pass.minimum_sum[r][g]));
-        for (int c = g * channels; c < (g + 1) * channels; ++c)
-          task_.output[int64_t(row) * value_.head_dim + c] = pass.output[r][c] + minimum;
-      }
+      add_bits<1>(weights, out);
     }
   }
 
