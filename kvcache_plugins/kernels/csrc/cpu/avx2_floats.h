@@ -4,11 +4,11 @@
 // processor widens halves, small ones too, by itself. Two of a word's four codes lie side by side then, for which a row
 // has pairs of numbers; what they give is added once all is summed. So the results are those of fp32, for any query.
 //
-// Lanes are tokens for the scores and channels for the weighted sums, as in avx2_products.h. Bound: 15 instructions for
+// Lanes are tokens for the scores and channels for the weighted sums, as in avx2_integers.h. Bound: 15 instructions for
 // 32 codes that four rows share, and six for every row. Many rows are better served by tiles, which are decoded once.
 #pragma once
 
-#include "avx2_products.h"
+#include "avx2_blocks.h"
 
 namespace kvcache {
 namespace {  // see portable_numbers.inl
@@ -62,15 +62,11 @@ inline void multiply_words(const uint8_t* codes, int64_t apart, int steps, const
 
 // Calls `run.template operator()<kFormat, kRows>()` for a format and up to kTogether rows.
 template <typename Run>
-void dispatch_floats(int format, int rows, const Run& run) {
-  const auto by_rows = [&]<int kFormat>() {
-    if (rows == 1) return run.template operator()<kFormat, 1>();
-    if (rows == 2) return run.template operator()<kFormat, 2>();
-    if (rows == 3) return run.template operator()<kFormat, 3>();
-    run.template operator()<kFormat, 4>();
-  };
-  if (format == kE4M3) return by_rows.template operator()<kE4M3>();
-  by_rows.template operator()<kE5M2>();
+void dispatch_formats(int format, int rows, const Run& run) {
+  dispatch_rows(rows, [&]<int kRows>() {
+    if (format == kE4M3) return run.template operator()<kE4M3, kRows>();
+    run.template operator()<kE5M2, kRows>();
+  });
 }
 
 // Where number `i` of a row lies among its quads: the first and the third of four, then the others.
@@ -104,7 +100,7 @@ class FloatKeys {
     scale_.take(ws.scale);
     for (int first = 0; first < task_.queries; first += kTogether) {
       const int rows = static_cast<int>(smaller(kTogether, task_.queries - first));
-      dispatch_floats(key_.format, rows, [&]<int kFormat, int kRows>() {
+      dispatch_formats(key_.format, rows, [&]<int kFormat, int kRows>() {
         score_words<kFormat, kRows>(record + key_.codes_offset, first, scores + first * kBlockTokens, fetcher);
       });
     }
@@ -159,7 +155,7 @@ class FloatValues {
     }
     for (int first = 0; first < task_.queries; first += kTogether) {
       const int rows = static_cast<int>(smaller(kTogether, task_.queries - first));
-      dispatch_floats(value_.format, rows, [&]<int kFormat, int kRows>() {
+      dispatch_formats(value_.format, rows, [&]<int kFormat, int kRows>() {
         add_words<kFormat, kRows>(record + value_.codes_offset, first, fetcher, output + first * stride, stride);
       });
     }

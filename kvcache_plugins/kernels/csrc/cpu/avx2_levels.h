@@ -4,15 +4,13 @@
 // bf16 holds exactly, and these are put together: a word has the levels of two codes then, which a shift or a mask
 // makes fp32. All products are in fp32, for any query.
 //
-// Keys from before the rotary embedding are treated as in avx512_positions.h: the query is turned back by the position
-// of every sixteenth token, and the keys are turned by the distances from it.
-//
-// Lanes are tokens for the scores and channels for the weighted sums, as in avx2_products.h. Bound, for 32 codes that
+// Lanes are tokens for the scores and channels for the weighted sums, as in avx2_integers.h. Bound, for 32 codes that
 // four rows share: 43 instructions for the scores and 31 for the weighted sums, not counting loads. Many rows are
 // better served by tiles, which are decoded once.
 #pragma once
 
-#include "avx2_products.h"
+#include "avx2_blocks.h"
+#include "avx2_positions.h"
 
 namespace kvcache {
 namespace {  // see portable_numbers.inl
@@ -68,18 +66,14 @@ class LevelTable {
 
 inline float residual_of(int32_t outlier) { return _cvtsh_ss(static_cast<uint16_t>(outlier)); }
 
-// Calls `run.template operator()<kBits, kRows>()` for the bits of codes and up to kTogether rows.
+// Calls `run.template operator()<kBits, kRows>()` for codes of 2, 3 or 4 bits and up to kTogether rows.
 template <typename Run>
 void dispatch_levels(int nbits, int rows, const Run& run) {
-  const auto by_rows = [&]<int kBits>() {
-    if (rows == 1) return run.template operator()<kBits, 1>();
-    if (rows == 2) return run.template operator()<kBits, 2>();
-    if (rows == 3) return run.template operator()<kBits, 3>();
-    run.template operator()<kBits, 4>();
-  };
-  if (nbits == 2) return by_rows.template operator()<2>();
-  if (nbits == 3) return by_rows.template operator()<3>();
-  by_rows.template operator()<4>();
+  dispatch_rows(rows, [&]<int kRows>() {
+    if (nbits == 2) return run.template operator()<2, kRows>();
+    if (nbits == 3) return run.template operator()<3, kRows>();
+    run.template operator()<4, kRows>();
+  });
 }
 
 // Scores of a task's query rows.
@@ -90,23 +84,27 @@ class LevelKeys {
     serves_ = key_.format == kNonUniform && key_.channel_scale != nullptr && key_.factors == nullptr &&
               key_.cos == nullptr && is_whole && task.queries <= kMostLevelRows;
     if (!serves_) return;
+    queries_.reset(new TurnedQueries(task));
     pairs_ = key_.padded_dim / 2;
-    queries_.resize((task.queries + kTogether - 1) / kTogether * pairs_);
-    turned_.resize(4 * pairs_);
     ranges_.resize(pairs_);
-    distances_.resize(pairs_);
-    angles_.reset(new Angles);
-    for (int pair = 0; pair < pairs_; ++pair) prepare(pair);
+    for (int pair = 0; pair < pairs_; ++pair) {
+      for (int half = 0; half < 2; ++half) {
+        const int channel = pair_channel(key_, pair, half);
+        const bool is_real = channel < key_.head_dim;  // others decode to nothing
+        ranges_[pair].scale[half] = is_real ? key_.channel_scale[channel] : 0.0f;
+        ranges_[pair].offset[half] = is_real ? key_.channel_offset[channel] : 0.0f;
+      }
+    }
   }
 
   // Writes the scores of the whole block at slot `start`; false if that takes decoding.
   bool score(int64_t start, const uint8_t* record, float* scores, RecordFetcher& fetcher) {
     if (!serves_) return false;
-    if (key_.inv_freq != nullptr) move_to(start);
+    queries_->move_to(start);
     const LevelTable table(key_);
     for (int first = 0; first < task_.queries; first += kTogether) {
       const int rows = static_cast<int>(smaller(kTogether, task_.queries - first));
-      turn_queries(first / kTogether);
+      queries_->turn_rows(first / kTogether);
       float* const out = scores + first * kBlockTokens;
       dispatch_levels(key_.nbits, rows, [&]<int kBits, int kRows>() {
         score_codes<kBits, kRows>(record + key_.codes_offset, table, fetcher, out);
@@ -117,119 +115,21 @@ class LevelKeys {
   }
 
  private:
-  // What four rows have for a pair of channels: the first four numbers, then the second, and what a quarter turn makes
-  // of them.
-  struct alignas(32) Queries {
-    float numbers[2][kTogether], quarter[2][kTogether];
-  };
-  struct alignas(32) Turned {
-    float numbers[2][kTogether];
-  };
+  // Scales and offsets of a pair of channels.
   struct Range {
     float scale[2], offset[2];
   };
-  struct alignas(32) Distances {
-    float cos[16], sin[16];
-  };
-  // Cosines and sines of the pairs' angles: at the present block's first token, of the distance from block to block, of
-  // 0, 16, 32 and 48 tokens, and at every sixteenth token of the block.
-  struct Angles {
-    alignas(32) double first[2][kMaxHeadDim / 2], block[2][kMaxHeadDim / 2];
-    alignas(32) float distance[4][2][kMaxHeadDim / 2], base[4][2][kMaxHeadDim / 2];
-  };
-
-  void channels_of(int pair, int (&channels)[2]) const {
-    channels[0] = key_.interleaved ? 2 * pair : pair;
-    channels[1] = key_.interleaved ? 2 * pair + 1 : pair + pairs_;
-  }
-
-  void prepare(int pair) {
-    int channels[2];
-    channels_of(pair, channels);
-    for (int half = 0; half < 2; ++half) {
-      const int d = channels[half];
-      const bool is_real = d < key_.head_dim;  // others decode to nothing
-      ranges_[pair].scale[half] = is_real ? key_.channel_scale[d] : 0.0f;
-      ranges_[pair].offset[half] = is_real ? key_.channel_offset[d] : 0.0f;
-      for (int r = 0; r < static_cast<int>(queries_.size()) / pairs_ * kTogether; ++r) {
-        Queries& queries = queries_[r / kTogether * pairs_ + pair];
-        const float x = is_real && r < task_.queries ? task_.query[static_cast<int64_t>(r) * key_.head_dim + d] : 0.0f;
-        queries.numbers[half][r % kTogether] = x;
-        queries.quarter[1 - half][r % kTogether] = half == 0 ? -x : x;
-      }
-    }
-    const bool turns = key_.inv_freq != nullptr && 2 * pair < key_.rotary_dim;
-    const double one[2] = {turns ? __builtin_cos(key_.inv_freq[pair]) : 1.0,
-                           turns ? __builtin_sin(key_.inv_freq[pair]) : 0.0};
-    double angle[2] = {1.0, 0.0};
-    for (int t = 0; t < 16; ++t) {
-      distances_[pair].cos[t] = static_cast<float>(angle[0]);
-      distances_[pair].sin[t] = static_cast<float>(angle[1]);
-      turn(angle, one);
-    }
-    const double sixteen[2] = {angle[0], angle[1]};
-    angle[0] = 1.0;
-    angle[1] = 0.0;
-    for (int k = 0; k < 4; ++k) {
-      for (int part = 0; part < 2; ++part)
-        angles_->distance[k][part][pair] = angles_->base[k][part][pair] = static_cast<float>(angle[part]);
-      turn(angle, sixteen);
-    }
-    for (int part = 0; part < 2; ++part) angles_->block[part][pair] = angle[part];
-  }
-
-  // Brings the angles to the block at slot `start`.
-  void move_to(int64_t start) {
-    Angles& angles = *angles_;
-    for (int pair = 0; pair < pairs_ && start != next_; ++pair) {
-      const double position = static_cast<double>(start + key_.position);
-      const double angle = 2 * pair < key_.rotary_dim ? position * key_.inv_freq[pair] : 0.0;
-      angles.first[0][pair] = __builtin_cos(angle);
-      angles.first[1][pair] = __builtin_sin(angle);
-    }
-    next_ = start + kBlockTokens;
-    for (int pair = 0; pair < pairs_; pair += kLanes) {
-      const Floats c = narrowed(angles.first[0] + pair), s = narrowed(angles.first[1] + pair);
-      for (int k = 0; k < 4; ++k) {
-        const Floats along = load<Floats>(angles.distance[k][0] + pair);
-        const Floats across = load<Floats>(angles.distance[k][1] + pair);
-        store(angles.base[k][0] + pair, c * along - s * across);
-        store(angles.base[k][1] + pair, c * across + s * along);
-      }
-    }
-    for (int pair = 0; pair < pairs_; ++pair) {
-      const double c = angles.first[0][pair], s = angles.first[1][pair];
-      angles.first[0][pair] = c * angles.block[0][pair] - s * angles.block[1][pair];
-      angles.first[1][pair] = c * angles.block[1][pair] + s * angles.block[0][pair];
-    }
-  }
-
-  static Floats narrowed(const double* x) {
-    return (Floats)_mm256_set_m128(_mm256_cvtpd_ps(_mm256_load_pd(x + 4)), _mm256_cvtpd_ps(_mm256_load_pd(x)));
-  }
-
-  void turn_queries(int group) {
-    const Queries* const queries = queries_.data() + group * pairs_;
-    for (int k = 0; k < 4; ++k) {
-      Turned* const out = turned_.data() + k * pairs_;
-      const float(&base)[2][kMaxHeadDim / 2] = angles_->base[k];
-      for (int pair = 0; pair < pairs_; ++pair) {
-        const __m256 along = _mm256_mul_ps(_mm256_load_ps(queries[pair].numbers[0]), _mm256_set1_ps(base[0][pair]));
-        const __m256 across = _mm256_load_ps(queries[pair].quarter[0]);
-        _mm256_store_ps(out[pair].numbers[0], _mm256_fmadd_ps(across, _mm256_set1_ps(base[1][pair]), along));
-      }
-    }
-  }
 
   // sum[r] += products of 8 tokens' keys, of which `levels` are a pair of channels, with the query as turned for the
   // sixteen tokens they are of; `at` is the first token's place among these.
   template <int kRows>
-  void multiply_add(__m256i levels, int pair, int at, const Turned& query, __m256 (&sum)[kRows]) const {
+  void multiply_add(__m256i levels, int pair, int at, const TurnedPair& query, __m256 (&sum)[kRows]) const {
     const Range& range = ranges_[pair];
+    const Distances& distances = queries_->distances(pair);
     __m256 a = lower_numbers(levels), b = upper_numbers(levels);
     a = _mm256_fmadd_ps(a, _mm256_set1_ps(range.scale[0]), _mm256_set1_ps(range.offset[0]));
     b = _mm256_fmadd_ps(b, _mm256_set1_ps(range.scale[1]), _mm256_set1_ps(range.offset[1]));
-    const __m256 c = _mm256_load_ps(distances_[pair].cos + at), s = _mm256_load_ps(distances_[pair].sin + at);
+    const __m256 c = _mm256_load_ps(distances.cos + at), s = _mm256_load_ps(distances.sin + at);
     const __m256 x = _mm256_fmsub_ps(a, c, _mm256_mul_ps(b, s)), y = _mm256_fmadd_ps(b, c, _mm256_mul_ps(a, s));
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -257,7 +157,7 @@ class LevelKeys {
           table.find(found, levels);
 #pragma GCC unroll 2
           for (int which = 0; which < 2; ++which)
-            multiply_add<kRows>(levels[which], pair, at, turned_[(k + 2 * which) * pairs_ + pair], sum[which]);
+            multiply_add<kRows>(levels[which], pair, at, queries_->of(k + 2 * which)[pair], sum[which]);
         }
         for (int which = 0; which < 2; ++which) keep(16 * (k + 2 * which) + at, sum[which]);
       }
@@ -266,7 +166,7 @@ class LevelKeys {
     // of the same token, and of two pairs of channels
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
-      const Turned* const query = turned_.data() + k * pairs_;
+      const TurnedPair* const query = queries_->of(k);
       const RecordFetcher::Lines ahead = fetcher.take(pairs_ / 2);
       __m256 sum[2][kRows] = {};
       for (int step = 0; step < pairs_ / 2; ++step) {
@@ -292,9 +192,9 @@ class LevelKeys {
       const int pair = (key_.interleaved ? channel / 2 : channel) % pairs_;
       const int half = key_.interleaved ? channel % 2 : channel >= pairs_;  // as good as random
       const float residual = residual_of(*entry);
-      const float along = residual * distances_[pair].cos[token % 16];
-      const float across = residual * distances_[pair].sin[token % 16] * kSigns[half];
-      const float(&query)[2][kTogether] = turned_[token / 16 * pairs_ + pair].numbers;
+      const float along = residual * queries_->distances(pair).cos[token % 16];
+      const float across = residual * queries_->distances(pair).sin[token % 16] * kSigns[half];
+      const float(&query)[2][kTogether] = queries_->of(token / 16)[pair].numbers;
       for (int r = 0; r < rows; ++r)
         out[r * kBlockTokens + token] += along * query[half][r] + across * query[1 - half][r];
     }
@@ -304,12 +204,8 @@ class LevelKeys {
   const Side& key_;
   bool serves_;
   int pairs_ = 0;
-  int64_t next_ = -1;             // slot of the block that the angles are for
-  std::vector<Queries> queries_;  // [four rows][pair]
-  std::vector<Turned> turned_;    // [sixteen tokens][pair], of four rows
-  std::vector<Range> ranges_;     // and of every pair
-  std::vector<Distances> distances_;
-  std::unique_ptr<Angles> angles_;
+  std::vector<Range> ranges_;  // of every pair
+  std::unique_ptr<TurnedQueries> queries_;
 };
 
 // Weighted sums of values for a task's query rows.

@@ -1,5 +1,5 @@
 // Decode attention for AVX2, FMA and F16C: the shared implementation with 8 lanes, compiled for that target
-// alone so that one library serves every machine. Bound: that of avx2_products.h for integers and bf16 queries, of
+// alone so that one library serves every machine. Bound: that of avx2_integers.h for integers and bf16 queries, of
 // avx2_floats.h and avx2_levels.h for what their names say; else two fused multiply-adds of 8 lanes a cycle, see
 // decode_attention_portable.inl.
 #if defined(__x86_64__)
@@ -10,6 +10,7 @@
 #include "decode_attention_portable.inl"
 
 #include "avx2_floats.h"
+#include "avx2_integers.h"
 #include "avx2_levels.h"
 
 namespace kvcache {

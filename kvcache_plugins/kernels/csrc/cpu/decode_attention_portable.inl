@@ -5,7 +5,7 @@
 // sum. Decoding costs about one operation per value and vector lane and is shared by all query rows; with
 // four rows per kv head both are bound by the multiplications. The aim is a quarter of the time of attention
 // over dense bf16 keys and values that repeats them per query head, on any x86-64 or other 64-bit machine;
-// the AVX-512 kernel is the one that nears the bandwidth, and AVX2 leaves decoding out where it can (avx2_products.h).
+// the AVX-512 kernel is the one that nears the bandwidth, and AVX2 leaves decoding out where it can (avx2_blocks.h).
 //
 // Whatever a masked or unused slot holds must not reach the result: its score is replaced, not shifted, and
 // its value is left out where it is not finite (0 * NaN).

@@ -1,4 +1,4 @@
-// Products with the codes of whole blocks for AVX2: in integers of 16 bits, nothing is decoded.
+// Products with integer codes of whole blocks for AVX2: in integers of 16 bits, nothing is decoded.
 //
 // A shift and a mask make 16 codes, which one instruction multiplies by a pair of numbers, over and over, and adds in
 // twos to 8 sums of 32 bits. These numbers are a query row, or a row of weights, times the scales that differ within a
@@ -10,35 +10,14 @@
 // for 16 codes and a row, and about six for 16 codes that four rows share.
 #pragma once
 
-#include <immintrin.h>
-
 #include <vector>
 
-#include "portable_softmax.inl"
-#include "record_fetcher.h"
+#include "avx2_blocks.h"
 
 namespace kvcache {
 namespace {  // see portable_numbers.inl
 
-constexpr int kTogether = 4;  // query rows that share a pass over the codes
-constexpr int kSlack = 16;    // numbers after a row that may be read
-
-// The largest magnitude of `count` numbers, a multiple of the lanes; infinity if one is not finite.
-float largest_of(const float* x, int count) {
-  Floats best = Floats{}, check = Floats{};
-  for (int i = 0; i < count; i += kLanes) {
-    const Floats v = load<Floats>(x + i), magnitude = v < 0.0f ? -v : v;
-    best = magnitude > best ? magnitude : best;
-    check += v * 0.0f;
-  }
-  float largest = 0.0f;
-  bool is_finite = true;
-  for (int l = 0; l < kLanes; ++l) {
-    largest = best[l] > largest ? best[l] : largest;
-    is_finite &= check[l] == 0.0f;
-  }
-  return is_finite ? largest : kInfinity;
-}
+constexpr int kSlack = 16;  // numbers after a row that may be read
 
 // Rounds 16 numbers, which are units of `1 / inverse`.
 inline __m256i rounded(const float* x, __m256 inverse) {
@@ -75,8 +54,6 @@ float round_to_pairs(const float* x, int count, Pairing pairing, int32_t* pairs)
   }
   return unit;
 }
-
-inline __m256i load_codes(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 
 // Words shifted right, and what is left of their halves; of 3 bits, joined with the third bits from another plane.
 template <int kBits>
@@ -191,64 +168,20 @@ void add_codes(const uint8_t* codes, int chunks, int group, const Weights* weigh
   }
 }
 
-// Calls `run.template operator()<kBits, kRows>()` for the bits of codes and up to kTogether rows.
+// Calls `run.template operator()<kBits, kRows>()` for codes of 2, 3, 4 or 8 bits.
 template <typename Run>
-void dispatch(int nbits, int rows, const Run& run) {
-  const auto by_rows = [&]<int kBits>() {
-    if (rows == 1) return run.template operator()<kBits, 1>();
-    if (rows == 2) return run.template operator()<kBits, 2>();
-    if (rows == 3) return run.template operator()<kBits, 3>();
-    run.template operator()<kBits, 4>();
-  };
-  if (nbits == 2) return by_rows.template operator()<2>();
-  if (nbits == 3) return by_rows.template operator()<3>();
-  if (nbits == 4) return by_rows.template operator()<4>();
-  by_rows.template operator()<8>();
+void dispatch_bits(int nbits, int rows, const Run& run) {
+  dispatch_rows(rows, [&]<int kRows>() {
+    if (nbits == 2) return run.template operator()<2, kRows>();
+    if (nbits == 3) return run.template operator()<3, kRows>();
+    if (nbits == 4) return run.template operator()<4, kRows>();
+    run.template operator()<8, kRows>();
+  });
 }
-
-// A field of a record's metadata as [group][token]; what is not stored is the same for all tokens.
-class TokenMetadata {
- public:
-  TokenMetadata(const Side& side, int64_t offset, float fixed) : side_(side), offset_(offset) {
-    numbers_.resize(side.width * kBlockTokens, fixed);
-  }
-
-  // Takes those of a record, as `load_metadata` leaves them: [token][group].
-  void take(const float* rows) {
-    if (offset_ < 0) return;
-    float* const out = numbers_.data();
-    const int width = side_.width;
-    if (width == 1) {
-      std::memcpy(out, rows, sizeof(float) * kBlockTokens);
-    } else if (width % 4 == 0) {
-      for (int g = 0; g < width; g += 4) {
-        for (int t = 0; t < kBlockTokens; t += 4) {
-          __m128 part[4];
-          for (int i = 0; i < 4; ++i) part[i] = _mm_loadu_ps(rows + (t + i) * width + g);
-          _MM_TRANSPOSE4_PS(part[0], part[1], part[2], part[3]);
-          for (int i = 0; i < 4; ++i) _mm_storeu_ps(out + (g + i) * kBlockTokens + t, part[i]);
-        }
-      }
-    } else {
-      for (int t = 0; t < kBlockTokens; ++t)
-        for (int g = 0; g < width; ++g) out[g * kBlockTokens + t] = rows[t * width + g];
-    }
-  }
-
-  const float* of(int group) const { return numbers_.data() + group * kBlockTokens; }
-
- private:
-  const Side& side_;
-  const int64_t offset_;
-  std::vector<float> numbers_;
-};
 
 bool has_integer_codes(const Side& side) {
   return (side.format == kAffine || side.format == kSymmetric) && (side.nbits < 8 || side.head_dim <= 256);
 }
-
-// Whether what is stored beside the codes belongs to single tokens.
-bool is_by_token(const Side& side) { return side.scale_offset < 0 || side.group_tokens == 1; }
 
 // Scores of a task's query rows.
 class IntegerKeys {
@@ -293,7 +226,7 @@ class IntegerKeys {
       if (is_per_channel_ && !fold_channels(first, rows, ws)) return false;
       const int32_t* const pairs = pairs_.data() + (is_per_channel_ ? 0 : first * stride_);
       const int group = is_per_channel_ ? key_.group_tokens : kBlockTokens;
-      dispatch(key_.nbits, rows, [&]<int kBits, int kRows>() {
+      dispatch_bits(key_.nbits, rows, [&]<int kBits, int kRows>() {
         score_codes<kBits, kRows>(record + key_.codes_offset, key_.padded_dim, group, pairs, stride_, fetcher, sums_);
       });
       for (int r = 0; r < rows; ++r) finish(r, first + r, scores + (first + r) * kBlockTokens);
@@ -389,7 +322,8 @@ class IntegerValues {
         if (!fold(weights + r * kBlockTokens, g, weights_[r * value_.width + g])) return false;
     const int chunks = value_.padded_dim / 16, group = value_.width == 1 ? chunks : value_.head_dim / value_.width / 16;
     for (int first = 0; first < task_.queries; first += kTogether) {
-      dispatch(value_.nbits, static_cast<int>(smaller(kTogether, task_.queries - first)), [&]<int kBits, int kRows>() {
+      const int rows = static_cast<int>(smaller(kTogether, task_.queries - first));
+      dispatch_bits(value_.nbits, rows, [&]<int kBits, int kRows>() {
         add_codes<kBits, kRows>(record + value_.codes_offset, chunks, group, weights_.data() + first * value_.width,
                                 value_.width, fetcher, output + first * stride, stride);
       });

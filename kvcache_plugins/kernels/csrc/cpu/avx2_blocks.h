@@ -1,0 +1,85 @@
+// What products with the codes of whole blocks have in common for AVX2 (avx2_integers.h, avx2_floats.h, avx2_levels.h).
+#pragma once
+
+#include <immintrin.h>
+
+#include <vector>
+
+#include "portable_softmax.inl"
+#include "record_fetcher.h"
+
+namespace kvcache {
+namespace {  // see portable_numbers.inl
+
+constexpr int kTogether = 4;  // query rows that share a pass over the codes
+
+inline __m256i load_codes(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+
+// The largest magnitude of `count` numbers, a multiple of the lanes; infinity if one is not finite.
+float largest_of(const float* x, int count) {
+  Floats best = Floats{}, check = Floats{};
+  for (int i = 0; i < count; i += kLanes) {
+    const Floats v = load<Floats>(x + i), magnitude = v < 0.0f ? -v : v;
+    best = magnitude > best ? magnitude : best;
+    check += v * 0.0f;
+  }
+  float largest = 0.0f;
+  bool is_finite = true;
+  for (int l = 0; l < kLanes; ++l) {
+    largest = best[l] > largest ? best[l] : largest;
+    is_finite &= check[l] == 0.0f;
+  }
+  return is_finite ? largest : kInfinity;
+}
+
+// Calls `run.template operator()<kRows>()` for up to kTogether rows.
+template <typename Run>
+void dispatch_rows(int rows, const Run& run) {
+  if (rows == 1) return run.template operator()<1>();
+  if (rows == 2) return run.template operator()<2>();
+  if (rows == 3) return run.template operator()<3>();
+  run.template operator()<kTogether>();
+}
+
+// Whether what is stored beside the codes belongs to single tokens.
+bool is_by_token(const Side& side) { return side.scale_offset < 0 || side.group_tokens == 1; }
+
+// A field of a record's metadata as [group][token]; what is not stored is the same for all tokens.
+class TokenMetadata {
+ public:
+  TokenMetadata(const Side& side, int64_t offset, float fixed) : side_(side), offset_(offset) {
+    numbers_.resize(side.width * kBlockTokens, fixed);
+  }
+
+  // Takes those of a record, as `load_metadata` leaves them: [token][group].
+  void take(const float* rows) {
+    if (offset_ < 0) return;
+    float* const out = numbers_.data();
+    const int width = side_.width;
+    if (width == 1) {
+      std::memcpy(out, rows, sizeof(float) * kBlockTokens);
+    } else if (width % 4 == 0) {
+      for (int g = 0; g < width; g += 4) {
+        for (int t = 0; t < kBlockTokens; t += 4) {
+          __m128 part[4];
+          for (int i = 0; i < 4; ++i) part[i] = _mm_loadu_ps(rows + (t + i) * width + g);
+          _MM_TRANSPOSE4_PS(part[0], part[1], part[2], part[3]);
+          for (int i = 0; i < 4; ++i) _mm_storeu_ps(out + (g + i) * kBlockTokens + t, part[i]);
+        }
+      }
+    } else {
+      for (int t = 0; t < kBlockTokens; ++t)
+        for (int g = 0; g < width; ++g) out[g * kBlockTokens + t] = rows[t * width + g];
+    }
+  }
+
+  const float* of(int group) const { return numbers_.data() + group * kBlockTokens; }
+
+ private:
+  const Side& side_;
+  const int64_t offset_;
+  std::vector<float> numbers_;
+};
+
+}  // namespace
+}  // namespace kvcache
