@@ -1,4 +1,5 @@
-"""The device and the dtype that a user makes the default of torch change nothing that a cache computes.
+"""The device and the dtype that a user makes the default of torch change nothing that a cache computes, and
+no cache draws from the generator that a user has seeded.
 
 The device is "meta", where nothing can be read, and stands for any on which the model is not.
 """
@@ -98,6 +99,13 @@ def test_the_same_numbers(name: str, default: str, attention: str, kernel: str) 
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("name", [*CACHES, "random"])
+def test_seeded_samples_stay_what_they_are(name: str) -> None:
+    before = torch.get_rng_state()
+    logits(tiny_model("llama"), CACHES.get(name, {**EVICTING, "backend": name}))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("is_filled", [False, True])
 def test_rows_are_repeated(is_filled: bool) -> None:
     layer = build_cache(tiny_model("falcon_h1"), PACKED).layers[0]
@@ -135,13 +143,15 @@ import torch
 
 from kvcache_plugins.retaining.loading import load_heads
 
+before = torch.get_rng_state()
 with torch.device("meta"):
     heads = load_heads({folder!r})
 assert {{parameter.device.type for parameter in heads.parameters()}} == {{"cpu"}}
+assert torch.equal(torch.get_rng_state(), before)
 """
 
 
-def test_retaining_heads_are_read_where_they_can_be() -> None:
+def test_retaining_heads_are_read_where_they_can_be_and_draw_nothing() -> None:
     # in another process: here `torch.empty` is not the function that the default device is known to
     script = LOAD_HEADS.format(folder=heads_of(tiny_model("llama")))
     done = fresh_process.run(script, os.environ)

@@ -71,11 +71,11 @@ def _load(folder: Path, name: str) -> RetainingHeads:
     tensors = read_tensors(folder / WEIGHTS_FILE)
     check_finite(folder / WEIGHTS_FILE, tensors)
     try:
-        with torch.device("cpu"):
+        with torch.device("meta"):  # random weights would be drawn from the generator that a user has seeded
             heads: Any = RetainingHeads(RetainingHeadsConfig.from_dict(facts))
         if tensors:
             heads.to(next(iter(tensors.values())).dtype)
-        heads.load_state_dict(tensors)
+        heads.to_empty(device="cpu").load_state_dict(tensors)
     except (RuntimeError, ValueError, TypeError) as error:  # keys or shapes that do not fit the configuration
         raise ArtifactError(f"heads={name!r} cannot be loaded: {error}") from error
     result: RetainingHeads = heads.requires_grad_(False).eval()
