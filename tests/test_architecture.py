@@ -14,10 +14,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A unit may import units to its left (and itself). Backends are reached by name through the registry only.
 ORDER = (
-    "errors", "registry", "config", "quantizers", "models", "kernels", "layers", "attention", "report",
-    "artifacts", "cache", "persistence", "estimation", "eviction", "retaining", "backends", "prompt_chunks",
-    "evaluation", "calibration", "training", "generation_calls", "integration", "testing", "cli",
-    "__init__", "__main__",
+    "errors", "device_dtypes", "registry", "config", "quantizers", "models", "kernels", "layers", "attention",
+    "report", "artifacts", "cache", "persistence", "estimation", "eviction", "retaining", "backends",
+    "prompt_chunks", "evaluation", "calibration", "training", "generation_calls", "integration", "testing",
+    "cli", "__init__", "__main__",
 )  # fmt: skip
 # Deferred imports that would close a circle at import time, with the reason.
 DEFERRED = {

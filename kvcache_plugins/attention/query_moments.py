@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..device_dtypes import doubled
 from ..models.rotary import Rotary
 
 __all__ = ["QueryMoments", "average_rotation"]
@@ -94,8 +95,9 @@ def average_rotation(rotary: Rotary, first: Tensor, length: int) -> tuple[Tensor
         `tuple[torch.Tensor, torch.Tensor]`: Mean cosines and sines, fp32 `(B, rotary_dim / 2)`. They shorten
             what they turn, the fast pairs most.
     """
-    half_turns = torch.tensor(rotary.inv_freq, dtype=torch.float64, device=first.device) / (2 * math.pi)
+    start = doubled(first)
+    half_turns = torch.tensor(rotary.inv_freq, dtype=torch.float64, device=start.device) / (2 * math.pi)
     # the mean of exp(i w p), p < n, is exp(i w (n - 1) / 2) sin(n w / 2) / (n sin(w / 2))
     shortened = (torch.sinc(length * half_turns) / torch.sinc(half_turns)).float()
-    cos, sin = rotary.tables(first.double() + (length - 1) / 2)
-    return cos * shortened, sin * shortened
+    cos, sin = rotary.tables(start + (length - 1) / 2)
+    return (cos * shortened).to(first.device), (sin * shortened).to(first.device)

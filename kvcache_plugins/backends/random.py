@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import check_integer
+from ..device_dtypes import doubled
 from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
@@ -52,7 +53,7 @@ class RandomLayer(EvictingLayer):
         own = heads * self.process + torch.arange(heads, device=keys.device)
         streams = own + 1000003 * self.layer_idx + 7919 * self.config.seed
         mixed = _mixed(_mixed(streams)[:, None] + positions[:, None])
-        return (mixed.double() / _BITS).float().expand(keys.shape[:3])
+        return (doubled(mixed) / _BITS).float().to(keys.device).expand(keys.shape[:3])
 
 
 def _mixed(numbers: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from ..device_dtypes import doubled
+
 __all__ = ["grouped_shares", "share_out"]
 
 MOST_GROUPS = 4
@@ -32,8 +34,9 @@ def share_out(ranks: Sequence[Tensor], total: int, floor: int) -> list[float]:
     joined = torch.cat(raised, dim=1)
     best = joined.topk(min(total, joined.shape[1]), dim=1, sorted=False).indices
     taken = torch.zeros_like(joined, dtype=torch.bool).scatter_(1, best, True) & (joined > -torch.inf)
-    counts = torch.stack([head.sum() for head in taken.split([head.shape[1] for head in ranks], dim=1)])
-    shares: list[float] = (counts.double() * total / counts.sum().clamp_min(1)).tolist()
+    taken_of_heads = taken.split([head.shape[1] for head in ranks], dim=1)
+    counts = doubled(torch.stack([head.sum() for head in taken_of_heads]))
+    shares: list[float] = (counts * total / counts.sum().clamp_min(1)).tolist()
     return shares
 
 

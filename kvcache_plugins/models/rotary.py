@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..device_dtypes import doubled
 from .layer_plan import caches_latents
 
 __all__ = ["Rotary", "find_rotary", "frequencies_kept", "modeling_module", "rotary_module"]
@@ -48,9 +49,9 @@ class Rotary:
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, fp32, of shape `(len(positions), rotary_dim / 2)`."""
-        frequencies = torch.tensor(self.inv_freq, dtype=torch.float64, device=positions.device)
-        angles = positions.to(torch.float64)[:, None] * frequencies
-        return angles.cos().float(), angles.sin().float()
+        exact = doubled(positions)
+        angles = exact[:, None] * torch.tensor(self.inv_freq, dtype=torch.float64, device=exact.device)
+        return angles.cos().float().to(positions.device), angles.sin().float().to(positions.device)
 
     def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
         """Rotate `states` `(B, H, T, D)` by `positions` `(T,)`; negative ones undo positive ones."""
@@ -118,7 +119,7 @@ def find_rotary(
     inv_freq = _inverse_frequencies(holder, layer_type)
     if interleaved is None or inv_freq is None or 2 * inv_freq.numel() > head_dim:
         return None
-    return Rotary(tuple(inv_freq.double().cpu().tolist()), interleaved)
+    return Rotary(tuple(doubled(inv_freq).tolist()), interleaved)
 
 
 def _inverse_frequencies(holder: nn.Module, layer_type: str | None) -> Tensor | None:

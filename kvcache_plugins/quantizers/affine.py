@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device_dtypes import has_every_dtype
 from .granularity import Granularity
 
 __all__ = [
@@ -146,7 +147,8 @@ def _masked(groups: Tensor, valid: Tensor | None, fill: float) -> Tensor:
     """Replace invalid and non-finite entries by `fill`, without a copy where there are none."""
     keep: Tensor | None = None
     # A sum is finite only if every term is; it may overflow for huge finite terms, which costs just the copy.
-    if not groups.is_meta and not bool(torch.isfinite(groups.sum(dtype=torch.float64))):
+    wide = torch.float64 if has_every_dtype(groups.device) else torch.float32
+    if not groups.is_meta and not bool(torch.isfinite(groups.sum(dtype=wide))):
         keep = torch.isfinite(groups)
     if valid is not None:
         batch, _, rows, tokens, _, _ = groups.shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device_dtypes import has_every_dtype
 from .granularity import Granularity
 
 __all__ = ["FLOAT8_DTYPES", "FLOAT8_MAX", "dequantize_float8", "quantize_float8"]
@@ -25,7 +26,7 @@ def quantize_float8(
     scaled = (
         (granularity.split(states) / granularity.spread(scale)).nan_to_num_(nan=0.0).clamp_(-largest, largest)
     )
-    codes = scaled.reshape(states.shape).to(FLOAT8_DTYPES[format]).view(torch.uint8)
+    codes = _to_codes(scaled.reshape(states.shape), format)
     return codes if valid is None else codes * valid[:, None, :, None]
 
 
@@ -33,6 +34,32 @@ def dequantize_float8(codes: Tensor, scale: Tensor, granularity: Granularity, fo
     """Return fp32 values of shape `(B, H, T, D)` from uint8 bit patterns."""
     values = granularity.split(_to_float(codes, format))
     return values.mul_(granularity.spread(scale)).reshape(codes.shape)
+
+
+def _to_codes(scaled: Tensor, format: str) -> Tensor:
+    """Round fp32 numbers within the range of a format to the nearest bit pattern, ties to even."""
+    dtype = FLOAT8_DTYPES[format]
+    if has_every_dtype(scaled.device):
+        return scaled.to(dtype).view(torch.uint8)
+    return _rounded_by_integers(scaled, {"e4m3": 3, "e5m2": 2}[format])
+
+
+def _rounded_by_integers(scaled: Tensor, mantissa: int) -> Tensor:
+    """What the cast to the format with so many bits of mantissa returns, on devices that have no such cast.
+
+    A pattern of fp32 with the mantissa cut short is one of float8 whose exponent is biased otherwise.
+    """
+    bias = 2 ** (6 - mantissa) - 1  # of an exponent that takes the bits that sign and mantissa leave
+    magnitude, drop = scaled.abs(), 23 - mantissa
+    bits = magnitude.view(torch.int32)
+    to_even = (1 << (drop - 1)) - 1 + ((bits >> drop) & 1)
+    normal = ((bits + to_even) >> drop) - ((127 - bias) << mantissa)
+    # below the least normal number patterns are multiples of the least one, which added to a number with that
+    # ulp are its last bits
+    anchor = torch.tensor(2.0 ** (24 - bias - mantissa), device=scaled.device)
+    subnormal = (magnitude + anchor).view(torch.int32) - anchor.view(torch.int32)
+    sign = (scaled.view(torch.int32) >> 24) & 0x80
+    return (torch.where(magnitude < 2.0 ** (1 - bias), subnormal, normal) | sign).to(torch.uint8)
 
 
 def _to_float(codes: Tensor, format: str) -> Tensor:

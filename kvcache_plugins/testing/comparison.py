@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device_dtypes import doubled
+
 __all__ = ["assert_close", "relative_rms", "sqnr_db"]
 
 
 def relative_rms(reference: Tensor, got: Tensor) -> float:
     """Root mean square of the difference over that of `reference`."""
-    reference, got = reference.double(), got.double()
+    reference, got = doubled(reference), doubled(got)
     return float(
         (got - reference).square().mean().sqrt() / reference.square().mean().sqrt().clamp_min(1e-300)
     )

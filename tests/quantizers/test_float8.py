@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcache_plugins.quantizers.affine import choose_qparams_symmetric
-from kvcache_plugins.quantizers.float8 import FLOAT8_DTYPES, FLOAT8_MAX, dequantize_float8, quantize_float8
+from kvcache_plugins.quantizers.float8 import (
+    FLOAT8_DTYPES,
+    FLOAT8_MAX,
+    _rounded_by_integers,
+    dequantize_float8,
+    quantize_float8,
+)
 from kvcache_plugins.quantizers.granularity import Granularity, per_token, per_token_group, per_token_head
 from tests.reference import quantizers as oracle
 
@@ -70,6 +76,21 @@ def test_every_finite_bit_pattern_survives(format: str) -> None:
     codes = quantize_float8(states * 0.25, torch.full((1, 1, 1, 1), 0.25), per_token_head(), format)
     assert torch.equal(codes.flatten(), patterns)
     assert torch.equal(dequantize_float8(codes, torch.ones(1, 1, 1, 1), per_token_head(), format), states)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rounding_by_integers_is_the_cast(format: str) -> None:
+    """For devices without float8: at every number, between any two of them, and right beside that."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(FLOAT8_DTYPES[format]).float()
+    numbers = numbers[numbers.isfinite()].sort().values
+    between = (numbers[1:] + numbers[:-1]) / 2
+    beside = [torch.nextafter(between, torch.tensor(end)) for end in (-INF, INF)]
+    patterns = torch.arange(-(2**31), 2**31, 9973, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    largest = FLOAT8_MAX[format]
+    anything = patterns[patterns.isfinite()].clamp(-largest, largest)
+    scaled = torch.cat([numbers, between, *beside, torch.tensor([0.0, -0.0]), anything])
+    codes = _rounded_by_integers(scaled, {"e4m3": 3, "e5m2": 2}[format])
+    assert torch.equal(codes, scaled.to(FLOAT8_DTYPES[format]).view(torch.uint8))
 
 
 @pytest.mark.parametrize("format", FORMATS)
