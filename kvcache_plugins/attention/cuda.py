@@ -62,6 +62,8 @@ def _shared_bytes(device: torch.device) -> int:
 def can_attend_tiles_on_device(query: Tensor, value_dim: int, length: int, options: AttentionOptions) -> bool:
     """Whether torch's flash attention serves decoded tiles; if not, the reference does, in fp32."""
     width = max(query.shape[3], value_dim)
+    if query.device.type != "cuda":
+        return False
     if torch.cuda.is_current_stream_capturing():
         return False  # masks are read on the host, and so is whether flash attention is right here
     if why_no_flash(query.device, query.dtype, width) is not None:

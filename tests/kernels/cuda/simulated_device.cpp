@@ -1,5 +1,6 @@
 // Two GPUs that are not there: tensors of the CUDA device type in main memory, in a torch without CUDA, for the tests.
 // What creates, views and copies tensors is implemented; any other operator runs on the CPU, over the same memory.
+// With SIMULATED defined as MPS they are Apple's, which have no fp64, no float8, and no operators but those named.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
@@ -14,17 +15,38 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <set>
+#include <sstream>
+#include <string>
+
+#ifndef SIMULATED
+#define SIMULATED CUDA
+#endif
 
 namespace {
 
+constexpr c10::DeviceType kType = c10::DeviceType::SIMULATED;
+constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::SIMULATED);
 constexpr int kDevices = 2;
 thread_local c10::DeviceIndex current_device = 0;
 std::atomic<int64_t> allocated[kDevices], most_allocated[kDevices];
 std::atomic<int> waits = 0;  // what happens when the host waits for a device: nothing, a warning, an error
+std::set<std::string> operators;  // that the devices have, with their overloads; all if empty
 
 void wait() {
   TORCH_CHECK(waits != 2, "called a synchronizing CUDA operation");
   if (waits == 1) TORCH_WARN("called a synchronizing CUDA operation");
+}
+
+void check_operator(const c10::OperatorName& name) {
+  const std::string full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+  TORCH_CHECK_NOT_IMPLEMENTED(operators.empty() || operators.count(full), "the simulated devices have no ", full);
+}
+
+void check_dtype(c10::ScalarType dtype) {
+  if (kType == c10::DeviceType::MPS)
+    TORCH_CHECK_TYPE(dtype != c10::kDouble && dtype != c10::kComplexDouble && !c10::isFloat8Type(dtype),
+                     "the simulated devices have no ", dtype);
 }
 
 struct Block {
@@ -46,7 +68,7 @@ struct Memory final : c10::Allocator {
     auto* block = new Block{std::aligned_alloc(512, (size + 512) / 512 * 512), size, index};
     const int64_t now = allocated[index] += size;
     most_allocated[index] = std::max<int64_t>(most_allocated[index], now);
-    return {block->data, block, &release, c10::Device(c10::kCUDA, index)};
+    return {block->data, block, &release, c10::Device(kType, index)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
@@ -54,13 +76,13 @@ struct Memory final : c10::Allocator {
 Memory memory;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return c10::kCUDA; }
+  c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device device) const override {
     const c10::Device before = getDevice();
     setDevice(device);
     return before;
   }
-  c10::Device getDevice() const override { return {c10::kCUDA, current_device}; }
+  c10::Device getDevice() const override { return {kType, current_device}; }
   void setDevice(c10::Device device) const override {
     TORCH_CHECK(device.index() < kDevices, "there are ", kDevices, " simulated devices, not ", device.index() + 1);
     current_device = std::max<c10::DeviceIndex>(device.index(), 0);
@@ -72,9 +94,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 };
-const c10::impl::DeviceGuardImplRegistrar registered(c10::kCUDA, new Guard);
+const c10::impl::DeviceGuardImplRegistrar registered(kType, new Guard);
 
-bool is_simulated(const at::Tensor& tensor) { return tensor.defined() && tensor.device().is_cuda(); }
+bool is_simulated(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kType; }
 
 // The same memory as a tensor of the CPU.
 at::Tensor on_cpu(const at::Tensor& tensor) {
@@ -90,20 +112,22 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 }
 
 c10::Device placed(std::optional<c10::Device> device) {
-  return device && device->has_index() ? *device : c10::Device(c10::kCUDA, current_device);
+  return device && device->has_index() ? *device : c10::Device(kType, current_device);
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
                  std::optional<c10::Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
+  check_dtype(c10::dtype_or_default(dtype));
   const c10::DeviceGuard guard(placed(device));
-  return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+  return at::detail::empty_generic(size, &memory, kKeys,
                                    c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
                          std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
+  check_dtype(c10::dtype_or_default(dtype));
   const c10::DeviceGuard guard(placed(device));
-  return at::detail::empty_strided_generic(size, stride, &memory, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+  return at::detail::empty_strided_generic(size, stride, &memory, kKeys,
                                            c10::dtype_or_default(dtype));
 }
 
@@ -115,7 +139,7 @@ at::Tensor& copy(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
 
 // A new tensor of the CPU as one of a device.
 at::Tensor on_device(const at::Tensor& tensor, c10::Device device) {
-  if (!tensor.defined() || tensor.device().is_cuda()) return tensor;
+  if (!tensor.defined() || tensor.device().type() == kType) return tensor;
   at::Tensor result = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
   on_cpu(result).copy_(tensor);
   return result;
@@ -130,11 +154,12 @@ bool is_output(const c10::Argument& argument) {
 // argument, else a new tensor of the device.
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
+  check_operator(op.operator_name());
   for (const char* name : {"aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2"})
     if (schema.name() == name) wait();  // the host needs to know how much there is
   const size_t count = schema.arguments().size(), first = stack->size() - count;
   const std::vector<c10::IValue> given(stack->begin() + first, stack->end());
-  c10::Device device(c10::kCUDA, current_device);
+  c10::Device device(kType, current_device);
   bool is_placed = false;
   const auto move = [&](const at::Tensor& tensor) {
     if (is_simulated(tensor)) {
@@ -203,7 +228,7 @@ const at::Tensor& resize(const at::Tensor& tensor, c10::IntArrayRef size, std::o
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(size);
   if (impl->storage().nbytes() < impl->numel() * impl->itemsize())
-    impl->set_storage_keep_dtype(at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+    impl->set_storage_keep_dtype(at::detail::empty_generic(size, &memory, kKeys,
                                                            tensor.scalar_type(), format)
                                      .storage());
   return tensor;
@@ -211,9 +236,9 @@ const at::Tensor& resize(const at::Tensor& tensor, c10::IntArrayRef size, std::o
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+TORCH_LIBRARY_IMPL(_, SIMULATED, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+TORCH_LIBRARY_IMPL(aten, SIMULATED, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("copy_", &copy);
@@ -229,6 +254,12 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 }
 
 extern "C" {
+// Let the devices have the operators named, one in a line.
+__attribute__((visibility("default"))) void kvcache_simulate_only(const char* names) {
+  std::istringstream lines(names);
+  operators.clear();
+  for (std::string name; std::getline(lines, name);) operators.insert(name);
+}
 __attribute__((visibility("default"))) int kvcache_simulated_device() { return current_device; }
 __attribute__((visibility("default"))) int kvcache_set_simulated_device(int device) {
   const int before = current_device;

@@ -52,22 +52,29 @@ _served = torch.library.Library("kvcache_plugins", "IMPL")
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Compile the device and the kernels for it into `folder`, unless they are there."""
+    """Compile the devices and the kernels for them into `folder`, unless they are there."""
     kernels = emulation.build(emulation.SOURCES, folder)
+    return build_devices(folder), kernels
+
+
+def build_devices(folder: Path, device_type: str = "CUDA") -> Path:
+    """Compile devices of a type into `folder`, unless they are there."""
     found = compiler.find_compiler()
     assert found is not None
-    key = hashlib.sha256(f"{torch.__version__}{found.description}{_SOURCE.read_text()}".encode()).hexdigest()
+    parts = (torch.__version__, found.description, _SOURCE.read_text(), device_type)
+    key = hashlib.sha256("".join(parts).encode()).hexdigest()
     device = folder / f"device-{key[:16]}.so"
     with compiler.file_lock(folder / "device.lock"):
         if not kept.is_there(device):
             library = Path(torch.__file__).parent / "lib"
             new = device.with_suffix(".new")
             command = [found.path, "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Werror"]
+            command += [f"-DSIMULATED={device_type}"]
             command += [*compiler._binding_options(), str(_SOURCE), "-o", str(new)]
             command += [f"-L{library}", "-ltorch_cpu", "-lc10"]
             subprocess.run(command, check=True)
             new.replace(device)
-    return device, kernels
+    return device
 
 
 def install(folder: Path | None = None) -> None:
