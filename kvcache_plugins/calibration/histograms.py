@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..device_dtypes import doubled
+
 __all__ = ["NUM_BINS", "Histogram", "Normalised", "normalise_keys", "normalise_values", "squared_gradient"]
 
 NUM_BINS = 16384
@@ -89,8 +91,8 @@ class Histogram:
         """
         inside = normalised.inside
         # on the CPU and in fp64: sums in a fixed order, the same in every run
-        numbers = normalised.numbers[inside].double().cpu().numpy()
-        chosen = weights[inside].cpu().numpy()
+        numbers = doubled(normalised.numbers[inside]).cpu().numpy()
+        chosen = weights[inside.to(weights.device)].cpu().numpy()
         bins = np.minimum(((numbers + 1) * (NUM_BINS / 2)).astype(np.int64), NUM_BINS - 1)
         for sums, parts in (
             (self.mass, chosen),
@@ -119,4 +121,4 @@ def squared_gradient(gradient: Tensor) -> Tensor:
     """
     if not bool(torch.isfinite(gradient).all()):
         raise ValueError("The gradients of a calibration must be finite; use --dtype bf16 or fp32.")
-    return gradient.double() ** 2
+    return doubled(gradient) ** 2

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..device_dtypes import doubled
 from ..evaluation.progress import Progress, silent
 from ..layers.nonuniform import outliers_per_side
 from ..models.facts import decoder_config
@@ -141,9 +142,9 @@ def observe_weights(
 def _weights(normalised: Normalised, gradient: Tensor | None, weight: str) -> Tensor:
     """fp64 weights of the numbers: what an error of one unit of `u` costs the loss, to second order."""
     if gradient is None:
-        return torch.ones_like(normalised.numbers, dtype=torch.float64)
+        return doubled(torch.ones_like(normalised.numbers))
     fisher = squared_gradient(gradient)
-    return fisher * normalised.scale.double() ** 2 if weight == "fisher_scale" else fisher
+    return fisher * doubled(normalised.scale) ** 2 if weight == "fisher_scale" else fisher
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..device_dtypes import doubled
+
 __all__ = ["StreamingRange"]
 
 
@@ -50,6 +52,6 @@ class StreamingRange:
 
     def _interpolate(self, extremes: Tensor) -> Tensor:
         """The percentile, from the extremes of one end, the outermost first."""
-        near = extremes[:, self._below].double()
-        further = extremes[:, min(self._below + 1, self.kept - 1)].double()
+        near = doubled(extremes[:, self._below])
+        further = doubled(extremes[:, min(self._below + 1, self.kept - 1)])
         return (near + (further - near) * self._fraction).float()

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache import build_cache
+from ..device_dtypes import doubled
 from ..evaluation.perplexity_blocks import longest_block
 from ..layers.base import PackedLayer
 from ..layers.crossing import CrossAttentionLayer
@@ -231,4 +232,4 @@ def _predictions(model: Any, blocks: Sequence[Tensor], cache: Cache) -> Tensor:
 def _divergence(exact: Tensor, approximate: Tensor) -> float:
     """Mean Kullback-Leibler divergence of rows of log-probabilities; a rounding below zero counts as zero."""
     per_token = (exact.exp() * (exact - approximate)).sum(-1)
-    return max(float(per_token.double().mean()), 0.0)
+    return max(float(doubled(per_token).mean()), 0.0)

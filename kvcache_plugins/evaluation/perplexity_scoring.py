@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..cache import KVCache
+from ..device_dtypes import doubled
 from .caches import cache_bytes, new_cache, prefill
 from .perplexity_blocks import exact_blocks, packed_shares
 
@@ -137,7 +138,7 @@ def score_window(
     kept: list[Tensor] = []
     for prediction in predictions(model, token_ids, cache, schedule):
         logits = prediction.logits
-        logp = logits.double().log_softmax(-1)
+        logp = doubled(logits).log_softmax(-1)
         targets = token_ids[0, prediction.first : prediction.first + len(logits)].to(logp.device)
         done = len(nll)
         nll += (-logp.gather(1, targets[:, None])[:, 0]).tolist()
@@ -146,8 +147,8 @@ def score_window(
         if keep_logits:
             kept.append(logits.cpu().clone())
         if reference is not None and reference.logits is not None:
-            dense = reference.logits[done : len(nll)].to(logp.device)
-            divergence += _divergence(dense.double().log_softmax(-1), logp).tolist()
+            dense = reference.logits[done : len(nll)].to(logits.device)
+            divergence += _divergence(doubled(dense).log_softmax(-1), logp).tolist()
             agreement += int((dense.argmax(-1) == logits.argmax(-1)).sum())
     record: dict[str, Any] = {
         "tokens": len(nll),

@@ -156,6 +156,14 @@ def read_results(path: Path) -> dict[str, Any]:
     return document
 
 
+def _device_name(device: torch.device, cpu: str) -> str:
+    """What a device calls itself; one that has no name of its own, such as Apple's GPUs, is part of `cpu`."""
+    if device.type == "cpu":
+        return cpu
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return f"{cpu} ({device.type})" if name is None else str(name(device))
+
+
 def environment(device: torch.device | str = "cpu", threads: int | None = None) -> dict[str, Any]:
     """Return what a reader needs to repeat a run on `device`, with so many CPU threads."""
     device = torch.device(device)
@@ -173,7 +181,7 @@ def environment(device: torch.device | str = "cpu", threads: int | None = None) 
     )
     return {
         "versions": versions,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "device": _device_name(device, cpu),
         "cpu": cpu,
         "threads": torch.get_num_threads() if threads is None else threads,
         "commit": commit,
