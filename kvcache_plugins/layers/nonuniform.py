@@ -116,8 +116,8 @@ class ChannelNonUniformCodec(NonUniformCodec):
     def calibrate(self, states: Tensor, valid: Tensor) -> None:
         usable = valid[:, None, :, None] & torch.isfinite(states)
         seen = torch.where(usable, states, torch.nan)
-        tail = self.fraction / 2
-        lower, upper = (seen.nanquantile(q, dim=2, keepdim=True).nan_to_num(0.0) for q in (tail, 1 - tail))
+        tails = torch.tensor([self.fraction / 2, 1 - self.fraction / 2], device=seen.device)
+        lower, upper = seen.nanquantile(tails, dim=2, keepdim=True).nan_to_num(0.0)
         self._set_range(lower, upper)
 
     def encode(self, states: Tensor, position: int, valid: Tensor | None = None) -> Encoded:

@@ -33,8 +33,23 @@ def test_ties_go_down_and_the_ends_take_what_lies_beyond() -> None:
     assert quantize_nonuniform(numbers, codebook).tolist() == [0, 0, 0, 1, 2, 3, 3]
 
 
-def test_what_is_no_number_has_a_code() -> None:
-    assert quantize_nonuniform(torch.tensor([math.nan]), torch.tensor([-1.0, 1.0])).item() in (0, 1)
+def test_what_is_no_number_takes_the_last_code() -> None:
+    assert quantize_nonuniform(torch.tensor([math.nan]), torch.tensor([-1.0, 0.0, 0.5, 1.0])).item() == 3
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4])
+def test_comparing_finds_what_searching_finds(nbits: int) -> None:
+    """The CPU compares, other devices search."""
+    codebook = torch.rand(2**nbits).mul(2).sub(1).bfloat16().float().sort().values
+    numbers = torch.randn(3, 40, 5) * 0.7
+    boundaries = (codebook[1:] + codebook[:-1]) / 2
+    edges = torch.cat(
+        [boundaries, boundaries.nextafter(torch.tensor(2.0)), torch.tensor([math.nan, math.inf])]
+    )
+    numbers.view(-1)[: len(edges)] = edges
+    numbers = numbers.transpose(1, 2)
+    codes = torch.bucketize(numbers.contiguous(), boundaries)
+    assert torch.equal(quantize_nonuniform(numbers, codebook), codes.to(torch.uint8))
 
 
 def test_decoding_scales_and_shifts_the_level() -> None:
