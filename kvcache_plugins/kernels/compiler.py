@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -96,9 +97,8 @@ def compile_library(
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as directory:
         objects = _compile_all(compiler, sources, Path(directory))
         library = Path(directory) / "library.so"
-        libraries = str(_torch_directory() / "lib")
-        link = [compiler.path, "-shared", "-o", str(library), *map(str, objects), f"-L{libraries}"]
-        _finish(_start([*link, "-ltorch_cpu", "-lc10"], Path(directory) / "link.log"))
+        link = [compiler.path, "-shared", "-o", str(library), *map(str, objects), *_link_options()]
+        _finish(_start(link, Path(directory) / "link.log"))
         sealed = Path(directory) / "sealed.so"
         sealed.write_bytes(seal(library.read_bytes()))
         sealed.replace(target)
@@ -142,8 +142,24 @@ def _binding_options() -> list[str]:
     include = _torch_directory() / "include"
     paths = [str(include), str(include / "torch" / "csrc" / "api" / "include")]
     abi = int(torch.compiled_with_cxx11_abi())
-    # OpenMP's functions come from torch's own runtime: the library is not linked against another.
-    return ["-fopenmp", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *(f"-isystem{path}" for path in paths)]
+    openmp = (
+        ["-Xpreprocessor", "-fopenmp"] if _is_macos() else ["-fopenmp"]
+    )  # Apple's clang takes it so alone
+    return [*openmp, f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *(f"-isystem{path}" for path in paths)]
+
+
+def _link_options() -> list[str]:
+    libraries = _torch_directory() / "lib"
+    options = [f"-L{libraries}", "-ltorch_cpu", "-lc10"]
+    if not _is_macos():
+        return options
+    # OpenMP's functions are those of the runtime that torch has loaded. The library is linked against none: a
+    # second one would end the process. Elsewhere a linker need not be told that symbols may be missing.
+    return [*options, "-undefined", "dynamic_lookup", f"-Wl,-rpath,{libraries}"]
+
+
+def _is_macos() -> bool:
+    return platform.system() == "Darwin"
 
 
 def _torch_directory() -> Path:

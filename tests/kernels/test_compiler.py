@@ -77,3 +77,25 @@ def test_nothing_of_x86_is_asked_of_other_processors(found: compiler.Compiler, f
     assert done.returncode == 0, done.stderr
     assert file.name in done.stdout
     assert "intrin.h" not in done.stdout
+
+
+def test_apples_clang_is_spoken_to_in_its_own_way(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses `-fopenmp` as such; a second OpenMP runtime beside torch's would end a process."""
+    program = tmp_path / "clang"
+    program.write_text(
+        "#!/bin/sh\n"
+        'echo "$@" >> "$(dirname "$0")/commands"\n'
+        'while [ "$1" != -o ]; do shift; done\n'
+        'echo made > "$2"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(compiler.platform, "system", lambda: "Darwin")
+    compiler.compile_library(compiler.Compiler(str(program), "clang"), sources, tmp_path / "library.so")
+    *compiled, linked = (tmp_path / "commands").read_text().splitlines()
+    (binding,) = [command for command in compiled if "binding.cpp" in command]
+    assert " -Xpreprocessor -fopenmp " in binding and "-isystem" in binding
+    assert not any("-fopenmp" in command for command in compiled if command != binding)
+    assert "-undefined dynamic_lookup -Wl,-rpath," in linked and "-ltorch_cpu -lc10" in linked
+    assert "-lomp" not in linked and "-fopenmp" not in linked

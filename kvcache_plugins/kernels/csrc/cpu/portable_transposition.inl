@@ -1,30 +1,41 @@
 // Squares of numbers turned over in registers (decode_tokens.inl, attend_latents.inl).
 #pragma once
 
+#include <utility>
+
 #include "portable_numbers.inl"
 
 namespace kvcache {
 namespace {  // see portable_numbers.inl
 
+// Lanes of two vectors, of which the second's follow the first's.
+template <int... kChosen>
+inline __attribute__((always_inline)) Floats choose_lanes(Floats a, Floats b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, kChosen...);
+#else
+  return __builtin_shuffle(a, b, Integers{kChosen...});
+#endif
+}
+
 // Turns over kLanes vectors of 32-bit lanes, whatever they hold: in step s, the parts of s rows and s columns of each
 // square of 2s change places across its diagonal.
-inline __attribute__((always_inline)) void transpose(Floats* rows) {
-#pragma GCC unroll 4
-  for (int s = 1; s < kLanes; s *= 2) {
-    Integers upper{}, lower{};  // of two rows one after the other, the lanes that make up the new ones
-#pragma GCC unroll 16
-    for (int l = 0; l < kLanes; ++l) {
-      upper[l] = (l & s) != 0 ? kLanes + l - s : l;
-      lower[l] = (l & s) != 0 ? kLanes + l : l + s;
-    }
+template <int s, int... l>
+inline __attribute__((always_inline)) void transpose_from(Floats* rows, std::integer_sequence<int, l...> lanes) {
+  if constexpr (s < kLanes) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
       if ((i & s) != 0) continue;
       const Floats a = rows[i], b = rows[i + s];
-      rows[i] = __builtin_shuffle(a, b, upper);
-      rows[i + s] = __builtin_shuffle(a, b, lower);
+      rows[i] = choose_lanes<((l & s) != 0 ? kLanes + l - s : l)...>(a, b);
+      rows[i + s] = choose_lanes<((l & s) != 0 ? kLanes + l : l + s)...>(a, b);
     }
+    transpose_from<2 * s>(rows, lanes);
   }
+}
+
+inline __attribute__((always_inline)) void transpose(Floats* rows) {
+  transpose_from<1>(rows, std::make_integer_sequence<int, kLanes>());
 }
 
 // Turns over a square of kLanes rows of `from` into rows of `to`.
