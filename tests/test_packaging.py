@@ -42,6 +42,7 @@ def test_metadata(pyproject: dict[str, Any]) -> None:
         "accelerate",
         "safetensors",
         "numpy",
+        "psutil",
         "huggingface_hub",
         "tqdm",
         "rich",

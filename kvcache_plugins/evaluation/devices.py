@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..kernels import cuda_loader
-from .text_files import machine_memory
+from .memory import machine_memory
 
 __all__ = ["check_fits", "choose_device", "device_settings", "machine_bytes"]
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
-import resource
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
@@ -28,6 +27,7 @@ from ..models.presets import preset_config
 from ..models.pretrained import load_config, load_model
 from .caches import cache_bytes, generate
 from .generation_process import OUT_OF_MEMORY
+from .memory import peak_resident_bytes, resident_bytes
 from .timing import StepTimer
 
 __all__ = ["DeviceMemory", "end_with", "main", "measure", "model_config"]
@@ -110,7 +110,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     prompt = torch.randint(10, vocabulary, (job["batch_size"], job["length"])).to(device)
     # kernels and quanto's extension are built at their first use
     generate(model, prompt[:, :_WARM_UP_PROMPT], job["cache_config"], WARM_UP_STEPS)
-    before, load_peak = resident_bytes("VmRSS"), resident_bytes("VmHWM")
+    before, load_peak = resident_bytes(), peak_resident_bytes()
     device_before = None if memory is None else memory.begin()
     timer = StepTimer()
     started = time.perf_counter()
@@ -126,7 +126,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "model_bytes": model_bytes(model),
         "memory_before_bytes": before,
         "load_peak_bytes": load_peak,
-        "peak_memory_bytes": resident_bytes("VmHWM"),
+        "peak_memory_bytes": peak_resident_bytes(),
         "device_before_bytes": device_before,
         "device_peak_bytes": device_peak,
         "kernel": sorted(set(report.kernel)) if report else None,
@@ -173,17 +173,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def resident_bytes(field: str) -> int:
-    """Return `VmRSS` (now) or `VmHWM` (the peak) of this process; the peak for both where neither is told."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if platform.system() == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def main(argv: list[str]) -> int:
     """Read the job, measure, write the answer; the status tells a refused allocation from other failures."""
     job, answer = map(Path, argv)
@@ -205,7 +194,8 @@ def main(argv: list[str]) -> int:
 
 def end_with(process: int) -> None:
     """Wait until the process that started this one is gone, by whatever signal, and end this one too."""
-    while os.getppid() == process:
+    # Windows tells the id of the process that started this one also when that is gone
+    while os.getppid() == process and psutil.pid_exists(process):
         time.sleep(1)
     os._exit(1)
 

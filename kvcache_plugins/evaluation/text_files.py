@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["check_tokenizable", "machine_memory", "read_text_file"]
+from .memory import machine_memory
+
+__all__ = ["check_tokenizable", "read_text_file"]
 
 _BYTES = 160
 """That a tokenizer takes for a character of the text it is given."""
@@ -48,8 +50,3 @@ def check_tokenizable(text: str) -> None:
             f"A text of {len(text):,} characters is too long: to tokenize it takes about {needed / 1e9:,.1f} "
             f"GB, and this machine has {there / 1e9:,.1f} GB in all. Give a part of it."
         )
-
-
-def machine_memory() -> int:
-    """Return the bytes of memory that the machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -16,6 +16,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -153,6 +154,8 @@ def short_hash(text: str) -> str:
 
 def why_forbidden() -> str | None:
     """Why nothing may be built; `None` if it may."""
+    if platform.system() == "Windows":
+        return "kernels are built on Linux and macOS only."
     if os.environ.get("KVCACHE_NO_BUILD", "") in ("", "0"):
         return None
     return f"KVCACHE_NO_BUILD forbids building kernels, and none is cached in {cache_directory()}."

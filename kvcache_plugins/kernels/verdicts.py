@@ -3,7 +3,8 @@
 It lies beside the build. Where that directory cannot be written to, as in an image or where an administrator
 has filled it, it lies in a directory of the user's own: `trials` in `builds.user_directory`, or one named
 after the user in the system's directory for temporary files. A directory of these that is a link, belongs to
-somebody else, or that others may write to is neither read nor written to.
+somebody else, or that others may write to is neither read nor written to; as Windows tells this otherwise,
+there are none there.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ class VerdictFile:
 
 
 def _of_the_user() -> list[Path]:
+    if os.name != "posix":  # whom a directory belongs to, and who may write to it, is told otherwise there
+        return []
     found = []
     with suppress(RuntimeError):  # without a home
         found.append(builds.user_directory() / "trials")
