@@ -9,6 +9,7 @@ that; see `tests/test_examples.py`.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class MuLawCodec(Codec):
         states = states.nan_to_num(0.0, 65504.0, -65504.0)
         scale = states.abs().amax(-1, keepdim=True).clamp(2**-14, 65504.0).half().float()
         unit = (states / scale).clamp(-1, 1)
-        companded = unit.sign() * (self.mu * unit.abs()).log1p() / torch.tensor(1 + self.mu).log()
+        companded = unit.sign() * (self.mu * unit.abs()).log1p() / math.log1p(self.mu)
         return Encoded((companded * 127).round().add(128).to(torch.uint8), {"scale": scale})
 
     def decode(self, encoded: Encoded, position: int) -> Tensor:

@@ -80,7 +80,7 @@ def logit_bias(
         window = min(window or length, length) if hidden else window
         is_causal = window > 0
     elif hidden and bias is None:
-        bias = _behind(torch.zeros(1, 1, 1, length, device=device), hidden)
+        bias = _behind(torch.zeros(1, 1, 1, length, dtype=torch.float32, device=device), hidden)
     return LogitBias(bias, is_causal, window)
 
 

@@ -116,7 +116,7 @@ class ChannelNonUniformCodec(NonUniformCodec):
     def calibrate(self, states: Tensor, valid: Tensor) -> None:
         usable = valid[:, None, :, None] & torch.isfinite(states)
         seen = torch.where(usable, states, torch.nan)
-        tails = torch.tensor([self.fraction / 2, 1 - self.fraction / 2], device=seen.device)
+        tails = torch.tensor([self.fraction / 2, 1 - self.fraction / 2], dtype=seen.dtype, device=seen.device)
         lower, upper = seen.nanquantile(tails, dim=2, keepdim=True).nan_to_num(0.0)
         self._set_range(lower, upper)
 

@@ -153,3 +153,15 @@ def test_a_position_bias_is_added_and_carries_no_gradient() -> None:
     visible = mask.expand(2, 3, 1, 6)
     assert torch.equal(found[visible], position_bias.expand(2, 3, 1, 6)[visible])
     assert bool((found[~visible] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_hidden_slots_are_fp32_whatever_the_default_dtype(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        bias = logit_bias(AttentionOptions(is_causal=True), 3, 6, hidden=2).bias
+    finally:
+        torch.set_default_dtype(before)
+    assert bias is not None and bias.dtype == torch.float32
+    assert bias.flatten().tolist() == [-torch.inf] * 2 + [0.0] * 6

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...cache import KVCache, build_cache
 from ...layers.base import PackedLayer
@@ -73,6 +74,27 @@ class ContractConformance(Fixtures):
             assert other.keys() == reference.keys()
             for name, tensor in reference.items():
                 assert torch.equal(tensor, other[name]), f"{name} differs when fed in calls of {split[:5]}..."
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+    def test_the_default_dtype_does_not_matter(
+        self, model: Any, cache_config: dict[str, Any], states: tuple[Tensor, Tensor], dtype: torch.dtype
+    ) -> None:
+        keys, values = states
+        query = torch.randn(self.batch_size, 2 * keys.shape[1], 3, keys.shape[3])
+        usual = torch.get_default_dtype()
+        found = []
+        for chosen in (usual, dtype):
+            torch.set_default_dtype(chosen)
+            try:
+                layer = build_cache(model, cache_config).packed_layers[0]
+                feed(layer, keys[:, :, :-3], values[:, :, :-3], [100, 1, 130, self.tokens - 234])
+                handles = layer.update(keys[:, :, -3:], values[:, :, -3:])
+                output = F.scaled_dot_product_attention(query, *handles, enable_gqa=True)
+            finally:
+                torch.set_default_dtype(usual)
+            found.append({**state_bytes(layer), "output": output})
+        for name, tensor in found[0].items():
+            assert torch.equal(tensor, found[1][name]), f"{name} depends on the default dtype"
 
     def test_packed_blocks_never_change(self, layer: PackedLayer, states: tuple[Tensor, Tensor]) -> None:
         keys, values = states
