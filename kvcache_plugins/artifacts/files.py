@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ArtifactError: If it is missing or damaged, or holds something else.
     """
     try:
-        facts = json.loads(path.read_text())
+        facts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{path} cannot be read: {error}") from error
     if not isinstance(facts, dict):
@@ -89,7 +89,7 @@ def writing_tensors() -> Iterator[None]:
 def write_json(path: Path, facts: dict[str, Any]) -> None:
     """Write a json file."""
     with replaced(path) as unfinished:
-        unfinished.write_text(json_text(facts))
+        unfinished.write_text(json_text(facts), encoding="utf-8")
 
 
 def json_text(facts: dict[str, Any]) -> str:

@@ -110,6 +110,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
             env={**os.environ, "PYTHONPATH": search, "PATH": path},
             capture_output=True,
             text=True,
+            errors="replace",  # compilers and drivers may say anything
             check=False,
         )
         said = " ".join(done.stderr.split()[-40:])

@@ -135,7 +135,7 @@ def write_results(directory: Path, document: dict[str, Any]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / RESULTS_FILE
     with replaced(path) as unfinished:
-        unfinished.write_text(json_text(document))
+        unfinished.write_text(json_text(document), encoding="utf-8")
         set_aside(path, document)  # once nothing can go wrong any more
     return path
 
@@ -214,7 +214,9 @@ def _command() -> str:
 def _git(*arguments: str) -> str | None:
     """Return the output of a git command in the checkout, or None outside of one."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["git", *arguments], cwd=_ROOT, capture_output=True, text=True, errors="replace", check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

@@ -191,7 +191,9 @@ def _finish(run: _Run) -> None:
 @cache
 def _release(path: str) -> str | None:
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+        answer = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, errors="replace", timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     lines = answer.stdout.splitlines()
