@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..models.facts import decoder_config
 from .fitting import fit_layers
 from .options import CalibrationOptions
 from .passes import run_passes
-from .precision import choose_precision
+from .precision import CONFIG_FILE, MEASURED_FILE, choose_precision
 from .recording import CalibratedLayer, calibrated_layers
 from .samples import Samples, read_samples
 from .sensitivity import check_candidates
@@ -85,9 +84,9 @@ def calibrate_subject(
         base = _cache_options(options, NORMAL_FLOAT)
         check_candidates(subject.model, base, options.candidate_bits, options.sequence_length)
     samples = read_samples(subject, options)
-    folder = output / "progress"
+    statistics: Statistics | None = None
     if options.needs_codebooks:
-        statistics = _observe(subject.model, samples, layers, options, folder, progress)
+        statistics = _observe(subject.model, samples, layers, options, output / "progress", progress)
         tensors = fit_layers(statistics, options.fitted_bits, q_norm=options.q_norm)
         facts = _facts(subject.model.config, samples, layers, options)
         scales = Scales(
@@ -98,7 +97,11 @@ def calibrate_subject(
         save_codebooks(output, Codebooks(tensors, facts), scales)
     if options.target_bits is not None:
         _choose(subject.model, samples, options, output, progress)
-    shutil.rmtree(folder, ignore_errors=True)
+    elif (output / MEASURED_FILE).exists():  # of an earlier calibration there, whose levels are gone
+        for name in (CONFIG_FILE, MEASURED_FILE):
+            (output / name).unlink(missing_ok=True)
+    if statistics is not None:
+        statistics.remove()
 
 
 def _check_length(options: CalibrationOptions, config: Any) -> None:

@@ -90,6 +90,7 @@ def choose_precision(
         },
     )
     write_json(output / CONFIG_FILE, config)
+    journal.remove()
     return config
 
 

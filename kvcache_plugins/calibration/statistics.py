@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,13 @@ class Statistics:
             for name, tensor in layer.tensors().items()
         }
         write_tensors(self._path, held, {"settings": json.dumps(self._settings), "steps": str(self.steps)})
+
+    def remove(self) -> None:
+        """Delete the copy, also what an interrupted writing left of it: the calibration is finished."""
+        for path in self._path.parent.glob(f"{_FILE}*"):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):  # holds something else
+            self._path.parent.rmdir()
 
     def _load(self) -> None:
         try:

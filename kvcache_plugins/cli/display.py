@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +22,10 @@ def show(tables: Iterable[Any], lines: Iterable[str] = ()) -> None:
     """
     from rich.console import Console
 
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # results are not lost to a terminal that lacks a sign of theirs
+        sys.stdout.reconfigure(errors="backslashreplace")
     console = Console()
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)

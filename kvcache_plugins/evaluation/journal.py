@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,10 @@ class Journal:
 
     def remove(self) -> None:
         """Delete the records of all processes: the run is finished and its results are written."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for path in self._folder.glob("records-*.jsonl"):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):  # holds something else
+            self._folder.rmdir()
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
         append_line(self._path, json.dumps(line))

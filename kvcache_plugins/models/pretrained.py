@@ -37,7 +37,7 @@ def load_tokenizer(name: str, **source: Any) -> Any:
 
 
 def load_model(name: str, config: Any, **options: Any) -> Any:
-    """Return a model whose files hold all of its weights.
+    """Return a model whose files hold all of its weights, and that generates with a dense cache by default.
 
     Args:
         name (`str`): Path or hub id.
@@ -60,6 +60,10 @@ def load_model(name: str, config: Any, **options: Any) -> Any:
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"The weights of --model {name!r} are incomplete: {', '.join(wrong[:3])}{more}.")
+    # What a checkpoint says of caches would take the place of the dense one, which nothing else asks for.
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        generation.cache_implementation = generation.cache_config = None
+        generation.use_cache = True
     return model
 
 

@@ -162,6 +162,17 @@ def test_an_interrupted_calibration_is_continued(
         assert (made / name).read_bytes() == (output / name).read_bytes(), name
 
 
+def test_a_precision_chosen_for_other_levels_goes_and_what_is_not_ours_stays(
+    subject: Subject, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "progress").mkdir()
+    for name in ("progress/notes.md", "precision.json", "cache_config.json"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+    calibrate_subject(subject, options(text), tmp_path)
+    assert names(tmp_path) == sorted([*FILES, "progress"])
+    assert names(tmp_path / "progress") == ["notes.md"]
+
+
 def test_other_settings_are_not_continued(subject: Subject, text: Path, tmp_path: Path) -> None:
     def interrupt(description: str, advance: int = 0) -> None:
         if advance:

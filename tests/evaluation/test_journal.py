@@ -99,3 +99,14 @@ def test_a_file_another_process_is_about_to_write_is_left_alone(tmp_path: Path) 
     assert path.exists()
     assert "a" in Journal(tmp_path, SETTINGS, 1)
     assert json.loads(path.read_text().splitlines()[0]) == {"settings": SETTINGS}
+
+
+def test_what_others_keep_in_the_folder_stays(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, SETTINGS)
+    journal.add("a", {"x": 1})
+    (tmp_path / "progress" / "notes.md").write_text("mine", encoding="utf-8")
+    journal.remove()
+    assert [path.name for path in (tmp_path / "progress").iterdir()] == ["notes.md"]
+    (tmp_path / "progress" / "notes.md").unlink()
+    Journal(tmp_path, SETTINGS).remove()
+    assert list(tmp_path.iterdir()) == []

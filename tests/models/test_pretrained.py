@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import DynamicCache
 
+from kvcache_plugins.evaluation.caches import DENSE, generate
 from kvcache_plugins.models.pretrained import load_config, load_model, load_tokenizer
 from kvcache_plugins.testing import tiny_model
 
@@ -66,3 +68,16 @@ def test_a_damaged_tokenizer(content: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=rf"tokenizer of --model .* cannot be loaded: {reason}"):
         load_tokenizer(str(tmp_path))
+
+
+def test_caches_of_the_generation_config_are_left_out(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.generation_config.cache_implementation = "quantized"
+    model.generation_config.cache_config = {"backend": "int8"}
+    model.save_pretrained(tmp_path)
+    given = json.loads((tmp_path / "generation_config.json").read_text())
+    assert given["cache_implementation"] == "quantized"
+    (tmp_path / "generation_config.json").write_text(json.dumps(given | {"use_cache": False}))
+    loaded = load_model(str(tmp_path), load_config(str(tmp_path)))
+    output = generate(loaded, torch.arange(3, 73)[None], DENSE, 4)
+    assert type(output.past_key_values) is DynamicCache
