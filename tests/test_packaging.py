@@ -43,6 +43,7 @@ def test_metadata(pyproject: dict[str, Any]) -> None:
         "safetensors",
         "numpy",
         "psutil",
+        "filelock",
         "huggingface_hub",
         "tqdm",
         "rich",

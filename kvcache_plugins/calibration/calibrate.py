@@ -13,7 +13,10 @@ from ..artifacts.folders import check_push
 from ..artifacts.model_facts import model_facts, rotary_facts
 from ..artifacts.scales import Scales
 from ..backends.kvquant import NORMAL_FLOAT
+from ..evaluation.file_digests import model_digest
+from ..evaluation.journal import progress_folder
 from ..evaluation.loading import Subject, load_config, load_subject
+from ..evaluation.output_lock import writing_alone
 from ..evaluation.progress import Progress, silent
 from ..evaluation.text_files import read_text_file
 from ..models.facts import decoder_config
@@ -60,7 +63,8 @@ def calibrate(
     _check_length(options, load_config(options))
     for name in options.text_files or ():
         read_text_file(name, "--text_files")  # what is wrong with one is told before the weights are loaded
-    calibrate_subject(load_subject(options), options, output, progress)
+    with writing_alone(output):
+        calibrate_subject(load_subject(options), options, output, progress)
     if push_to is not None:
         push_to_hub(output, push_to)
 
@@ -86,7 +90,7 @@ def calibrate_subject(
     samples = read_samples(subject, options)
     statistics: Statistics | None = None
     if options.needs_codebooks:
-        statistics = _observe(subject.model, samples, layers, options, output / "progress", progress)
+        statistics = _observe(subject.model, samples, layers, options, progress_folder(output), progress)
         tensors = fit_layers(statistics, options.fitted_bits, q_norm=options.q_norm)
         facts = _facts(subject.model.config, samples, layers, options)
         scales = Scales(
@@ -122,11 +126,8 @@ def _observe(
     folder: Path,
     progress: Progress,
 ) -> Statistics:
-    relevant = (*_RELEVANT, "outlier_fraction", "sink_length", "weight")
-    settings = {name: getattr(options, name) for name in relevant} | {
-        "text": samples.digest,
-        "fingerprint": model_facts(model.config)["fingerprint"],
-    }
+    settings = _what_observations_depend_on(model, samples, options)
+    settings |= {name: getattr(options, name) for name in ("outlier_fraction", "sink_length", "weight")}
     statistics = Statistics(
         folder,
         settings,
@@ -152,7 +153,7 @@ def _choose(
     model: Any, samples: Samples, options: CalibrationOptions, output: Path, progress: Progress
 ) -> None:
     """Choose the precision on samples from all over the text."""
-    settings = {name: getattr(options, name) for name in _RELEVANT} | {"text": samples.digest}
+    settings = _what_observations_depend_on(model, samples, options)
     if options.needs_codebooks:
         settings |= {"weight": options.weight, "q_norm": options.q_norm}
     chosen = torch.linspace(0, len(samples) - 1, min(options.precision_samples, len(samples))).round().long()
@@ -167,6 +168,14 @@ def _choose(
         settings,
         progress,
     )
+
+
+def _what_observations_depend_on(model: Any, samples: Samples, options: CalibrationOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in _RELEVANT} | {
+        "text": samples.digest,
+        "fingerprint": model_facts(model.config)["fingerprint"],
+        "model_digest": model_digest(options.model, model.config),
+    }
 
 
 def _cache_options(options: CalibrationOptions, calibration: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..artifacts.files import write_json
-from ..artifacts.model_facts import model_facts
 from ..evaluation.journal import Journal
 from ..evaluation.progress import Progress, silent
 from .allocation import allocate_bits
@@ -57,10 +56,7 @@ def choose_precision(
         OSError: If the files cannot be written.
     """
     candidates = candidates_of(model, cache_config, bits)
-    fingerprint = model_facts(model.config)["fingerprint"]
-    journal = Journal(
-        output, {**settings, "cache_config": dict(cache_config), "model_fingerprint": fingerprint}
-    )
+    journal = Journal(output, {**settings, "cache_config": dict(cache_config)})
     device = model.get_input_embeddings().weight.device
     for index, sample in enumerate(samples):
         progress("loss of each layer's bits")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..artifacts.files import write_tensors
 from ..errors import ArtifactError
-from ..evaluation.journal import check_settings
+from ..evaluation.journal import check_settings, remove_progress
 from .histograms import Histogram
 from .percentiles import StreamingRange
 
@@ -119,10 +118,7 @@ class Statistics:
 
     def remove(self) -> None:
         """Delete the copy, also what an interrupted writing left of it: the calibration is finished."""
-        for path in self._path.parent.glob(f"{_FILE}*"):
-            path.unlink(missing_ok=True)
-        with suppress(OSError):  # holds something else
-            self._path.parent.rmdir()
+        remove_progress(self._path.parent, f"{_FILE}*")
 
     def _load(self) -> None:
         try:

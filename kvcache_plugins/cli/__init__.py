@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         `int`: Exit status: 0, 1 where something of ours failed that was to be measured or built, 2 for an
         error of the user and 130 for an interruption, each told in one line on the standard error stream.
+            1 without a word where nobody reads what is shown any more.
     """
     parser = argparse.ArgumentParser(
         prog="kvcache-plugins", description="Packed key-value caches for Hugging Face Transformers."
@@ -47,7 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
     args = parser.parse_args(argv)
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        if sys.stdout is not None:  # which it is where it was closed before the start
+            sys.stdout.flush()  # what goes wrong with the rest of it is told here
+        return status
+    except BrokenPipeError:  # nobody reads on, as `| head` does not
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (*_USER_ERRORS, ImportError) as error:
         if isinstance(error, ImportError) and error.name is not None:
             raise  # of an import statement; a library that asks for another package gives no name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +133,9 @@ def _show(benchmark: str, document: dict[str, Any], output: Path, *, draws: bool
     tables = [(speed_tables.attention_table if is_attention else speed_tables.generation_table)(document)]
     if "largest_context" in document:
         tables.append(speed_tables.context_table(document))
-    lines: Sequence[str] = speed_tables.footnotes(document)
-    show(tables, lines)  # before they are written, which may fail
-    lines = [f"numbers: {write_results(output, document)}"]
+    show(tables, speed_tables.footnotes(document))  # before they are written, which may fail
+    show([], [f"numbers: {write_results(output, document)}"])
     if draws:
         picture = output / picture_name(document["task"])
         (speed_plots.plot_attention if is_attention else speed_plots.plot_generation)(document, picture)
-        lines.append(f"picture: {picture}")
-    show([], lines)
+        show([], [f"picture: {picture}"])

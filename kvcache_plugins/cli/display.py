@@ -22,9 +22,8 @@ def show(tables: Iterable[Any], lines: Iterable[str] = ()) -> None:
     """
     from rich.console import Console
 
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # results are not lost to a terminal that lacks a sign of theirs
+    # results are not lost to a terminal that lacks a sign of theirs
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     console = Console()
     if not console.is_terminal:

@@ -117,9 +117,8 @@ def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
     from ..evaluation.longbench.display import footnotes, longbench_table, plot_longbench
     from ..evaluation.results import RESULTS_FILE
 
-    lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
-    if draws:
+    show([longbench_table(document)], [*footnotes(document), f"numbers: {output / RESULTS_FILE}"])
+    if draws:  # once the numbers are shown: a picture may fail
         picture = output / picture_name(document["task"])
         plot_longbench(document, picture)
-        lines.append(f"picture: {picture}")
-    show([longbench_table(document)], lines)
+        show([], [f"picture: {picture}"])

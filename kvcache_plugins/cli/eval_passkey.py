@@ -92,9 +92,8 @@ def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
     from ..evaluation.passkey_display import footnotes, passkey_table, plot_passkey
     from ..evaluation.results import RESULTS_FILE
 
-    lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
-    if draws:
+    show([passkey_table(document)], [*footnotes(document), f"numbers: {output / RESULTS_FILE}"])
+    if draws:  # once the numbers are shown: a picture may fail
         picture = output / picture_name(document["task"])
         plot_passkey(document, picture)
-        lines.append(f"picture: {picture}")
-    show([passkey_table(document)], lines)
+        show([], [f"picture: {picture}"])

@@ -83,9 +83,8 @@ def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
     from ..evaluation.perplexity_tables import footnotes, perplexity_table
     from ..evaluation.results import RESULTS_FILE
 
-    lines = [*footnotes(document), f"numbers: {output / RESULTS_FILE}"]
-    if draws:
+    show([perplexity_table(document)], [*footnotes(document), f"numbers: {output / RESULTS_FILE}"])
+    if draws:  # once the numbers are shown: a picture may fail
         picture = output / picture_name(document["task"])
         plot_perplexity(document, picture)
-        lines.append(f"picture: {picture}")
-    show([perplexity_table(document)], lines)
+        show([], [f"picture: {picture}"])

@@ -17,9 +17,7 @@ from typing import Any
 
 from ..errors import ArtifactError
 
-__all__ = ["Journal", "append_line", "check_settings"]
-
-_FOLDER = "progress"
+__all__ = ["Journal", "append_line", "check_settings", "differences", "progress_folder", "remove_progress"]
 
 
 class Journal:
@@ -38,7 +36,7 @@ class Journal:
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], process: int = 0) -> None:
-        self._folder = directory / _FOLDER
+        self._folder = progress_folder(directory)
         self._settings = json.loads(json.dumps(settings, sort_keys=True))
         self._path = self._folder / f"records-{process}.jsonl"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -56,8 +54,14 @@ class Journal:
     def __len__(self) -> int:
         return len(self._records)
 
+    def is_done(self, key: str) -> bool:
+        """Whether there is a record that is not of a failure: those are tried again by a later run."""
+        return key in self._records and "failed" not in self._records[key]
+
     def add(self, key: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """Keep a record under a key; it is on the disk when this returns.
+
+        One of a failure holds its reason as `failed`.
 
         Returns:
             `dict`: The record as a later run would read it, so that both compute with the same numbers.
@@ -77,10 +81,7 @@ class Journal:
 
     def remove(self) -> None:
         """Delete the records of all processes: the run is finished and its results are written."""
-        for path in self._folder.glob("records-*.jsonl"):
-            path.unlink(missing_ok=True)
-        with suppress(OSError):  # holds something else
-            self._folder.rmdir()
+        remove_progress(self._folder, "records-*.jsonl")
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
         append_line(self._path, json.dumps(line))
@@ -88,7 +89,9 @@ class Journal:
     def _read_all(self) -> dict[str, dict[str, Any]]:
         records: dict[str, dict[str, Any]] = {}
         for path in sorted(self._folder.glob("records-*.jsonl")):
-            records |= self._read(path)
+            for key, record in self._read(path).items():
+                if key not in records or "failed" in records[key]:  # another process may have done it since
+                    records[key] = record
         return records
 
     def _read(self, path: Path) -> dict[str, dict[str, Any]]:
@@ -109,6 +112,24 @@ class Journal:
         return records
 
 
+def progress_folder(output: Path) -> Path:
+    """Return where an unfinished run keeps what it has done, in its output directory."""
+    return output / "progress"
+
+
+def remove_progress(folder: Path, files: str) -> None:
+    """Delete what a finished run has kept, and its folder unless that holds something else.
+
+    Args:
+        folder (`Path`): Of [`progress_folder`]; it need not exist.
+        files (`str`): A pattern of the names.
+    """
+    for path in folder.glob(files):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # holds something else
+        folder.rmdir()
+
+
 def append_line(path: Path, line: str) -> None:
     """Add a line to a file; it is on the disk when this returns.
 
@@ -126,6 +147,12 @@ def append_line(path: Path, line: str) -> None:
             raise
 
 
+def differences(found: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return in words what differs, `"seed was 0, is 1, ..."`; nothing if all is the same."""
+    names = sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name))
+    return ", ".join(f"{name} was {found.get(name)!r}, is {settings.get(name)!r}" for name in names)
+
+
 def check_settings(found: Mapping[str, Any], settings: Mapping[str, Any], output: Path) -> None:
     """Refuse to go on with a run that was begun with other settings.
 
@@ -137,9 +164,7 @@ def check_settings(found: Mapping[str, Any], settings: Mapping[str, Any], output
     Raises:
         ValueError: Naming what differs.
     """
-    names = sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name))
-    if names:
-        changed = ", ".join(f"{name} was {found.get(name)!r}, is {settings.get(name)!r}" for name in names)
+    if changed := differences(found, settings):
         raise ValueError(
             f"{output} holds an unfinished run with other settings ({changed}). Repeat it with those, choose "
             "another --output, or delete its folder 'progress'."

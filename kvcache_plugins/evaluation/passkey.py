@@ -17,9 +17,11 @@ from typing import Any
 from ..models.facts import most_positions
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
+from .file_digests import CacheNames, model_digest
 from .journal import Journal
 from .labels import cache_label
 from .loading import Subject, load_config, load_subject, load_tokenizer
+from .output_lock import writing_alone
 from .passkey_answers import ask_afterwards, ask_with_prompt
 from .passkey_filler import read_filler
 from .passkey_options import PasskeyOptions
@@ -50,11 +52,11 @@ def measure_passkey(
         `dict | None`: The document of `results.json`; None in every process but the first.
 
     Raises:
-        ValueError: If an option is wrong, or does not fit the model or the filler.
+        ValueError: If an option is wrong, or does not fit the model or the filler, or the output directory
+            holds another run or is being written to.
         OSError: If a file or the model cannot be read, or the results cannot be written.
     """
     text = read_filler(options)
-    output.mkdir(parents=True, exist_ok=True)  # whatever is wrong with it shows before the work
     config = load_config(options)
     _check_positions(options, config, 0)  # before a length is found too much for the filler
     cache_configs, skipped = split_available(config, options.cache_configs)
@@ -62,31 +64,33 @@ def measure_passkey(
     trials = build_trials(options, text, tokenizer)
     _check_positions(options, config, max(len(trial.question) for trial in trials))
     settings = options.settings() | {"filler_sha256": hashlib.sha256(text.encode()).hexdigest()}
-
-    subject = load_subject(options, tokenizer)
-    shard = subject.shard
-    journal = Journal(output, settings, shard.process)
-    own = shard.take(_batches(cache_configs, trials, options))
-    todo = _missing(journal, own)
-    total, left = (sum(len(batch) for _, batch in batches) for batches in (own, todo))
-    shard.wait()  # until every process has seen what there is to do
-    keeper = journal if shard.keeps_records else None
-    with (progress_bar if shard.is_main else no_bar)(total) as progress:
-        if left < total:
-            progress("finished before", advance=total - left)
-        _ask_all(subject, options, todo, keeper, progress)
-    shard.wait()
-    if not shard.is_main:
-        return None
-    journal.reload()
-    dense_bits = 8 * subject.model.dtype.itemsize
-    rows, failed = build_rows(journal, cache_configs, trials, dense_bits, options.facts)
-    document = build_document(
-        "passkey", rows, settings=settings, skipped=[*skipped, *failed], device=subject.device
-    )
-    write_results(output, document)
-    journal.remove()
-    return document
+    with writing_alone(output):
+        digest = {"model_digest": model_digest(options.model, config)}
+        names = CacheNames(cache_configs)
+        subject = load_subject(options, tokenizer)
+        shard = subject.shard
+        journal = Journal(output, settings | digest, shard.process)
+        own = shard.take(_batches(cache_configs, trials, options))
+        todo = _missing(journal, names, own)
+        total, left = (sum(len(batch) for _, batch in batches) for batches in (own, todo))
+        shard.wait()  # until every process has seen what there is to do
+        keeper = journal if shard.keeps_records else None
+        with (progress_bar if shard.is_main else no_bar)(total) as progress:
+            if left < total:
+                progress("finished before", advance=total - left)
+            _ask_all(subject, options, todo, names, keeper, progress)
+        shard.wait()
+        if not shard.is_main:
+            return None
+        journal.reload()
+        dense_bits = 8 * subject.model.dtype.itemsize
+        rows, failed = build_rows(journal, names, trials, dense_bits, options.facts)
+        document = build_document(
+            "passkey", rows, settings=settings, skipped=[*skipped, *failed], device=subject.device
+        )
+        write_results(output, document)
+        journal.remove()
+        return document
 
 
 def _check_positions(options: PasskeyOptions, config: Any, question_length: int) -> None:
@@ -118,19 +122,21 @@ def _batches(
     return [(cache_config, group) for cache_config in cache_configs for group in groups]
 
 
-def _missing(journal: Journal, batches: Sequence[_Batch]) -> list[_Batch]:
-    """Return the batches with a trial that has no record yet."""
-    return [
-        (cache_config, batch)
-        for cache_config, batch in batches
-        if not all(record_key(cache_config, trial) in journal for trial in batch)
-    ]
+def _missing(journal: Journal, names: CacheNames, batches: Sequence[_Batch]) -> list[_Batch]:
+    """Return the batches with a trial that has no record yet; what failed before is tried again."""
+    todo = []
+    for cache_config, batch in batches:
+        keys = [record_key(names[cache_config], trial) for trial in batch]
+        if not all(map(journal.is_done, keys)):
+            todo.append((cache_config, batch))
+    return todo
 
 
 def _ask_all(
     subject: Subject,
     options: PasskeyOptions,
     todo: Sequence[_Batch],
+    names: CacheNames,
     keeper: Journal | None,
     progress: Progress,
 ) -> None:
@@ -151,5 +157,5 @@ def _ask_all(
                 records = [{"failed": f"failed at {batch[0].length} tokens: {said}"}]
             for trial, record in zip(batch, records, strict=False):
                 if keeper is not None:
-                    keeper.add(record_key(cache_config, trial), record)
+                    keeper.add(record_key(names[cache_config], trial), record)
         progress(f"{batch[0].length} tokens: {cache_label(cache_config)}", advance=len(batch))

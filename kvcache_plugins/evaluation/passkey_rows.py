@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .file_digests import CacheNames
 from .journal import Journal
 from .labels import cache_label
 from .passkey_prompts import Trial
@@ -14,14 +14,14 @@ from .passkey_prompts import Trial
 __all__ = ["build_rows", "record_key"]
 
 
-def record_key(cache_config: Mapping[str, Any], trial: Trial) -> str:
-    """Return the key of a trial's record in the journal."""
-    return f"{json.dumps(cache_config, sort_keys=True)} {trial.length} {trial.depth} {trial.index}"
+def record_key(cache: str, trial: Trial) -> str:
+    """Return the key of a trial's record in the journal, of a cache by its name there."""
+    return f"{cache} {trial.length} {trial.depth} {trial.index}"
 
 
 def build_rows(
     journal: Journal,
-    cache_configs: list[dict[str, Any]],
+    names: CacheNames,
     trials: list[Trial],
     dense_bits: int,
     facts: int,
@@ -30,7 +30,7 @@ def build_rows(
 
     Args:
         journal (`Journal`): Holds a record of every trial, or of a failure, for every cache.
-        cache_configs (`list[dict]`): The caches, the dense one first.
+        names (`CacheNames`): Of the caches, the dense one first.
         trials (`list[Trial]`): The prompts.
         dense_bits (`int`): Of one value in the dense cache.
         facts (`int`): Keys in a prompt.
@@ -38,8 +38,8 @@ def build_rows(
     rows: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     dense_bytes: dict[int, float] = {}
-    for cache_config in cache_configs:
-        found = {t: journal[key] for t in trials if (key := record_key(cache_config, t)) in journal}
+    for cache_config, name in names:
+        found = {t: journal[key] for t in trials if (key := record_key(name, t)) in journal}
         reason = next((r["failed"] for r in found.values() if "failed" in r), None)
         if reason is not None:
             failed.append({"cache_config": cache_config, "reason": reason})

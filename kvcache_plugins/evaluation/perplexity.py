@@ -11,7 +11,6 @@ Windows are dealt out to the processes of a run, and their records summed up in 
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,9 +21,11 @@ import torch
 from ..models.facts import decoder_config, most_positions
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
+from .file_digests import CacheNames, model_digest
 from .journal import Journal
 from .labels import DENSE, cache_label
 from .loading import Subject, encode, load_config, load_subject, load_tokenizer, prefix_ids
+from .output_lock import writing_alone
 from .perplexity_options import PerplexityOptions
 from .perplexity_scoring import Reference, Schedule, score_window
 from .perplexity_summary import summarize
@@ -58,7 +59,8 @@ def measure_perplexity(
         `dict`: The document that was written, or None in a process that is not the first of its run.
 
     Raises:
-        ValueError: If an option, a text or a cache is wrong, or the output directory holds another run.
+        ValueError: If an option, a text or a cache is wrong, or the output directory holds another run or is
+            being written to.
         OSError: If something cannot be found, or not be written.
     """
     texts = read_texts(options)
@@ -68,28 +70,29 @@ def measure_perplexity(
     windows = cut_windows(texts, lambda text: encode(tokenizer, text), options, prefix_ids(tokenizer))
     _check_reference(options, config)
     _warn_of_length(options, config)
-    (output / "progress").mkdir(parents=True, exist_ok=True)
-
-    subject = load_subject(options, tokenizer)
-    shard = subject.shard
-    settings = {name: value for name, value in options.settings().items() if name not in _NOT_OF_A_RECORD}
-    journal = Journal(output, settings, shard.process)
-    own = shard.take(windows)
-    with (progress_bar if shard.is_main else no_bar)(len(own) * len(caches)) as progress:
-        for window, missing in [(w, _missing(journal, w, caches)) for w in own]:
-            if len(missing) < len(caches):
-                progress("finished before", advance=len(caches) - len(missing))
-            for key, record in _measure(subject, options, window, missing, progress):
-                if shard.keeps_records:
-                    journal.add(key, record)
-    shard.wait()
-    if not shard.is_main:
-        return None
-    journal.reload()
-    document = _document(options, subject, windows, caches, skipped, journal)
-    write_results(output, document)
-    journal.remove()
-    return document
+    with writing_alone(output):
+        settings = {name: value for name, value in options.settings().items() if name not in _NOT_OF_A_RECORD}
+        settings["model_digest"] = model_digest(options.model, config)
+        names = CacheNames(caches)
+        subject = load_subject(options, tokenizer)
+        shard = subject.shard
+        journal = Journal(output, settings, shard.process)
+        own = shard.take(windows)
+        with (progress_bar if shard.is_main else no_bar)(len(own) * len(caches)) as progress:
+            for window, missing in [(w, _missing(journal, names, w)) for w in own]:
+                if len(missing) < len(caches):
+                    progress("finished before", advance=len(caches) - len(missing))
+                for cache_config, record in _measure(subject, options, window, missing, progress):
+                    if shard.keeps_records:
+                        journal.add(_key(names[cache_config], window), record)
+        shard.wait()
+        if not shard.is_main:
+            return None
+        journal.reload()
+        document = _document(options, subject, windows, names, skipped, journal)
+        write_results(output, document)
+        journal.remove()
+        return document
 
 
 def _check_reference(options: PerplexityOptions, config: Any) -> None:
@@ -117,14 +120,14 @@ def _warn_of_length(options: PerplexityOptions, config: Any) -> None:
         )
 
 
-def _key(cache_config: dict[str, Any], window: Window) -> str:
-    return f"{json.dumps(cache_config, sort_keys=True)}|{window.digest}"
+def _key(cache: str, window: Window) -> str:
+    return f"{cache}|{window.digest}"
 
 
-def _missing(journal: Journal, window: Window, caches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _missing(journal: Journal, names: CacheNames, window: Window) -> list[dict[str, Any]]:
     """Return the caches without a record of a window; what failed before is tried again."""
-    keys = {_key(cache_config, window): cache_config for cache_config in caches}
-    return [c for key, c in keys.items() if key not in journal or "failed" in journal[key]]
+    keys = {_key(name, window): cache_config for cache_config, name in names}
+    return [cache_config for key, cache_config in keys.items() if not journal.is_done(key)]
 
 
 def _measure(
@@ -133,8 +136,8 @@ def _measure(
     window: Window,
     caches: Sequence[dict[str, Any]],
     progress: Progress,
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the key and the record of every cache for one window; the dense run comes first, always."""
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the record of every cache for one window; the dense run comes first, always."""
     if not caches:
         return
     schedule = Schedule(options.prefill_tokens, options.block_length, options.approximate_blocks)
@@ -148,7 +151,7 @@ def _measure(
             record = _record(subject, token_ids, cache_config, schedule, reference)
         if "kv_bytes" in record:
             record["kv_bytes"] = subject.shard.total(record["kv_bytes"])
-        yield _key(cache_config, window), record
+        yield cache_config, record
         progress(cache_label(cache_config), advance=1)
 
 
@@ -173,15 +176,15 @@ def _document(
     options: PerplexityOptions,
     subject: Subject,
     windows: Sequence[Window],
-    caches: Sequence[dict[str, Any]],
+    names: CacheNames,
     skipped: Sequence[dict[str, Any]],
     journal: Journal,
 ) -> dict[str, Any]:
     """Sum up the records of all processes in the order of the windows."""
     results, failed = [], []
-    dense = [journal[_key(DENSE, window)] for window in windows]
-    for cache_config in caches:
-        records = [journal[_key(cache_config, window)] for window in windows]
+    dense = [journal[_key(names[DENSE], window)] for window in windows]
+    for cache_config, name in names:
+        records = [journal[_key(name, window)] for window in windows]
         reason = next((record["failed"] for record in records if "failed" in record), None)
         if reason is not None:
             failed.append({"cache_config": cache_config, "reason": f"failed: {reason}"})

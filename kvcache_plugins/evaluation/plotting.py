@@ -46,6 +46,9 @@ def save_figure(figure: Any, path: Path, panels: Iterable[Any] = (), *, dpi: int
         path (`Path`): Where it goes.
         panels (`Iterable[Axes]`): Parts of it that get a faint grid, and no frame above and on the right.
         dpi (`int`): Pixels an inch.
+
+    Raises:
+        OSError: If it cannot be written, for instance because the disk is full.
     """
     from ..artifacts.files import replaced  # which brings torch; whether pictures can be drawn needs none
 
@@ -54,6 +57,10 @@ def save_figure(figure: Any, path: Path, panels: Iterable[Any] = (), *, dpi: int
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as unfinished:
-        figure.savefig(unfinished, dpi=dpi, format="png")
-    pyplot().close(figure)
+    try:
+        with replaced(path) as unfinished:
+            figure.savefig(unfinished, dpi=dpi, format="png")
+    except OSError as error:  # matplotlib's names no file
+        raise OSError(f"The picture {path} cannot be written: {error}") from error
+    finally:
+        pyplot().close(figure)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,28 @@ from transformers import TrainerState
 
 from ..artifacts.files import read_json, read_tensors
 from ..errors import ArtifactError
+from ..evaluation.file_digests import digest_files, model_digest
+from ..evaluation.journal import differences
 from ..retaining.configuration import RetainingHeadsConfig
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
 from .arguments import LocretTrainingArguments
+from .options import LocretOptions
 
-__all__ = ["check_checkpoint", "find_checkpoint"]
+__all__ = ["TRAINING_FILE", "check_checkpoint", "find_checkpoint", "training_facts"]
+
+TRAINING_FILE = "training.json"
+"""What a checkpoint says of its training."""
 
 _STATE_FILE = "trainer_state.json"
+_OPTIONS = (
+    "model", "revision", "dtype", "attn_implementation", "dataset", "sequence_length", "max_length",
+    "num_examples", "eval_examples", "max_train_length",
+)  # fmt: skip
+_ARGUMENTS = (
+    "seed", "data_seed", "learning_rate", "warmup_steps", "lr_scheduler_type", "weight_decay", "adam_beta1",
+    "adam_beta2", "adam_epsilon", "max_grad_norm", "clip_value",
+)  # fmt: skip
+"""What the optimizer's state would go on with whatever is given, and what the results are said to be of."""
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_dim")
 
 
@@ -48,13 +65,57 @@ def find_checkpoint(args: LocretTrainingArguments, output: Path) -> str | None:
     return str(checkpoint)
 
 
-def check_checkpoint(checkpoint: str | None, config: RetainingHeadsConfig) -> None:
-    """Check that the heads of a checkpoint are those that are to be trained.
+def training_facts(options: LocretOptions, args: LocretTrainingArguments, config: Any) -> dict[str, Any]:
+    """Return what the steps of a training depend on, as plain values; not how many there are to be.
+
+    Args:
+        options (`LocretOptions`): Model and data.
+        args (`LocretTrainingArguments`): The training.
+        config (`PreTrainedConfig`): Of the model.
+
+    Raises:
+        OSError: If a file of the model or the data cannot be read.
+    """
+    files = [
+        path for name in (*(options.text_files or ()), options.dataset) if (path := Path(name)).is_file()
+    ]
+    facts = {name: getattr(options, name) for name in _OPTIONS}
+    facts |= {name: getattr(args, name) for name in _ARGUMENTS}
+    facts |= {
+        "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "model_digest": model_digest(str(options.model), config),
+        "data_digest": digest_files(files),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    return plain
+
+
+def check_checkpoint(checkpoint: str | None, config: RetainingHeadsConfig, facts: Mapping[str, Any]) -> None:
+    """Check that a checkpoint is of the training that is to go on.
+
+    Args:
+        checkpoint (`str`, *optional*): Its folder.
+        config (`RetainingHeadsConfig`): Of the heads that are to be trained.
+        facts (`Mapping`): Of [`training_facts`]. Those of the checkpoint are not asked for if it has none, as
+            one that somebody else's program has saved.
 
     Raises:
         ValueError: Naming what differs.
     """
-    if checkpoint is None or not (Path(checkpoint) / CONFIG_FILE).is_file():
+    if checkpoint is None:
+        return
+    _check_shape(checkpoint, config)
+    path = Path(checkpoint) / TRAINING_FILE
+    changed = differences(read_json(path), facts) if path.is_file() else ""
+    if changed:
+        raise ValueError(
+            f"--resume_from_checkpoint: {checkpoint!r} is of another training ({changed}). Go on with the "
+            "same options and files, or begin anew in another --output_dir."
+        )
+
+
+def _check_shape(checkpoint: str, config: RetainingHeadsConfig) -> None:
+    if not (Path(checkpoint) / CONFIG_FILE).is_file():
         return
     ours, found = config.to_dict(), RetainingHeadsConfig.from_pretrained(checkpoint).to_dict()
     wrong = [f"{name} {found[name]}, now {ours[name]}" for name in _SHAPE if found[name] != ours[name]]

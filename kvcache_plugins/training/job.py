@@ -17,6 +17,7 @@ from ..artifacts.folders import check_card, check_no_model, check_push, push, re
 from ..backends.locret import LocretConfig
 from ..evaluation.earlier import set_aside
 from ..evaluation.options import DTYPES, check_choice, check_directory
+from ..evaluation.output_lock import writing_alone
 from ..evaluation.results import RESULTS_FILE, build_document
 from ..models.facts import decoder_config
 from ..models.pretrained import load_config, load_model, load_tokenizer
@@ -25,7 +26,7 @@ from ..retaining.heads import RetainingHeads
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
 from .arguments import LocretTrainingArguments
 from .card import heads_card
-from .checkpoints import check_checkpoint, find_checkpoint
+from .checkpoints import check_checkpoint, find_checkpoint, training_facts
 from .data import build_datasets
 from .examples import Collator
 from .options import SYNTHETIC, LocretOptions
@@ -51,15 +52,21 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
         `dict | None`: The document of `results.json`; None in every process but the first.
 
     Raises:
-        ValueError: If the model or the data cannot be trained with, or the training diverges; nothing is
-            written then but its checkpoints.
+        ValueError: If the model or the data cannot be trained with, another run is writing to `output_dir`,
+            or the training diverges; nothing is written then but its checkpoints.
         OSError: If something cannot be read or written.
     """
-    assert args.output_dir is not None and options.model is not None  # both are checked when they are parsed
+    assert args.output_dir is not None  # which is checked when it is parsed
     output = Path(args.output_dir)
     check_directory("output_dir", output)
     check_no_model(output, own=RetainingHeadsConfig.model_type)
     check_card(output)
+    with writing_alone(output, "output_dir"):
+        return _train(options, args, output)
+
+
+def _train(options: LocretOptions, args: LocretTrainingArguments, output: Path) -> dict[str, Any] | None:
+    assert options.model is not None  # which is checked as well
     if options.dataset == SYNTHETIC and args.max_steps < 1:
         raise ValueError(
             f"--max_steps must be at least 1 for synthetic tasks, which have no end, got {args.max_steps}."
@@ -77,7 +84,8 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
         max_train_length=options.max_train_length,
         defaults=_recommended(options),
     )
-    check_checkpoint(checkpoint, heads_config)
+    facts = training_facts(options, args, config)
+    check_checkpoint(checkpoint, heads_config, facts)
     tokenizer = load_tokenizer(options.model, **source)
     positions = getattr(decoder_config(config), "max_position_embeddings", None)
     data_seed = args.seed if args.data_seed is None else args.data_seed
@@ -94,7 +102,7 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
     base_model = _load_base(config, options, source)
     # a Trainer that has evaluated would not average gradients over processes when it trains after that
     recalls = _measure(LocretTrainer(copy.deepcopy(heads), base_model, args, **data), "untrained")
-    trainer = LocretTrainer(heads, base_model, args, **data)
+    trainer = LocretTrainer(heads, base_model, args, facts, **data)
     started = time.perf_counter()
     with writing_tensors():  # its checkpoints
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -185,7 +193,7 @@ def _write(
     settings = {
         **{name: value for name, value in vars(options).items() if name not in ("no_plots", "text_files")},
         "text_files": [Path(name).name for name in options.text_files or ()] or None,
-        "steps": trainer.state.global_step,
+        "steps": _steps(trainer),
         "batch": batch,
         "learning_rate": args.learning_rate,
         "warmup_steps": args.warmup_steps,
@@ -208,13 +216,24 @@ def _write(
         copy.deepcopy(heads).cpu().save_pretrained(folder)
         (folder / _CARD_FILE).write_text(heads_card(facts, recalls), encoding="utf-8")
         write_json(folder / RESULTS_FILE, document)
-        if not options.no_plots:
-            title = f"Retaining heads for {heads.config.base_model_name_or_path or 'a model'}"
-            plot_training(trainer.state.log_history, recalls, title, folder / PICTURE_FILE)
         set_aside(output / RESULTS_FILE, document)
         if (output / WEIGHTS_FILE).exists():
             print(f"replaced: {output / WEIGHTS_FILE}, the heads of an earlier training")
+    if not options.no_plots:
+        title = f"Retaining heads for {heads.config.base_model_name_or_path or 'a model'}"
+        try:
+            plot_training(trainer.state.log_history, recalls, title, output / PICTURE_FILE)
+        except OSError as error:  # the heads are what matters, and may be about to be uploaded
+            print(f"no picture: {error}")
     return document
+
+
+def _steps(trainer: LocretTrainer) -> int:
+    """Return after how many steps the heads were what they are now."""
+    state = trainer.state
+    if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        return int(state.best_global_step or 0)
+    return int(state.global_step)
 
 
 def _rows(recalls: _Recalls, seconds: float) -> list[dict[str, Any]]:

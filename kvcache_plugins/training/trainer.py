@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer
 
+from ..artifacts.files import write_json
 from ..retaining.heads import RetainingHeads
 from ..retaining.losses import top_recall
 from ..retaining.projections import ProjectionTap
 from .arguments import LocretTrainingArguments
+from .checkpoints import TRAINING_FILE
 from .clipping import ClipValues
 from .targets import Targets, observe_targets
 
@@ -32,6 +35,7 @@ class LocretTrainer(Trainer):
             and moved to the Trainer's device unless it was spread over several.
         args (`LocretTrainingArguments`): With `layerwise_backward`, the features of one layer are held
             at a time.
+        facts (`Mapping`, *optional*): What its checkpoints say of the training, see [`training_facts`].
         kwargs: As for `Trainer`; `data_collator` gives the batches of [`Collator`].
 
     Raises:
@@ -42,7 +46,12 @@ class LocretTrainer(Trainer):
     args: LocretTrainingArguments
 
     def __init__(
-        self, model: RetainingHeads, base_model: Any, args: LocretTrainingArguments, **kwargs: Any
+        self,
+        model: RetainingHeads,
+        base_model: Any,
+        args: LocretTrainingArguments,
+        facts: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         model.check_model(base_model)
         tapped = ProjectionTap.of(base_model).layers
@@ -57,6 +66,7 @@ class LocretTrainer(Trainer):
         super().__init__(model=model, args=args, **kwargs)
         if args.clip_value > 0:
             self.add_callback(ClipValues(args.clip_value))
+        self._facts = None if facts is None else dict(facts)
         self.base_model = base_model.eval().requires_grad_(False)
         if getattr(base_model, "hf_device_map", None) is None:
             self.base_model.to(args.device)
@@ -128,6 +138,11 @@ class LocretTrainer(Trainer):
             ]
             norms = [top_recall(-x.key_norms, x.labels, x.mask).to(device) for x in layers]
         return loss.detach(), torch.stack(recalls, dim=1), torch.stack(norms, dim=1)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self._facts is not None:
+            write_json(Path(output_dir or str(self.args.output_dir)) / TRAINING_FILE, self._facts)
 
     def observe(self, inputs: dict[str, Any], receive: Callable[[int, Targets], None]) -> None:
         """Let the base model read a batch of [`Collator`], as [`observe_targets`] does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -467,6 +468,50 @@ def test_an_interruption_says_what_is_kept(
     assert main(command.split()) == 130
     error = capsys.readouterr().err
     assert error.startswith(f"\ninterrupted: {said}") and error.count("\n") == 2
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    """As `| head -1` is, which prints nothing of ours but its line."""
+    command = [sys.executable, "-m", "kvcache_plugins", "list", "--verbose"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 1
+
+
+def test_a_command_without_an_output_works() -> None:
+    code = "import sys; sys.stdout = None; from kvcache_plugins.cli import main; sys.exit(main(['list']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_signs_that_a_terminal_lacks_are_spelled_out() -> None:
+    code = "from kvcache_plugins.cli.display import show; show([], ['two \u00b1 one'])"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True
+    )
+    assert done.stdout.decode().strip() == r"two \xb1 one"
+
+
+def test_numbers_are_shown_before_a_picture_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # which the command completes
+    reads = ["--dataset", "pydoc", "--context_length", "32", "--max_windows", "1", "--dtype", "fp32"]
+    cache = ["--cache_config", '{"backend": "int8"}', "--output", str(tmp_path)]
+    assert main(["eval", "perplexity", "--model", str(BUNDLED_MODEL), *reads, *cache]) == 2
+    said = capsys.readouterr()
+    assert "int8" in said.out and f"numbers: {tmp_path / 'results.json'}" in said.out
+    picture = tmp_path / "perplexity.png"
+    assert said.err.endswith(
+        f"error: The picture {picture} cannot be written: [Errno 28] No space left on device\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["lits"], ["estimate", "--preset", "gpt-9"]])

@@ -38,6 +38,17 @@ def test_a_record_is_what_a_later_run_would_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("process", [0, 1])
+def test_a_failure_gives_way_to_what_another_try_has_found(process: int, tmp_path: Path) -> None:
+    Journal(tmp_path, SETTINGS, 1).add("a", {"failed": "no memory"})
+    later = Journal(tmp_path, SETTINGS, process)
+    assert "a" in later and not later.is_done("a") and not later.is_done("b")
+    later.add("a", {"x": 1})
+    assert later.is_done("a") and Journal(tmp_path, SETTINGS)["a"] == {"x": 1}
+    Journal(tmp_path, SETTINGS, 2).add("a", {"failed": "no memory"})
+    assert Journal(tmp_path, SETTINGS)["a"] == {"x": 1}
+
+
+@pytest.mark.parametrize("process", [0, 1])
 def test_a_line_cut_short_is_dropped(tmp_path: Path, process: int) -> None:
     Journal(tmp_path, SETTINGS).add("a", {"x": 1})
     path = tmp_path / "progress" / "records-0.jsonl"

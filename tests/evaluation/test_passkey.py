@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcache_plugins.cli import main
@@ -179,6 +182,47 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+def _retouch(path: Path) -> None:
+    """Change the weights of a file, as a further step of training does."""
+    with safe_open(path, "pt") as file:
+        facts = file.metadata()
+    save_file({name: weight * 1.1 for name, weight in load_file(path).items()}, path, facts)
+
+
+def test_a_model_that_has_changed_does_not_continue_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    command = ["eval", "passkey", *_arguments(tmp_path / "out", "--no_plots"), "--model", str(model)]
+    with monkeypatch.context() as stopped:
+        stopped.setattr(passkey, "ask_with_prompt", _interrupt)
+        assert main(command) == 130
+    _retouch(model / "model.safetensors")
+    assert main(command) == 2
+    assert "an unfinished run with other settings (model_digest was" in capsys.readouterr().err
+
+
+def test_heads_that_have_changed_are_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = shutil.copytree(BUNDLED_MODEL.with_name("tiny-llama-books-locret"), tmp_path / "heads")
+    cache = {"backend": "locret", "heads": str(heads), "budget": 96}
+    asked: list[str] = []
+    ask = passkey.ask_with_prompt
+
+    def counted(*arguments: Any) -> Any:
+        if len(asked) == 14:
+            raise KeyboardInterrupt
+        asked.append(arguments[1]["backend"])
+        return ask(*arguments)
+
+    monkeypatch.setattr(passkey, "ask_with_prompt", counted)
+    command = ["eval", "passkey", *_arguments(tmp_path / "out", "--no_plots", caches=(cache,))]
+    assert main(command) == 130 and asked == ["dense"] * 8 + ["locret"] * 6
+    _retouch(heads / "model.safetensors")
+    asked = ["before"] * 15
+    assert main(command) == 0
+    assert asked[15:] == ["locret"] * 8, "all of the new heads, nothing of the dense cache"
+
+
 @pytest.mark.slow
 def test_two_processes_equal_one(
     document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -210,12 +254,21 @@ def test_a_failure_of_transformers_is_noted_and_ours_stops_the_run(
         with pytest.raises(RuntimeError, match="no such"):
             main(arguments)
         return
+    with monkeypatch.context() as stopped:
+        stopped.setattr(passkey, "write_results", _interrupt)
+        assert main(arguments) == 130
+    again = shutil.copytree(tmp_path, tmp_path.with_name("again"))
     assert main(arguments) == 0
     found = read_results(tmp_path)
     assert [row["cache_config"] for row in found["results"]] == [DENSE, KIVI]
     assert found["skipped"] == [
         {"cache_config": {"backend": "fp8"}, "reason": "failed at 300 tokens: no such shape"}
     ]
+    backend = "none"  # the failure was of that hour; what has failed is tried again
+    arguments[arguments.index("--output") + 1] = str(again)
+    assert main(arguments) == 0
+    assert [row["trials"] for row in read_results(again)["results"]] == [8, 8, 8]
+    assert read_results(again)["skipped"] == []
 
 
 # ---- what is refused ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -106,10 +107,10 @@ def test_heads_that_could_not_be_used_are_not_written(
     heads = tmp_path / "heads"
     more = ("--max_steps", "2", "--lr_scheduler_type", "constant", "--learning_rate", "1e30", "--no_plots")
     assert main(["train-locret", *arguments(text, heads, *more)]) == 2
-    assert "The training diverged" in capsys.readouterr().err and not list(heads.iterdir())
+    assert "The training diverged" in capsys.readouterr().err and not heads.exists()
     protected = ("--max_steps", "1", "--budget", "100", "--local_length", "100", "--no_plots")
     assert main(["train-locret", *arguments(text, heads, *protected)]) == 2
-    assert "must exceed what is protected" in capsys.readouterr().err and not list(heads.iterdir())
+    assert "must exceed what is protected" in capsys.readouterr().err and not heads.exists()
 
 
 def test_an_interrupted_training_goes_on(
@@ -128,6 +129,72 @@ def test_an_interrupted_training_goes_on(
     assert "are others than those of this training: hidden_dim 16, now 8." in capsys.readouterr().err
     assert main(["train-locret", *arguments(text, tmp_path / "part", *more, *saving, *resume)]) == 0
     torch.testing.assert_close(load_file(tmp_path / "part" / "model.safetensors"), whole, rtol=0, atol=0)
+
+
+def test_another_training_is_not_gone_on_with(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer would keep its learning rate, and the results would be said to be of the new options."""
+    own = Path(shutil.copyfile(text, tmp_path / "text.txt"))
+    output, model = tmp_path / "out", shutil.copytree(MODEL, tmp_path / "model")
+    common = ("--no_plots", "--save_strategy", "steps", "--save_steps", "2", "--model", str(model))
+    assert main(["train-locret", *arguments(own, output, *common, "--max_steps", "2")]) == 0
+    facts = json.loads((output / "checkpoint-2" / "training.json").read_text())
+    assert facts["seed"] == 0 and facts["batch"] == 2 and facts["lr_scheduler_type"] == "linear"
+    assert sorted(path.name for path in output.iterdir()) == ["README.md", "checkpoint-2", *FILES[1:-1]]
+
+    again = ("--resume_from_checkpoint", "true", "--max_steps", "4")
+    capsys.readouterr()
+
+    def refused(*more: str) -> str:
+        with monkeypatch.context() as loading:
+            loading.setattr(job, "load_model", lambda *args, **options: pytest.fail("the model was loaded"))
+            assert main(["train-locret", *arguments(own, output, *common, *again, *more)]) == 2
+        return capsys.readouterr().err
+
+    for option, given, said in (
+        ("seed", "1", "seed was 0, is 1"),
+        ("learning_rate", "1e-4", "learning_rate was 0.002, is 0.0001"),
+        ("gradient_accumulation_steps", "1", "batch was 2, is 1"),
+        ("eval_examples", "4", "eval_examples was 3, is 4"),
+    ):
+        assert said in refused(f"--{option}", given), option
+    for path, content in ((own, b"more"), (model / "tokenizer.json", b" ")):
+        before = path.read_bytes()
+        path.write_bytes(before + content)
+        assert f"is of another training ({'data' if path == own else 'model'}_digest was" in refused()
+        path.write_bytes(before)
+    assert main(["train-locret", *arguments(own, output, *common, *again)]) == 0, "only more steps of it"
+    assert json.loads((output / "results.json").read_text())["settings"]["steps"] == 4
+
+
+def test_the_best_heads_are_those_of_their_step(text: Path, tmp_path: Path) -> None:
+    """Of the first evaluation, where the highest loss is asked for."""
+    best = ("--load_best_model_at_end", "true", "--eval_strategy", "steps", "--eval_steps", "2")
+    best += ("--save_strategy", "steps", "--save_steps", "2", "--metric_for_best_model", "loss")
+    more = ("--no_plots", "--max_steps", "4", "--greater_is_better", "true")
+    assert main(["train-locret", *arguments(text, tmp_path, *best, *more)]) == 0
+    document = json.loads((tmp_path / "results.json").read_text())
+    losses = [entry["eval_loss"] for entry in document["history"] if "eval_loss" in entry]
+    assert losses[0] > losses[1]
+    assert document["settings"]["steps"] == 2
+    assert document["results"][1]["loss"] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_a_picture_that_cannot_be_costs_no_heads(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    assert main(["train-locret", *arguments(text, tmp_path, "--max_steps", "1")]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"no picture: The picture {tmp_path / 'training.png'} cannot be written: [Errno 28] No space" in said
+    )
+    assert "locret, untrained" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES[:-1]
 
 
 DAMAGE = {

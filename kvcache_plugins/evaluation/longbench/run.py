@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,11 @@ from ...models.facts import decoder_config, most_positions
 from ...registry import TRANSFORMERS_BACKENDS
 from ..caches import split_available
 from ..earlier import is_repeated
+from ..file_digests import CacheNames, model_digest
 from ..journal import Journal
 from ..labels import cache_label
 from ..loading import Subject, load_config, load_subject
+from ..output_lock import writing_alone
 from ..progress import Progress, ProgressBar, no_bar
 from ..results import RESULTS_FILE, build_document, write_results
 from . import prediction_files as files
@@ -56,7 +57,8 @@ def measure_longbench(
         `dict | None`: The document of `results.json`; None in every process but the first.
 
     Raises:
-        ValueError: If an option does not fit the model, or an answer cannot be scored.
+        ValueError: If an option does not fit the model, an answer cannot be scored, or the output directory
+            holds another run or is being written to.
         OSError: If the model cannot be read, or the output cannot be written.
     """
     for task in questions:
@@ -64,39 +66,41 @@ def measure_longbench(
     config = load_config(options)
     max_lengths = _max_lengths(options, config, list(questions))
     cache_configs, skipped = split_available(config, options.cache_configs)
-    output.mkdir(parents=True, exist_ok=True)  # an output that cannot be is told of before the work
-
-    subject = load_subject(options)
-    shard = subject.shard
-    settings = options.settings() | {
-        "max_lengths": {task.name: length for task, length in max_lengths.items()},
-        "uses_chat_template": not options.no_chat_template and subject.tokenizer.chat_template is not None,
-        "score_only": False,
-    }
-    journal = Journal(output, _what_answers_depend_on(options), shard.process)
-    if shard.is_main:
-        if not len(journal) and not _is_repeated(output, settings, options.cache_configs):
-            files.set_aside(output, cache_configs)
-        for cache_config in cache_configs:
-            files.name_folder(output / files.folder_name(cache_config), cache_config)
-    shard.wait()  # until every process has seen what there is to do
-    run = _Run(subject, options, output, journal, max_lengths)
-    own = sum(len(shard.take(asked)) for asked in questions.values())
-    with (progress_bar if shard.is_main else no_bar)(own * len(cache_configs)) as progress:
-        for cache_config in cache_configs:
-            for task, asked in questions.items():
-                run.answer_all(cache_config, task, asked, progress)
-    shard.wait()
-    if not shard.is_main:
-        return None
-    journal.reload()
-    results, failed = _results(run, cache_configs, questions)
-    document = build_document(
-        _TASK, results, settings=settings, skipped=[*skipped, *failed], device=subject.device
-    )
-    write_results(output, document)
-    journal.remove()
-    return document
+    with writing_alone(output):
+        relevant = _what_answers_depend_on(options) | {"model_digest": model_digest(options.model, config)}
+        names = CacheNames(cache_configs)
+        subject = load_subject(options)
+        shard = subject.shard
+        uses_template = not options.no_chat_template and subject.tokenizer.chat_template is not None
+        settings = options.settings() | {
+            "max_lengths": {task.name: length for task, length in max_lengths.items()},
+            "uses_chat_template": uses_template,
+            "score_only": False,
+        }
+        journal = Journal(output, relevant, shard.process)
+        if shard.is_main:
+            if not len(journal) and not _is_repeated(output, settings, options.cache_configs):
+                files.set_aside(output, cache_configs)
+            for cache_config in cache_configs:
+                files.name_folder(output / files.folder_name(cache_config), cache_config)
+        shard.wait()  # until every process has seen what there is to do
+        run = _Run(subject, options, output, journal, names, max_lengths)
+        own = sum(len(shard.take(asked)) for asked in questions.values())
+        with (progress_bar if shard.is_main else no_bar)(own * len(cache_configs)) as progress:
+            for cache_config in cache_configs:
+                for task, asked in questions.items():
+                    run.answer_all(cache_config, task, asked, progress)
+        shard.wait()
+        if not shard.is_main:
+            return None
+        journal.reload()
+        results, failed = _results(run, cache_configs, questions)
+        document = build_document(
+            _TASK, results, settings=settings, skipped=[*skipped, *failed], device=subject.device
+        )
+        write_results(output, document)
+        journal.remove()
+        return document
 
 
 class _Run:
@@ -108,12 +112,14 @@ class _Run:
         options: LongBenchOptions,
         output: Path,
         journal: Journal,
+        names: CacheNames,
         max_lengths: Mapping[Task, int],
     ) -> None:
         self.subject = subject
         self.options = options
         self.output = output
         self.journal = journal
+        self.names = names
         self.max_lengths = max_lengths
         self._failed: list[dict[str, Any]] = []
 
@@ -125,7 +131,7 @@ class _Run:
         name = f"{task.name}: {cache_label(cache_config)}"
         progress(name)
         mine = shard.take(asked)
-        missing = [q for q in mine if self.key(cache_config, task, q) not in self.journal]
+        missing = [q for q in mine if not self.journal.is_done(self.key(cache_config, task, q))]
         progress(name, advance=len(mine) - len(missing))
         path = files.prediction_path(self.output / files.folder_name(cache_config), task)
         writes_rows = shard.is_main and shard.count == 1
@@ -184,8 +190,7 @@ class _Run:
     def key(self, cache_config: Mapping[str, Any], task: Task, question: Question) -> str:
         """Return the name of a record; it changes with the prompt and its limit."""
         digest = hashlib.sha256(question.prompt.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        cache = json.dumps(cache_config, sort_keys=True)
-        return f"{cache} {task.name} {question.number} {digest} {self.max_lengths[task]}"
+        return f"{self.names[cache_config]} {task.name} {question.number} {digest} {self.max_lengths[task]}"
 
 
 def _prediction(record: Mapping[str, Any], question: Question) -> dict[str, Any]:

@@ -234,6 +234,11 @@ def test_a_failure_of_transformers_own_cache_does_not_end_the_run(
         with pytest.raises(RuntimeError, match="out of something"):
             _run(model, data, tmp_path / "out", *arguments)
         return
+    with monkeypatch.context() as stopped:
+        stopped.setattr(run_module, "write_results", _interrupt)
+        command = _command(model, data, tmp_path / "out", *arguments)
+        assert main(["eval", "longbench", *command]) == 130
+    shutil.copytree(tmp_path / "out", tmp_path / "again")
     document = _run(model, data, tmp_path / "out", *arguments)
     assert [result["cache_config"] for result in document["results"]] == [DENSE, INT8]
     [skipped] = document["skipped"]
@@ -241,6 +246,15 @@ def test_a_failure_of_transformers_own_cache_does_not_end_the_run(
         "cache_config": failing,
         "reason": "failed at row 1 of hotpotqa: out of something",
     }
+    # the failure was of that hour; what has failed is tried again
+    monkeypatch.setattr(run_module, "answer", lambda subject, cache, *rest: answer(subject, INT8, *rest))
+    document = _run(model, data, tmp_path / "again", *arguments)
+    assert document["skipped"] == [] and len(document["results"]) == 3
+    assert document["results"][2]["rows"] == {"hotpotqa": 2, "passage_count": 2}
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 # ---- scores of files ----
