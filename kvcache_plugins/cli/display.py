@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
-__all__ = ["show"]
+__all__ = ["show", "show_results"]
 
 _FILE_WIDTH = 200
 """Columns where the output is a file, which has no width of its own."""
@@ -32,3 +33,32 @@ def show(tables: Iterable[Any], lines: Iterable[str] = ()) -> None:
         console.print(table)
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_results(
+    document: dict[str, Any],
+    output: Path,
+    table: Any,
+    footnotes: Iterable[str],
+    plot: Callable[[dict[str, Any], Path], None] | None,
+) -> None:
+    """Print what an evaluation has found and where it is, then draw it: a picture may fail.
+
+    Args:
+        document (`dict`): Its results, which are in `output`.
+        output (`Path`): Directory of the results.
+        table (`rich.table.Table`): Of the document.
+        footnotes (`Iterable[str]`): Of the table.
+        plot (`Callable`, *optional*): Draws a document into a file, if a picture is wanted.
+
+    Raises:
+        OSError: If the picture cannot be written.
+    """
+    from ..evaluation.earlier import picture_name
+    from ..evaluation.results import RESULTS_FILE
+
+    show([table], [*footnotes, f"numbers: {output / RESULTS_FILE}"])
+    if plot is not None:
+        picture = output / picture_name(document["task"])
+        plot(document, picture)
+        show([], [f"picture: {picture}"])

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from ..evaluation.longbench.options import LongBenchOptions
 from ..evaluation.options import check_filled, check_type
-from .display import show
+from .display import show_results
 from .model_arguments import add_evaluation_arguments
 from .options import RESUMED, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
@@ -73,7 +73,10 @@ def run(args: argparse.Namespace) -> int:
     draws = will_draw(args)
     document = _score(merged, output) if "score_only" in merged else _measure(merged, output)
     if document is not None:  # this is the first process
-        _show(document, output, draws=draws)
+        from ..evaluation.longbench.display import footnotes, longbench_table, plot_longbench
+
+        plot = plot_longbench if draws else None
+        show_results(document, output, longbench_table(document), footnotes(document), plot)
     return 0
 
 
@@ -110,15 +113,3 @@ def _measure(merged: dict[str, Any], output: Path) -> dict[str, Any] | None:
 
     prepare_transformers()
     return measure_longbench(options, questions, output, progress_bar)
-
-
-def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
-    from ..evaluation.earlier import picture_name
-    from ..evaluation.longbench.display import footnotes, longbench_table, plot_longbench
-    from ..evaluation.results import RESULTS_FILE
-
-    show([longbench_table(document)], [*footnotes(document), f"numbers: {output / RESULTS_FILE}"])
-    if draws:  # once the numbers are shown: a picture may fail
-        picture = output / picture_name(document["task"])
-        plot_longbench(document, picture)
-        show([], [f"picture: {picture}"])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import Any
 
 from ..evaluation.passkey_options import FACT_NEEDLE, FACT_QUESTION, NEEDLE, QUESTION, PasskeyOptions
-from .display import show
+from .display import show_results
 from .model_arguments import add_evaluation_arguments
 from .options import RESUMED, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
@@ -83,17 +81,8 @@ def run(args: argparse.Namespace) -> int:
     prepare_transformers()
     document = measure_passkey(options, output, progress_bar)
     if document is not None:  # this is the first process
-        _show(document, output, draws=draws)
+        from ..evaluation.passkey_display import footnotes, passkey_table, plot_passkey
+
+        plot = plot_passkey if draws else None
+        show_results(document, output, passkey_table(document), footnotes(document), plot)
     return 0
-
-
-def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
-    from ..evaluation.earlier import picture_name
-    from ..evaluation.passkey_display import footnotes, passkey_table, plot_passkey
-    from ..evaluation.results import RESULTS_FILE
-
-    show([passkey_table(document)], [*footnotes(document), f"numbers: {output / RESULTS_FILE}"])
-    if draws:  # once the numbers are shown: a picture may fail
-        picture = output / picture_name(document["task"])
-        plot_passkey(document, picture)
-        show([], [f"picture: {picture}"])

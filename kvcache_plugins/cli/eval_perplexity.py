@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import Any
 
 from ..evaluation.perplexity_options import DATASETS, PG19, PerplexityOptions
-from .display import show
+from .display import show_results
 from .model_arguments import add_evaluation_arguments
 from .options import RESUMED, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
@@ -73,18 +71,9 @@ def run(args: argparse.Namespace) -> int:
     prepare_transformers()
     document = measure_perplexity(options, output, progress_bar)
     if document is not None:  # this is the first process
-        _show(document, output, draws=draws)
+        from ..evaluation.perplexity_plots import plot_perplexity
+        from ..evaluation.perplexity_tables import footnotes, perplexity_table
+
+        plot = plot_perplexity if draws else None
+        show_results(document, output, perplexity_table(document), footnotes(document), plot)
     return 0
-
-
-def _show(document: dict[str, Any], output: Path, *, draws: bool) -> None:
-    from ..evaluation.earlier import picture_name
-    from ..evaluation.perplexity_plots import plot_perplexity
-    from ..evaluation.perplexity_tables import footnotes, perplexity_table
-    from ..evaluation.results import RESULTS_FILE
-
-    show([perplexity_table(document)], [*footnotes(document), f"numbers: {output / RESULTS_FILE}"])
-    if draws:  # once the numbers are shown: a picture may fail
-        picture = output / picture_name(document["task"])
-        plot_perplexity(document, picture)
-        show([], [f"picture: {picture}"])

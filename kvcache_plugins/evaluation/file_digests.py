@@ -38,8 +38,7 @@ def model_digest(model: str, config: Any) -> str | None:
 def digest_folder(folder: Path) -> str | None:
     """Return a digest of the weights in a folder and of what describes them; None if there is none.
 
-    Files of more than 64 MB are read in pieces: 4 kB of every 4 MB, which takes a second for a model that
-    takes a minute to read.
+    Of files above 64 MB a thousandth is read: 4 kB of every 4 MB.
 
     Raises:
         OSError: If a file cannot be read.
