@@ -155,7 +155,7 @@ def included(file: Path) -> list[Path]:
     found = [file]
     for path in found:  # which grows meanwhile
         for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
-            places = (path.with_name(name), SOURCES / name, _GPU / name)
+            places = (path.parent / name, SOURCES / name, _GPU / name)
             new = next(place for place in places if place.exists())
             if new not in found:
                 found.append(new)

@@ -212,6 +212,19 @@ def test_many_rows_of_wide_heads(name: str) -> None:
     check(*step(layer, 3, 7), AttentionOptions(is_causal=True), fast=True)
 
 
+@pytest.mark.parametrize(
+    "name", ["int8-default", "kivi-default", "kivi-2bit-g32", "kivi-3bit", "int4-default"]
+)
+def test_long_texts_lose_no_precision(name: str) -> None:
+    """Hundreds of products in a row, of values whose mean is 0: what each is cut off by must not add up."""
+    layer = build_layer(CASES[name], 0, batch_size=1, dtype=torch.float16)
+    torch.manual_seed(0)
+    for count in (32768, 1):
+        key, value = layer.update(*(torch.randn(1, 2, count, 64).half() for _ in range(2)))
+    query = torch.randn(1, 8, 1, 64).half()
+    check(query, key, value, AttentionOptions(), fast=True, bound=1e-3)
+
+
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(512, 512), (320, 320), (512, 64), (128, 272)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_wider_heads(dtype: torch.dtype, key_dim: int, value_dim: int) -> None:

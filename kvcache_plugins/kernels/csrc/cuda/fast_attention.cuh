@@ -19,6 +19,7 @@ namespace kvcache {
 
 constexpr float kWeightScale = 256.0f;  // of weights in fp16, against subnormal numbers
 constexpr float kWeightShift = 8.0f;
+constexpr int kFoldBlocks = 4;          // of a warp, from one `fold_minima` to the next
 constexpr float kLn2 = 0.69314718055994531f;
 
 // One warp's state: this lane's columns are query rows 8n + 2t and 8n + 2t + 1.
@@ -67,10 +68,8 @@ struct WarpState {
     }
     scale(n, decay[0], decay[1]);
   }
-  // Turns sums of codes as they were multiplied into sums of what the codes stand for; symmetric ones are 128 too
-  // large.
+  // Turns sums of codes as they were multiplied into sums of what the codes stand for.
   KVCACHE_DEVICE void place_chunks(const Side& values, bool is_aligned) {
-    const float bias = values.format == kSymmetric ? -128.0f : 1.0f;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -79,8 +78,6 @@ struct WarpState {
 #pragma unroll
         for (int i = 0; i < 4; ++i) output[n][u][i] *= place;
       }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) minima[n][i] *= bias;
     }
   }
   // Raises the exponent of the accumulators to one that is needed; returns 2^-exponent, twice, as fp16.
@@ -273,24 +270,43 @@ KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, int blo
   }
 }
 
-// What the minima of this lane's channels add: their groups are rows of state.minima, on other lanes.
-template <int kColumns, int kTiles>
-KVCACHE_DEVICE void add_minima(const ValueUnit& unit, WarpState<kColumns, kTiles>& state) {
+// Moves what the minima have summed, times `unit_of` a chunk, to this lane's channels of it: the groups of these are
+// rows of state.minima, on other lanes.
+template <int kColumns, int kTiles, typename UnitOf>
+KVCACHE_DEVICE void move_minima(const ValueUnit& values, WarpState<kColumns, kTiles>& state, UnitOf unit_of) {
   const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
   for (int u = 0; u < kTiles; ++u) {
-    if (u >= unit.chunks) continue;
-    const int group = u / unit.chunks_per_group;
+    if (u >= values.chunks) continue;
+    const int group = u / values.chunks_per_group;
+    const float unit = unit_of(u);
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
-      const float even = shuffle(group < 8 ? state.minima[n][0] : state.minima[n][2], group % 8 * 4 + t);
-      const float odd = shuffle(group < 8 ? state.minima[n][1] : state.minima[n][3], group % 8 * 4 + t);
+      const float even = unit * shuffle(group < 8 ? state.minima[n][0] : state.minima[n][2], group % 8 * 4 + t);
+      const float odd = unit * shuffle(group < 8 ? state.minima[n][1] : state.minima[n][3], group % 8 * 4 + t);
       state.output[n][u][0] += even;
       state.output[n][u][1] += odd;
       state.output[n][u][2] += even;
       state.output[n][u][3] += odd;
     }
   }
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) state.minima[n][i] = 0.0f;
+  }
+}
+
+// The same for codes that are not negative, in the units of their sums. A tensor core cuts off what does not fit its
+// accumulator (PeerJ Comput. Sci. 7:e330; arXiv:2512.07004): a sum that only grows loses the more the longer it is, and
+// the minima, which make it small, would leave that loss alone. So they do so all the time.
+template <int kColumns, int kTiles>
+KVCACHE_DEVICE void fold_minima(const Side& side, const ValueUnit& values, WarpState<kColumns, kTiles>& state) {
+  if (side.minimum_offset < 0 && side.format != kSymmetric) return;
+  const float bias = side.format == kSymmetric ? -128.0f : 1.0f;  // symmetric codes are 128 too large
+  move_minima(values, state, [&](int chunk) {
+    return bias * bits_float((254u << 23) - float_bits(chunk_place(side, values.is_aligned, chunk)));  // 1 / 2^n
+  });
 }
 
 // Merges the warps of a thread block into the split's results.
@@ -411,11 +427,12 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
       value.shrink = state.raise_exponent(scale_exponent(value));
       multiply_values(a.value, value, state.output, state.minima);
     }
+    if ((block - ring.begin) / kWarps % kFoldBlocks == kFoldBlocks - 1) fold_minima(a.value, value, state);
   }
   copy_wait<0>();
 
+  fold_minima(a.value, value, state);
   state.place_chunks(a.value, value.is_aligned);
-  if (a.value.minimum_offset >= 0 || a.value.format == kSymmetric) add_minima(value, state);
   const float grow = a.value.scale_offset >= 0 ? bits_float(static_cast<uint32_t>(127 + state.exponent) << 23)
                                                : a.value.static_scale[rows.head];
 #pragma unroll

@@ -2,11 +2,11 @@
 //
 // Codes are subnormal fp16 numbers, as in scaled_keys.cuh; scales, one per token and group of channels, are multiplied
 // into the weights, whose fragments are few; minima are a matrix of their own, of one row per group, and their products
-// are added to the channels of the group at the end. So are the 128 that symmetric codes are too large by: their matrix
-// is of ones. Weights are powers of two smaller or larger than they should be, so that they times the largest scale fit
-// fp16 (`exponent`); the accumulators follow when that changes, which is rare. About 1.1 instructions per code of 2, 4
-// or 8 bits with one scale per token, 1.5 with four; of 3 bits 0.8 more. By count in the machine code for sm_90; not
-// measured.
+// are added to the channels of the group every few blocks. So are the 128 that symmetric codes are too large by: their
+// matrix is of ones. Weights are powers of two smaller or larger than they should be, so that they times the largest
+// scale fit fp16 (`exponent`); the accumulators follow when that changes, which is rare. About 1.1 instructions per
+// code of 2, 4 or 8 bits with one scale per token, 1.5 with four; of 3 bits 0.8 more. By count in the machine code for
+// sm_90; not measured.
 #pragma once
 
 #include "fast_lanes.cuh"

@@ -148,7 +148,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
     }
   }
   copy_wait<0>();
-  add_minima(value.unit, state);
+  move_minima(value.unit, state, [](int) { return 1.0f; });
   const float grow = bits_float(static_cast<uint32_t>(127 + state.exponent) << 23);
   state.scale(0, grow, grow);
   merge_warps(a, rows, nullptr, shared, state, place);

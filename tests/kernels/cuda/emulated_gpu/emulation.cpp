@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "../tensor_core.h"
 #include "emulation_machine.h"
 
 // Where to go on, after another fiber has run. The compiler's own jumps keep what its functions need and no more, and
@@ -284,14 +285,14 @@ Fragment multiply_accumulate(Fragment c, const uint32_t (&pairs)[6]) {
   const int group = lane() / 4, quad = lane() % 4;
   for (int i = 0; i < 4; ++i) {
     const int row = group + i / 2 * 8, column = 2 * quad + i % 2;
-    double sum = 0.0;
+    float a[16], b[16];
     for (int k = 0; k < 16; ++k) {
       const int a_register = row / 8 + k / 8 * 2, a_lane = row % 8 * 4 + k % 8 / 2;
       const int b_register = 4 + k / 8, b_lane = column * 4 + k % 8 / 2;
-      sum += static_cast<double>(bits_float(words[a_lane][2 * a_register + k % 2])) *
-             bits_float(words[b_lane][2 * b_register + k % 2]);
+      a[k] = bits_float(words[a_lane][2 * a_register + k % 2]);
+      b[k] = bits_float(words[b_lane][2 * b_register + k % 2]);
     }
-    c.c[i] = static_cast<float>(c.c[i] + sum);
+    c.c[i] = tensor_core::add_products(c.c[i], a, b);
   }
   return c;
 }

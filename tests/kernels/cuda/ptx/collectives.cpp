@@ -1,6 +1,7 @@
 // What the lanes of a warp do together: shuffles, votes, and the tensor core.
 #include <algorithm>
 
+#include "../tensor_core.h"
 #include "halves.h"
 #include "machine.h"
 
@@ -67,24 +68,23 @@ void transpose(Warp& w, const Instruction& i, uint32_t) {
 //   of c and d: rows g, g, g + 8, g + 8, columns 2 t, 2 t + 1, 2 t, 2 t + 1.
 void multiply(Warp& w, const Instruction& i, uint32_t) {
   ++products;
-  double a[16][16], b[16][8];
+  float a[16][16], b[8][16];  // rows of a, columns of b
   for (int lane = 0; lane < kLanes; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int k = 0; k < 8; ++k) {
       const int word = k / 2, row = g + word % 2 * 8, column = 2 * t + k % 2 + word / 2 * 8;
-      a[row][column] = half_value(half_of(w[i.from[word]][lane], k % 2));
+      a[row][column] = static_cast<float>(half_value(half_of(w[i.from[word]][lane], k % 2)));
     }
     for (int k = 0; k < 4; ++k) {
       const int word = k / 2, row = 2 * t + k % 2 + word * 8;
-      b[row][g] = half_value(half_of(w[i.from[4 + word]][lane], k % 2));
+      b[g][row] = static_cast<float>(half_value(half_of(w[i.from[4 + word]][lane], k % 2)));
     }
   }
   for (int lane = 0; lane < kLanes; ++lane) {
     for (int k = 0; k < 4; ++k) {
       const int row = lane / 4 + k / 2 * 8, column = lane % 4 * 2 + k % 2;
-      double sum = 0;
-      for (int j = 0; j < 16; ++j) sum += a[row][j] * b[j][column];
-      w[i.to[k]][lane] = bits_of(static_cast<float>(number<float>(w[i.from[6 + k]][lane]) + sum));
+      w[i.to[k]][lane] =
+          bits_of(tensor_core::add_products(number<float>(w[i.from[6 + k]][lane]), a[row], b[column]));
     }
   }
 }
