@@ -13,7 +13,7 @@ from ..artifacts.folders import check_push
 from ..artifacts.model_facts import model_facts, rotary_facts
 from ..artifacts.scales import Scales
 from ..backends.kvquant import NORMAL_FLOAT
-from ..evaluation.file_digests import model_digest
+from ..evaluation.file_digests import model_settings
 from ..evaluation.journal import progress_folder
 from ..evaluation.loading import Subject, load_config, load_subject
 from ..evaluation.output_lock import writing_alone
@@ -31,7 +31,7 @@ from .statistics import Statistics
 
 __all__ = ["calibrate", "calibrate_subject", "steps_of"]
 
-_RELEVANT = ("model", "revision", "dtype", "attn_implementation")
+_RELEVANT = ("revision", "dtype", "attn_implementation")
 """Options on which all that is observed depends, beside the text."""
 _PACKAGES = ("kvcache-plugins", "torch", "transformers")
 
@@ -171,11 +171,9 @@ def _choose(
 
 
 def _what_observations_depend_on(model: Any, samples: Samples, options: CalibrationOptions) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in _RELEVANT} | {
-        "text": samples.digest,
-        "fingerprint": model_facts(model.config)["fingerprint"],
-        "model_digest": model_digest(options.model, model.config),
-    }
+    settings = {name: getattr(options, name) for name in _RELEVANT}
+    settings |= {"text": samples.digest, "fingerprint": model_facts(model.config)["fingerprint"]}
+    return settings | model_settings(options.model, model.config)
 
 
 def _cache_options(options: CalibrationOptions, calibration: str) -> dict[str, Any]:

@@ -133,8 +133,11 @@ def _show(benchmark: str, document: dict[str, Any], output: Path, *, draws: bool
     tables = [(speed_tables.attention_table if is_attention else speed_tables.generation_table)(document)]
     if "largest_context" in document:
         tables.append(speed_tables.context_table(document))
-    show(tables, speed_tables.footnotes(document))  # before they are written, which may fail
-    show([], [f"numbers: {write_results(output, document)}"])
+    try:
+        show(tables, speed_tables.footnotes(document))
+    finally:  # either may fail: nobody reads, or the disk is full
+        path = write_results(output, document)
+    show([], [f"numbers: {path}"])
     if draws:
         picture = output / picture_name(document["task"])
         (speed_plots.plot_attention if is_attention else speed_plots.plot_generation)(document, picture)

@@ -21,7 +21,7 @@ def output_directory(args: argparse.Namespace) -> Path:
     given = getattr(args, "output", ".")
     if not given:
         raise ValueError(f"--output must be a directory, got {given!r}.")
-    output = Path(given)
+    output = Path(given).expanduser()
     check_directory("output", output)
     return output
 

@@ -20,9 +20,12 @@ from ..errors import ArtifactError
 __all__ = ["free_name", "is_repeated", "picture_name", "set_aside"]
 
 
+_PICTURES = {"train locret": "training.png"}
+
+
 def picture_name(task: str) -> str:
     """Return what the picture of a task is called, by its last word: `attention.png` of `bench attention`."""
-    return f"{_words(task)[-1]}.png"
+    return _PICTURES.get(task, f"{_words(task)[-1]}.png")
 
 
 def is_repeated(path: Path, document: Mapping[str, Any]) -> bool:

@@ -12,27 +12,36 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CacheNames", "digest_files", "digest_folder", "model_digest"]
+__all__ = ["CacheNames", "digest_files", "digest_folder", "model_settings"]
 
 _FILES = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.json", "*.jinja", "*.model", "*.py", "tokenizer*", "vocab*",
     "merges.txt",
 )  # fmt: skip
 """Weights, and what says how to use them; not the pictures, cards and checkpoints that may lie beside."""
+_RESULTS = "results*"
+"""Nor what was measured with them."""
+_ARTIFACTS = ("heads", "calibration", "weights")
+"""Options that name a folder or a file."""
 _WHOLE = 64 * 2**20
 """Bytes up to which a file is read whole."""
 _STEP, _PIECE = 4 * 2**20, 4096
 """Of a larger one, a piece of so many bytes in every step: training changes a matrix all over."""
 
 
-def model_digest(model: str, config: Any) -> str | None:
-    """Return what tells the files of a model from others.
+def model_settings(model: str, config: Any) -> dict[str, str | None]:
+    """Return which model a run is of, for the settings of its records: `model` and `model_digest`.
+
+    A directory is known by its files alone, wherever it lies; what came from the hub by its id and commit.
 
     Args:
         model (`str`): Directory or hub id.
         config (`PreTrainedConfig`): Its configuration, which knows the commit of what came from the hub.
     """
-    return digest_folder(Path(model)) or getattr(config, "_commit_hash", None)
+    digest = digest_folder(Path(model))
+    if digest is not None:
+        return {"model": "a directory", "model_digest": digest}
+    return {"model": model, "model_digest": getattr(config, "_commit_hash", None)}
 
 
 def digest_folder(folder: Path) -> str | None:
@@ -44,7 +53,7 @@ def digest_folder(folder: Path) -> str | None:
         OSError: If a file cannot be read.
     """
     paths = {path for pattern in _FILES for path in folder.glob(pattern)}
-    return digest_files(sorted(path for path in paths if path.is_file()))
+    return digest_files(sorted(path for path in paths if path.is_file() and not path.match(_RESULTS)))
 
 
 def digest_files(paths: Sequence[Path]) -> str | None:
@@ -63,6 +72,10 @@ def digest_files(paths: Sequence[Path]) -> str | None:
     return digest.hexdigest()[:16]
 
 
+def _digest(place: Path) -> str | None:
+    return digest_files([place]) if place.is_file() else digest_folder(place)
+
+
 def _pieces(path: Path) -> Iterator[bytes]:
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -75,13 +88,13 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 class CacheNames:
-    """What the keys of records call a cache: its options, and a digest of each folder that they name.
+    """What the keys of records call a cache: its options, and a digest of each artifact that they name.
 
     Records of heads or of a calibration that have been replaced are not found, and made anew. What comes from
     the hub is told apart by its id alone.
 
     Args:
-        cache_configs (`Iterable[dict]`): The caches of a run. Their folders are read now.
+        cache_configs (`Iterable[dict]`): The caches of a run. Their artifacts are read now.
 
     Raises:
         OSError: If a file cannot be read.
@@ -89,11 +102,11 @@ class CacheNames:
 
     def __init__(self, cache_configs: Iterable[dict[str, Any]]) -> None:
         self._caches = list(cache_configs)
-        words = {word for cache_config in self._caches for word in _words(cache_config)}
-        digests = {word: digest_folder(Path(word)) for word in words}
+        places = {place for cache_config in self._caches for place in _artifacts(cache_config)}
+        digests = {place: _digest(Path(place)) for place in places}
         self._names = {}
         for cache_config in self._caches:
-            found = [digest for word in _words(cache_config) if (digest := digests[word]) is not None]
+            found = [digest for place in _artifacts(cache_config) if (digest := digests[place]) is not None]
             self._names[_options(cache_config)] = " ".join([_options(cache_config), *found])
 
     def __getitem__(self, cache_config: Mapping[str, Any]) -> str:
@@ -108,10 +121,11 @@ def _options(cache_config: Mapping[str, Any]) -> str:
     return json.dumps(cache_config, sort_keys=True)
 
 
-def _words(value: Any) -> Iterator[str]:
-    """Yield all words among options, those of layers and of a storage included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _words(part)
+def _artifacts(value: Any) -> Iterator[str]:
+    """Yield the places of files among options, those of layers, of a storage and of a pool included."""
+    if isinstance(value, Mapping):
+        for option, part in value.items():
+            if option in _ARTIFACTS and isinstance(part, str):
+                yield part
+            else:
+                yield from _artifacts(part)

@@ -39,6 +39,7 @@ class Journal:
         self._folder = progress_folder(directory)
         self._settings = json.loads(json.dumps(settings, sort_keys=True))
         self._path = self._folder / f"records-{process}.jsonl"
+        self._used: set[str] = set()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._records = self._read_all()
         if not self._path.exists():
@@ -49,6 +50,7 @@ class Journal:
         return key in self._records
 
     def __getitem__(self, key: str) -> dict[str, Any]:
+        self._used.add(key)
         return self._records[key]
 
     def __len__(self) -> int:
@@ -72,6 +74,7 @@ class Journal:
         """
         line = {"key": key, "record": record}
         self._write_line(line)
+        self._used.add(key)
         self._records[key] = json.loads(json.dumps(record))
         return self._records[key]
 
@@ -80,7 +83,13 @@ class Journal:
         self._records = self._read_all()
 
     def remove(self) -> None:
-        """Delete the records of all processes: the run is finished and its results are written."""
+        """Delete the records of all processes: the run is finished and its results are written.
+
+        They stay if some of them were not used: a run of more windows, questions or caches goes on with them.
+        """
+        if unused := len(self._records.keys() - self._used):
+            print(f"kept: {self._folder}, for {unused} records of a run of more than this one")
+            return
         remove_progress(self._folder, "records-*.jsonl")
 
     def _write_line(self, line: Mapping[str, Any]) -> None:

@@ -43,7 +43,7 @@ def parse_rows(
         place = f"{source}, line {number}"
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{place} is not json: {error}.") from error
         if not isinstance(row, dict):
             raise ValueError(f"{place} must be a json object, got {line.strip()[:60]!r}.")

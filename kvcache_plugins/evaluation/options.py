@@ -162,8 +162,15 @@ def check_directory(name: str, directory: Path) -> None:
     Raises:
         ValueError: Naming the option, the directory and what stands against it.
     """
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"--{name} must be a directory, got the file {str(directory)!r}.")
+    try:
+        exists = directory.exists()
+    except OSError as error:  # too long a name, or links in a circle
+        raise ValueError(
+            f"--{name} must be a directory, got {str(directory)!r}: {error.strerror}."
+        ) from error
+    if (exists or directory.is_symlink()) and not directory.is_dir():
+        what = "file" if exists else "link to nowhere"
+        raise ValueError(f"--{name} must be a directory, got the {what} {str(directory)!r}.")
     there = next(place for place in (directory, *directory.absolute().parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(

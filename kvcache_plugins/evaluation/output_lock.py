@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 __all__ = ["writing_alone"]
 
-_LOCK_FILE = ".lock"
+_LOCK_FILE = ".kvcache-plugins.lock"
 _RANK = ["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"]
 """Where launchers tell a process its index; the first one locks for all of its run."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -31,8 +31,13 @@ def writing_alone(output: Path, option: str = "output") -> Iterator[None]:
         ValueError: If another run is writing there.
         OSError: If nothing can be written there.
     """
-    is_new = not output.exists()
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        is_new = not output.exists()
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a link to nowhere, or too long a name
+        raise ValueError(
+            f"--{option} must be a directory that can be written to, got {str(output)!r}: {error.strerror}."
+        ) from error
     path = output / _LOCK_FILE
     lock = FileLock(path)
     if get_int_from_env(_RANK, 0) == 0:

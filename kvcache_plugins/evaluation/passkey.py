@@ -17,7 +17,7 @@ from typing import Any
 from ..models.facts import most_positions
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
-from .file_digests import CacheNames, model_digest
+from .file_digests import CacheNames, model_settings
 from .journal import Journal
 from .labels import cache_label
 from .loading import Subject, load_config, load_subject, load_tokenizer
@@ -65,11 +65,10 @@ def measure_passkey(
     _check_positions(options, config, max(len(trial.question) for trial in trials))
     settings = options.settings() | {"filler_sha256": hashlib.sha256(text.encode()).hexdigest()}
     with writing_alone(output):
-        digest = {"model_digest": model_digest(options.model, config)}
         names = CacheNames(cache_configs)
         subject = load_subject(options, tokenizer)
         shard = subject.shard
-        journal = Journal(output, settings | digest, shard.process)
+        journal = Journal(output, settings | model_settings(options.model, config), shard.process)
         own = shard.take(_batches(cache_configs, trials, options))
         todo = _missing(journal, names, own)
         total, left = (sum(len(batch) for _, batch in batches) for batches in (own, todo))

@@ -21,7 +21,7 @@ import torch
 from ..models.facts import decoder_config, most_positions
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
-from .file_digests import CacheNames, model_digest
+from .file_digests import CacheNames, model_settings
 from .journal import Journal
 from .labels import DENSE, cache_label
 from .loading import Subject, encode, load_config, load_subject, load_tokenizer, prefix_ids
@@ -72,7 +72,7 @@ def measure_perplexity(
     _warn_of_length(options, config)
     with writing_alone(output):
         settings = {name: value for name, value in options.settings().items() if name not in _NOT_OF_A_RECORD}
-        settings["model_digest"] = model_digest(options.model, config)
+        settings |= model_settings(options.model, config)
         names = CacheNames(caches)
         subject = load_subject(options, tokenizer)
         shard = subject.shard

@@ -217,10 +217,11 @@ class EvictingConfig(BackendConfig):
         budget = self.budget
         is_count = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
         is_fraction = isinstance(budget, float) and 0.0 < budget < 1.0
-        if isinstance(budget, float) and budget >= 1 and budget.is_integer():  # JSON of other languages
+        # JSON of other languages; 1.0 ends a series of fractions, and a single token is not meant
+        if isinstance(budget, float) and budget > 1 and budget.is_integer():
             object.__setattr__(self, "budget", int(budget))
         elif not is_count and not is_fraction:
             raise ValueError(
                 f"{type(self).__name__}.budget must be a number of tokens >= 1, or a fraction of the prompt "
-                f"between 0 and 1, got {budget!r}."
+                f"above 0 and below 1, got {budget!r}."
             )

@@ -12,26 +12,27 @@ from transformers import TrainerState
 
 from ..artifacts.files import read_json, read_tensors
 from ..errors import ArtifactError
-from ..evaluation.file_digests import digest_files, model_digest
+from ..evaluation.file_digests import digest_files, model_settings
 from ..evaluation.journal import differences
 from ..retaining.configuration import RetainingHeadsConfig
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
 from .arguments import LocretTrainingArguments
 from .options import LocretOptions
 
-__all__ = ["TRAINING_FILE", "check_checkpoint", "find_checkpoint", "training_facts"]
+__all__ = ["TRAINING_FILE", "check_checkpoint", "find_checkpoint", "is_finished", "training_facts"]
 
 TRAINING_FILE = "training.json"
 """What a checkpoint says of its training."""
 
 _STATE_FILE = "trainer_state.json"
 _OPTIONS = (
-    "model", "revision", "dtype", "attn_implementation", "dataset", "sequence_length", "max_length",
+    "revision", "dtype", "attn_implementation", "dataset", "sequence_length", "max_length",
     "num_examples", "eval_examples", "max_train_length",
 )  # fmt: skip
 _ARGUMENTS = (
-    "seed", "data_seed", "learning_rate", "warmup_steps", "lr_scheduler_type", "weight_decay", "adam_beta1",
-    "adam_beta2", "adam_epsilon", "max_grad_norm", "clip_value",
+    "seed", "data_seed", "optim", "optim_args", "learning_rate", "warmup_steps", "lr_scheduler_type",
+    "lr_scheduler_kwargs", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+    "clip_value",
 )  # fmt: skip
 """What the optimizer's state would go on with whatever is given, and what the results are said to be of."""
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_dim")
@@ -83,11 +84,16 @@ def training_facts(options: LocretOptions, args: LocretTrainingArguments, config
     facts |= {name: getattr(args, name) for name in _ARGUMENTS}
     facts |= {
         "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-        "model_digest": model_digest(str(options.model), config),
         "data_digest": digest_files(files),
     }
+    facts |= model_settings(str(options.model), config)
     plain: dict[str, Any] = json.loads(json.dumps(facts))
     return plain
+
+
+def is_finished(checkpoint: str | None, args: LocretTrainingArguments) -> bool:
+    """Whether a checkpoint, of [`find_checkpoint`], has all the steps that are to be."""
+    return checkpoint is not None and 0 < args.max_steps <= _step(Path(checkpoint) / _STATE_FILE)
 
 
 def check_checkpoint(checkpoint: str | None, config: RetainingHeadsConfig, facts: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from ..retaining.heads import RetainingHeads
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
 from .arguments import LocretTrainingArguments
 from .card import heads_card
-from .checkpoints import check_checkpoint, find_checkpoint, training_facts
+from .checkpoints import check_checkpoint, find_checkpoint, is_finished, training_facts
 from .data import build_datasets
 from .examples import Collator
 from .options import SYNTHETIC, LocretOptions
@@ -104,8 +104,12 @@ def _train(options: LocretOptions, args: LocretTrainingArguments, output: Path) 
     recalls = _measure(LocretTrainer(copy.deepcopy(heads), base_model, args, **data), "untrained")
     trainer = LocretTrainer(heads, base_model, args, facts, **data)
     started = time.perf_counter()
-    with writing_tensors():  # its checkpoints
-        trainer.train(resume_from_checkpoint=checkpoint)
+    if checkpoint is not None and is_finished(checkpoint, args):  # of which the Trainer would make one more
+        print(f"{checkpoint} has all of its steps; --max_steps {args.max_steps} asks for no more")
+        trainer.restore(checkpoint)
+    else:
+        with writing_tensors():  # its checkpoints
+            trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - started
     heads.to(getattr(torch, DTYPES[options.heads_dtype]))  # measured as they will be used
     if not all(bool(weight.isfinite().all()) for weight in heads.parameters()):

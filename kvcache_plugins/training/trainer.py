@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import EvalPrediction, Trainer
+from transformers import EvalPrediction, Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..artifacts.files import write_json
 from ..retaining.heads import RetainingHeads
@@ -139,9 +140,17 @@ class LocretTrainer(Trainer):
             norms = [top_recall(-x.key_norms, x.labels, x.mask).to(device) for x in layers]
         return loss.detach(), torch.stack(recalls, dim=1), torch.stack(norms, dim=1)
 
+    def restore(self, checkpoint: str) -> None:
+        """Take the heads and the state of a checkpoint, or of the best one that its training has kept."""
+        self._load_from_checkpoint(checkpoint)
+        self.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None and Path(best).is_dir():
+            self._load_best_model()
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
-        if self._facts is not None:
+        if self._facts is not None and self.args.should_save:  # called in every process
             write_json(Path(output_dir or str(self.args.output_dir)) / TRAINING_FILE, self._facts)
 
     def observe(self, inputs: dict[str, Any], receive: Callable[[int, Targets], None]) -> None:

@@ -16,9 +16,18 @@ import torch
 
 import kvcache_plugins as kvp
 from kvcache_plugins.calibration.options import CalibrationOptions
-from kvcache_plugins.cli import backend_table, calibrate, eval_longbench, eval_passkey, eval_perplexity, main
+from kvcache_plugins.cli import (
+    backend_table,
+    bench,
+    calibrate,
+    eval_longbench,
+    eval_passkey,
+    eval_perplexity,
+    main,
+)
 from kvcache_plugins.cli.backend_table import SECTIONS, backend_rows, docstring_sections, markdown_table
 from kvcache_plugins.cli.options import parse_cache_configs
+from kvcache_plugins.cli.preparing import output_directory
 from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.evaluation.labels import cache_label
 from kvcache_plugins.evaluation.longbench.options import LongBenchOptions
@@ -492,6 +501,37 @@ def test_signs_that_a_terminal_lacks_are_spelled_out() -> None:
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True
     )
     assert done.stdout.decode().strip() == r"two \xb1 one"
+
+
+def test_a_benchmark_that_nobody_reads_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*args: Any) -> None:
+        raise BrokenPipeError
+
+    document = json.loads(
+        (ROOT / "examples" / "results" / "bench_attention.json").read_text(encoding="utf-8")
+    )
+    monkeypatch.setattr(bench, "_measure", lambda *args: document)
+    monkeypatch.setattr(bench, "show", closed)
+    with pytest.raises(BrokenPipeError):
+        bench._show("attention", document, tmp_path, draws=False)
+    assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8")) == document
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("link", "a directory, got the link to nowhere '"), ("x" * 300, "a directory")]
+)
+def test_an_output_that_cannot_be_is_named(
+    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    command = ["eval", "perplexity", "--model", str(BUNDLED_MODEL), "--output", str(tmp_path / name)]
+    assert main(command) == 2
+    assert capsys.readouterr().err.startswith(f"error: --output must be {said}")
+
+
+def test_an_output_may_be_below_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert output_directory(argparse.Namespace(output="~/out")) == tmp_path / "out"
 
 
 def test_numbers_are_shown_before_a_picture_that_fails(

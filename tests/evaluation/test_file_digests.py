@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig
 
 from kvcache_plugins.evaluation import file_digests
-from kvcache_plugins.evaluation.file_digests import CacheNames, digest_files, digest_folder, model_digest
+from kvcache_plugins.evaluation.file_digests import CacheNames, digest_files, digest_folder, model_settings
 
 
 def write(folder: Path, weights: bytes = b"weights" * 3000) -> Path:
@@ -24,6 +24,7 @@ def test_a_copy_is_the_same_and_a_change_is_not(tmp_path: Path) -> None:
     digest = digest_folder(folder)
     assert digest is not None and len(digest) == 16
     (folder / "training.png").write_bytes(b"a picture")
+    (folder / "results-passkey.json").write_text("{}")
     (folder / "checkpoint-2").mkdir()
     shutil.copytree(folder, tmp_path / "copy")
     assert digest_folder(tmp_path / "copy") == digest
@@ -55,10 +56,25 @@ def test_nothing_has_no_digest(tmp_path: Path) -> None:
 
 def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path: Path) -> None:
     config = LlamaConfig()
-    assert model_digest("org/name", config) is None
+    assert model_settings("org/name", config) == {"model": "org/name", "model_digest": None}
     config._commit_hash = "abc"
-    assert model_digest("org/name", config) == "abc"
-    assert model_digest(str(write(tmp_path / "model")), config) == digest_folder(tmp_path / "model")
+    assert model_settings("org/name", config) == {"model": "org/name", "model_digest": "abc"}
+    found = [model_settings(str(write(tmp_path / name)), config) for name in ("here", "there")]
+    assert found == [{"model": "a directory", "model_digest": digest_folder(tmp_path / "here")}] * 2
+
+
+def test_the_weights_of_a_pool_are_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pool = {"kind": "conv", "weights": "pool.safetensors", "fraction": 0.25}
+    cache, plain = {"backend": "knorm", "budget": 64, "pool": pool}, {"backend": "int8"}
+    found = set()
+    for content in (b"old", b"new", b"old"):
+        Path("pool.safetensors").write_bytes(content)
+        write(Path("int8"), content)  # where LongBench puts its answers, say
+        names = CacheNames([plain, cache])
+        found.add(names[cache])
+        assert names[plain] == '{"backend": "int8"}'
+    assert len(found) == 2
 
 
 def test_caches_are_named_by_what_their_artifacts_hold(tmp_path: Path) -> None:

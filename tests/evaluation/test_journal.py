@@ -95,6 +95,24 @@ def test_a_full_disk_keeps_what_was_written(tmp_path: Path, monkeypatch: pytest.
     assert "a" in again and "c" in again and len(again) == 2
 
 
+def test_records_of_a_run_of_more_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = Journal(tmp_path, SETTINGS, 1)
+    for key in "abc":
+        more.add(key, {"x": key})
+    less = Journal(tmp_path, SETTINGS)
+    less.add("d", {"x": "d"})
+    assert less["a"] == {"x": "a"}
+    less.remove()
+    assert (
+        capsys.readouterr().out
+        == f"kept: {tmp_path / 'progress'}, for 2 records of a run of more than this one\n"
+    )
+    again = Journal(tmp_path, SETTINGS)
+    assert all(again.is_done(key) and again[key] == {"x": key} for key in "abcd")
+    again.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_finished_run_leaves_nothing(tmp_path: Path) -> None:
     journal = Journal(tmp_path, SETTINGS)
     journal.add("a", {"x": 1})

@@ -73,6 +73,15 @@ def test_what_was_made_for_nothing_goes(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["file"]
 
 
+def test_what_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for output in (tmp_path / "link", tmp_path / ("x" * 300)):
+        with pytest.raises(
+            ValueError, match=r"--output must be a directory that can be written to, got '.*': \w"
+        ):
+            writing_alone(output).__enter__()
+
+
 def test_the_first_process_of_a_run_locks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with writing_alone(tmp_path):
         monkeypatch.setenv("RANK", "1")

@@ -89,6 +89,7 @@ def test_the_command(
 @pytest.mark.parametrize("layerwise", ["false", "true"])
 def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise: str) -> None:
     steps = ("--max_steps", "3", "--learning_rate", "1e-3", "--layerwise_backward", layerwise)
+    steps += ("--save_strategy", "steps", "--save_steps", "1")
     batch = "--per_device_train_batch_size"
     assert main(["train-locret", *arguments(text, tmp_path / "alone", *steps, batch, "2"), "--no_plots"]) == 0
     alone = load_file(tmp_path / "alone" / "model.safetensors")
@@ -154,6 +155,7 @@ def test_another_training_is_not_gone_on_with(
 
     for option, given, said in (
         ("seed", "1", "seed was 0, is 1"),
+        ("optim", "sgd", "optim was 'adamw"),
         ("learning_rate", "1e-4", "learning_rate was 0.002, is 0.0001"),
         ("gradient_accumulation_steps", "1", "batch was 2, is 1"),
         ("eval_examples", "4", "eval_examples was 3, is 4"),
@@ -164,8 +166,15 @@ def test_another_training_is_not_gone_on_with(
         path.write_bytes(before + content)
         assert f"is of another training ({'data' if path == own else 'model'}_digest was" in refused()
         path.write_bytes(before)
-    assert main(["train-locret", *arguments(own, output, *common, *again)]) == 0, "only more steps of it"
+    elsewhere = ("--model", str(MODEL))  # the same files
+    assert main(["train-locret", *arguments(own, output, *common, *again, *elsewhere)]) == 0
     assert json.loads((output / "results.json").read_text())["settings"]["steps"] == 4
+    heads = (output / "model.safetensors").read_bytes()
+    (output / "model.safetensors").unlink()  # as if it had been interrupted before it wrote them
+    assert main(["train-locret", *arguments(own, output, *common, *again)]) == 0
+    assert (output / "model.safetensors").read_bytes() == heads, "no step is added to what has them all"
+    assert json.loads((output / "results.json").read_text())["settings"]["steps"] == 4
+    assert "has all of its steps; --max_steps 4 asks for no more" in capsys.readouterr().out
 
 
 def test_the_best_heads_are_those_of_their_step(text: Path, tmp_path: Path) -> None:

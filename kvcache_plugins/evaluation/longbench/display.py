@@ -39,9 +39,9 @@ def longbench_table(document: dict[str, Any]) -> Table:
     for result in results:
         table.add_column(Text(result["label"].replace(" ", "\n")), justify="right", no_wrap=True)
     for task in _tasks(document):
-        table.add_row(
-            task, str(_first(results, "rows", task)), *(_cell(r["scores"].get(task)) for r in results)
-        )
+        counts = sorted({result["rows"][task] for result in results if task in result["rows"]})
+        rows = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+        table.add_row(task, rows, *(_cell(r["scores"].get(task)) for r in results))
         for group in LENGTH_GROUPS if document["settings"]["longbench_e"] else ():
             by_length = (result["scores_by_length"].get(task, {}) for result in results)
             table.add_row(f"  {group}", "", *(_cell(scores.get(group)) for scores in by_length))
@@ -57,7 +57,10 @@ def footnotes(document: dict[str, Any]) -> list[str]:
     """Return what was asked how, what was skipped, and where the numbers come from."""
     settings, results = document["settings"], document["results"]
     if settings["score_only"]:
-        return [f"scores of the predictions in {settings['directory']}; nothing was run"]
+        lines = [f"scores of the predictions in {settings['directory']}; nothing was run"]
+        if any(len({r["rows"][task] for r in results if task in r["rows"]}) > 1 for task in _tasks(document)):
+            lines.append("caches have different numbers of rows: their scores are not of the same questions")
+        return lines
     rows, truncated = sum(results[0]["rows"].values()), sum(results[0]["truncated"].values())
     limits = sorted(set(settings["max_lengths"].values()))
     lengths = str(limits[0]) if len(limits) == 1 else f"{limits[0]} to {limits[-1]} (by task)"
@@ -140,10 +143,6 @@ def _subject(settings: dict[str, Any]) -> str:
 def _tasks(document: dict[str, Any]) -> list[str]:
     """Return all tasks that any cache has a score of, in the order of the benchmark."""
     return [task for task in TASKS if any(task in result["scores"] for result in document["results"])]
-
-
-def _first(results: list[dict[str, Any]], name: str, task: str) -> Any:
-    return next(result[name][task] for result in results if task in result[name])
 
 
 def _cell(score: float | None) -> str:

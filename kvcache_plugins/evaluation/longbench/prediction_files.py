@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = [
     "name_folder",
     "prediction_path",
     "read_predictions",
+    "remove_predictions",
     "rewrite_predictions",
     "set_aside",
 ]
@@ -95,6 +97,14 @@ def rewrite_predictions(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write a whole file, under a temporary name until it is complete."""
     with replaced(path) as unfinished:
         unfinished.write_text("".join(f"{_line(row)}\n" for row in rows), encoding="utf-8")
+
+
+def remove_predictions(folder: Path, tasks: Iterable[Task]) -> None:
+    """Delete the predictions of a cache that could not answer all, and its folder unless more is in it."""
+    for name in (*(prediction_path(folder, task).name for task in tasks), _CACHE_FILE):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def read_predictions(path: Path, task: Task, *, longbench_e: bool = False) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from ...models.facts import decoder_config, most_positions
 from ...registry import TRANSFORMERS_BACKENDS
 from ..caches import split_available
 from ..earlier import is_repeated
-from ..file_digests import CacheNames, model_digest
+from ..file_digests import CacheNames, model_settings
 from ..journal import Journal
 from ..labels import cache_label
 from ..loading import Subject, load_config, load_subject
@@ -67,7 +67,7 @@ def measure_longbench(
     max_lengths = _max_lengths(options, config, list(questions))
     cache_configs, skipped = split_available(config, options.cache_configs)
     with writing_alone(output):
-        relevant = _what_answers_depend_on(options) | {"model_digest": model_digest(options.model, config)}
+        relevant = _what_answers_depend_on(options) | model_settings(options.model, config)
         names = CacheNames(cache_configs)
         subject = load_subject(options)
         shard = subject.shard
@@ -95,6 +95,9 @@ def measure_longbench(
             return None
         journal.reload()
         results, failed = _results(run, cache_configs, questions)
+        for entry in failed:  # predictions of a part would be scored as if they were all
+            folder = output / files.folder_name(entry["cache_config"])
+            files.remove_predictions(folder, questions)
         document = build_document(
             _TASK, results, settings=settings, skipped=[*skipped, *failed], device=subject.device
         )

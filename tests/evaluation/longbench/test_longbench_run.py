@@ -246,6 +246,7 @@ def test_a_failure_of_transformers_own_cache_does_not_end_the_run(
         "cache_config": failing,
         "reason": "failed at row 1 of hotpotqa: out of something",
     }
+    assert not (tmp_path / "out" / folder_name(failing)).exists(), "a part is not scored as the whole"
     # the failure was of that hour; what has failed is tried again
     monkeypatch.setattr(run_module, "answer", lambda subject, cache, *rest: answer(subject, INT8, *rest))
     document = _run(model, data, tmp_path / "again", *arguments)
@@ -266,6 +267,46 @@ def test_scores_of_files_are_those_of_the_run(finished: Path, tmp_path: Path) ->
     document, run = read_results(tmp_path), read_results(finished)
     for name in ("cache_config", "scores", "average", "rows"):
         assert [result[name] for result in document["results"]] == [result[name] for result in run["results"]]
+
+
+def test_files_of_different_numbers_of_rows_are_told_of(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predictions = shutil.copytree(finished, tmp_path / "predictions")
+    path = predictions / "int8" / "hotpotqa.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    assert (
+        main(["eval", "longbench", "--score_only", str(predictions), "--output", str(tmp_path), "--no_plots"])
+        == 0
+    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert "hotpotqa 2 to 3 " in said and "passage_count 3 " in said
+    assert "caches have different numbers of rows: their scores are not of the same questions" in said
+    path.write_text("[" * 100_000)
+    assert main(["eval", "longbench", "--score_only", str(predictions), "--output", str(tmp_path)]) == 2
+    assert "hotpotqa.jsonl, line 1 is not json: " in capsys.readouterr().err
+
+
+def test_a_shorter_run_leaves_a_longer_one_its_answers(
+    model: Path, data: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, answer = [], run_module.answer
+
+    def counted(*args: Any) -> Any:
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        calls.append(args)
+        return answer(*args)
+
+    monkeypatch.setattr(run_module, "answer", counted)
+    output = tmp_path / "out"
+    assert main(["eval", "longbench", *_command(model, data, output)]) == 130
+    few = _run(model, data, output, "--limit", "1", "--tasks", "hotpotqa")
+    assert few["results"][0]["rows"] == {"hotpotqa": 1} and len(calls) == 7
+    calls[:] = [None] * 8
+    document = _run(model, data, output)
+    assert len(calls) == 8 + 12 - 7 and _metrics(document) == _metrics(read_results(finished))
+    assert not (output / "progress").exists()
 
 
 def test_files_of_other_programs_are_scored_without_a_model(tmp_path: Path) -> None:
