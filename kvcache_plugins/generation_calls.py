@@ -192,13 +192,16 @@ def bind_cache(
     _check_checkpointing(model, kv_cache)
     prompt_length = _prompt_length(generation_config, model_kwargs)
     _check_news(kv_cache, prompt_length)
+    is_assistant = getattr(generation_config, "is_assistant", False)
+    if is_assistant:
+        _fill_holes(model_kwargs)
     kv_cache.bind(
         model,
         attention_mask=model_kwargs.get("attention_mask"),
         max_cache_length=max_cache_length,
         prompt_length=prompt_length,
     )
-    if getattr(generation_config, "is_assistant", False):
+    if is_assistant:
         kv_cache.activate_past_recording()  # which transformers did before, and `bind` has undone
     given = getattr(generation_config, "prefill_chunk_size", None)
     if given is not None and kv_cache.reads_long_text and given > kv_cache.longest_call:
@@ -218,6 +221,17 @@ def bind_cache(
     _check_whole(model, kv_cache, prompt_length, model_kwargs, reason)
     if prompt_length is None or prompt_length - kv_cache.get_seq_length() > wanted:
         kv_cache.whole_prompt_reason = reason
+
+
+def _fill_holes(model_kwargs: dict[str, Any]) -> None:
+    """Leave an assistant's mask the padding on the left alone.
+
+    Transformers gives assistants no mask, for which each call makes one of its own: a padding token in the
+    middle of the text, or one that was drafted, would be taken for padding.
+    """
+    mask: Any = model_kwargs.get("attention_mask")
+    if getattr(mask, "ndim", 0) == 2:
+        model_kwargs["attention_mask"] = mask.cummax(dim=1).values
 
 
 def _check_use(model: Any, generation_config: Any, what: str) -> None:

@@ -281,6 +281,25 @@ def test_drafts_that_come_with_the_prompt(backend: str) -> None:
 @pytest.mark.allow_deprecation(
     "Passing .generation_config. together", reason="transformers drafts in this way"
 )
+@pytest.mark.parametrize("backend", ["knorm", "h2o", "streaming_llm"])
+def test_a_text_may_hold_the_padding_token_where_an_assistant_drafts(backend: str) -> None:
+    """Transformers drops the mask of ones that was given, and the assistant's own call sees a hole there."""
+    model, tokens = model_of(), ids(50)
+    tokens[0, 20] = 0
+    config = {
+        "backend": backend,
+        "budget": 32,
+        "chunk_size": 64,
+    }  # the whole prompt, as drafts are read with it
+    given = {"attention_mask": torch.ones_like(tokens), "pad_token_id": 0, "max_new_tokens": 6}
+    plain = _generate(model, tokens, config, **given)
+    drafted = _generate(model, tokens, config, assistant_model=model_of(seed=3), **given)
+    assert torch.equal(drafted.sequences, plain.sequences)
+
+
+@pytest.mark.allow_deprecation(
+    "Passing .generation_config. together", reason="transformers drafts in this way"
+)
 def test_a_prompt_that_is_read_with_drafts_is_read_whole() -> None:
     # transformers verifies the first drafts in the call that reads the prompt, so memory is not bounded
     model, tokens = model_of(), ids(50)
