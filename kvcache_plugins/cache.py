@@ -29,6 +29,7 @@ from .layers.indexed import with_indexer
 from .layers.offloading import Shelf
 from .layers.padding import left_padding
 from .layers.recurrent import with_recurrent_branch
+from .layers.rows import chosen_rows, num_rows
 from .layers.storing import storing
 from .layers.windowed import WindowedLayer, pays_off, with_window
 from .models.encoder_states import refuse_encoder_states
@@ -222,7 +223,7 @@ class KVCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (integers, or a boolean mask over the rows)."""
-        super().batch_select_indices(indices)
+        super().batch_select_indices(chosen_rows(indices, max(map(num_rows, self.packed_layers), default=0)))
         if self._shelf is not None:
             self._shelf.clear()  # which has places for the rows there were
 

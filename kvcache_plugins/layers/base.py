@@ -27,6 +27,7 @@ from .handle import KVHandle
 from .offloading import Shelf, make_records
 from .padding import Padding
 from .records import RecordLayout
+from .rows import num_rows
 from .stepping import take_step
 from .storing import storing
 from .stream import Stream, StreamSpec
@@ -297,8 +298,7 @@ class PackedLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        rows = self.uniform_layers[0].records.shape[0] if self.is_initialized else len(self.padding)
-        self.batch_select_indices(torch.arange(rows, device="cpu").repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(num_rows(self), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (integers, or a boolean mask over the rows)."""
