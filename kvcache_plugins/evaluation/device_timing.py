@@ -137,14 +137,17 @@ class DeviceTimer:
         return torch.cuda.mem_get_info(self.device)
 
     def _capture(self, calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
             with torch.cuda.graph(graph):
                 for call in calls:
                     call()
-        except RuntimeError:
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # which torch does only where the end of the capture raises nothing
             # Before torch 2.12 the allocator goes on asking a graph whose capture failed (pytorch #180395).
             self._failed.append(graph)
+            if isinstance(error.__context__, RuntimeError):  # what has ended the capture says why
+                raise error.__context__ from None
             raise
         return graph.replay
 

@@ -120,8 +120,11 @@ def _model(device: torch.device) -> str:
 def _driver() -> str:
     with suppress(OSError, IndexError):
         return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
-    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
-    return "unknown" if ask is None else f"for CUDA {ask()}"
+    version = ctypes.c_int()
+    with suppress(OSError, AttributeError):  # where the system tells no more, as in some containers
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            return f"for CUDA {version.value}"
+    return "unknown"
 
 
 def main(argv: list[str]) -> int:

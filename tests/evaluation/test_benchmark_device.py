@@ -12,7 +12,8 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +325,31 @@ def test_columns_of_a_device_are_not_shown_for_a_cpu() -> None:
     document = json.loads((ROOT / "examples" / "results" / "bench_attention.json").read_text())
     heads = [column.header for column in speed_tables.attention_table(document).columns]
     assert not {"attend\nms", "append\nms", "launched\nby CPU ms", "of copy"} & set(heads)
+
+
+def test_a_capture_that_fails_leaves_the_stream_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end raises as well, for which torch does not go back to the stream there was."""
+
+    @contextmanager
+    def graph(_: object) -> Iterator[None]:
+        streams.append("of the capture")
+        try:
+            yield
+        finally:
+            raise RuntimeError("the capture was invalidated")
+
+    def call() -> None:
+        raise RuntimeError("an operation that no graph can hold")
+
+    streams = ["before"]
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    timer = DeviceTimer(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"^an operation that no graph can hold$"):
+        timer._capture([call])
+    assert streams == ["before", "of the capture", "before"] and len(timer._failed) == 1
 
 
 def test_what_is_not_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

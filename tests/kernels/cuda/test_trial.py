@@ -7,6 +7,7 @@ import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,25 @@ def test_a_pass_is_remembered(library: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert cuda_trial.find_fault(library, DEVICE) is None
     assert cuda_trial.passed(library, DEVICE)
     assert calls.read_text() == f"{library} 1\n"
+
+
+@pytest.mark.parametrize(("status", "said"), [(0, "for CUDA 13010"), (999, "unknown"), (None, "unknown")])
+def test_the_driver_is_asked_where_the_system_tells_none(
+    status: int | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> Any:
+        if status is None:
+            raise OSError(f"{name}: cannot open shared object file")
+
+        def ask(version: Any) -> int:
+            version._obj.value = 13010
+            return status
+
+        return types.SimpleNamespace(cuDriverGetVersion=ask)
+
+    monkeypatch.setattr(cuda_trial.ctypes, "CDLL", load)
+    monkeypatch.setattr(cuda_trial, "Path", lambda name: Path("/nowhere"))
+    assert cuda_trial._driver() == said
 
 
 def test_other_bytes_gpus_and_drivers_are_other_trials(
