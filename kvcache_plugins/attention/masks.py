@@ -20,8 +20,18 @@ def mask_fits(key: KVHandle, attention_mask: Any = None, *args: Any, **kwargs: A
 
 
 def fitted(options: AttentionOptions, key: KVHandle, query_length: int) -> AttentionOptions:
-    """Options whose mask fits the layer: its own where the model's was made for another number of tokens."""
-    mask = options.mask
-    if mask is None or mask.shape[-1] in (1, key.tokens.length):
+    """Options whose mask fits the layer: its own where the model's was made for another number of tokens.
+
+    Raises:
+        ValueError: If all layers hold as many tokens as this one, so that the model has made no such mask.
+    """
+    mask, length = options.mask, key.tokens.length
+    if mask is None or mask.shape[-1] in (1, length):
         return options
+    if not key.layer.is_ragged:
+        raise ValueError(
+            f"attention_mask is for {mask.shape[-1]} tokens, but layer {key.layer.layer_idx} holds {length}, "
+            "those of this call included. Allowed are masks of shape (batch, tokens seen), of which the "
+            f"model makes what it needs, or with 4 dimensions, for these {length}."
+        )
     return replace(options, mask=key.layer.own_mask(key.tokens), is_causal=query_length > 1)

@@ -48,6 +48,7 @@ class PackedLayer(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
     is_croppable = True
+    is_ragged = False  # other layers may hold another number of tokens, and one mask is made for all
     window: int | None = None
     """How far back a query sees, its own token included; to the first one if not given."""
     shelf: Shelf | None = None  # of records that wait in the host's memory for their turn on a GPU

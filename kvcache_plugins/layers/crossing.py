@@ -22,6 +22,8 @@ __all__ = ["CrossAttentionLayer", "with_cross_attention"]
 class CrossAttentionLayer(ShownLayer):
     """A packed layer whose tokens are those of images. Made by [`with_cross_attention`]."""
 
+    is_ragged = True
+
     def bind(
         self, facts: LayerFacts, pads: Tensor | None, final_length: int | None, columns: int | None = None
     ) -> None:

@@ -49,6 +49,7 @@ class WindowedLayer(PackedLayer):
     """
 
     is_sliding = True
+    is_ragged = True
     window: int
     unit: int
 
