@@ -163,6 +163,7 @@ def test_a_block_mask_for_another_number_of_tokens(layer: PackedLayer, packed: b
     if not packed:
         layer = H2OLayer(H2OConfig(budget=500, kernel="torch"), 0, LayerFacts())
         layer.update(torch.randn(2, 2, 100, 48), torch.randn(2, 2, 100, 48))
+    layer.is_ragged = True
     query, key, value, dense = step(layer, 3)
     block_mask = create_block_mask(lambda b, h, q, k: k <= q + length - 3, 2, 1, 3, length, device="cpu")
     got, _ = ALL_ATTENTION_FUNCTIONS["flex_attention"](
