@@ -19,8 +19,8 @@ from ..errors import ArtifactError
 
 __all__ = ["free_name", "is_repeated", "picture_name", "set_aside"]
 
-
 _PICTURES = {"train locret": "training.png"}
+"""Of tasks that have another one than `picture_name` would call it."""
 
 
 def picture_name(task: str) -> str:

@@ -116,6 +116,14 @@ class CacheNames:
         """Yield every cache and its name, in the order they were given."""
         return ((cache_config, self[cache_config]) for cache_config in self._caches)
 
+    def is_outdated(self, key: str) -> bool:
+        """Whether the key of a record, which begins with a name, is of an artifact that has been replaced."""
+        return any(
+            key.startswith(f"{options} ") and not key.startswith(name)
+            for options, name in self._names.items()
+            if name != options
+        )
+
 
 def _options(cache_config: Mapping[str, Any]) -> str:
     return json.dumps(cache_config, sort_keys=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,17 @@ class Journal:
         """Read what all processes have written by now."""
         self._records = self._read_all()
 
-    def remove(self) -> None:
+    def remove(self, is_outdated: Callable[[str], bool] = lambda key: False) -> None:
         """Delete the records of all processes: the run is finished and its results are written.
 
         They stay if some of them were not used: a run of more windows, questions or caches goes on with them.
+
+        Args:
+            is_outdated (`Callable`): Whether no run can use the record of a key any more.
         """
-        if unused := len(self._records.keys() - self._used):
-            print(f"kept: {self._folder}, for {unused} records of a run of more than this one")
+        unused = [key for key in self._records.keys() - self._used if not is_outdated(key)]
+        if unused:
+            print(f"kept: {self._folder}, for {len(unused)} records of a run of more than this one")
             return
         remove_progress(self._folder, "records-*.jsonl")
 

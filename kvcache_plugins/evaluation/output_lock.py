@@ -28,7 +28,7 @@ def writing_alone(output: Path, option: str = "output") -> Iterator[None]:
         option (`str`): What it was given as, for the message.
 
     Raises:
-        ValueError: If another run is writing there.
+        ValueError: If another run is writing there, or it cannot be a directory.
         OSError: If nothing can be written there.
     """
     try:
@@ -46,10 +46,9 @@ def writing_alone(output: Path, option: str = "output") -> Iterator[None]:
         yield
     finally:
         if lock.is_locked:
-            with suppress(
-                OSError
-            ):  # of a system that deletes no file that is open: it does so when it closes
-                path.unlink()  # while nobody else can have it
+            # while nobody else can have it; a system that deletes no open file does so when it is released
+            with suppress(OSError):
+                path.unlink()
             lock.release()
         if is_new:
             with suppress(OSError):  # it holds what the block has written

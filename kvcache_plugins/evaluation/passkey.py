@@ -88,7 +88,7 @@ def measure_passkey(
             "passkey", rows, settings=settings, skipped=[*skipped, *failed], device=subject.device
         )
         write_results(output, document)
-        journal.remove()
+        journal.remove(names.is_outdated)
         return document
 
 

@@ -91,7 +91,7 @@ def measure_perplexity(
         journal.reload()
         document = _document(options, subject, windows, names, skipped, journal)
         write_results(output, document)
-        journal.remove()
+        journal.remove(names.is_outdated)
         return document
 
 

@@ -91,9 +91,9 @@ def training_facts(options: LocretOptions, args: LocretTrainingArguments, config
     return plain
 
 
-def is_finished(checkpoint: str | None, args: LocretTrainingArguments) -> bool:
+def is_finished(checkpoint: str, args: LocretTrainingArguments) -> bool:
     """Whether a checkpoint, of [`find_checkpoint`], has all the steps that are to be."""
-    return checkpoint is not None and 0 < args.max_steps <= _step(Path(checkpoint) / _STATE_FILE)
+    return 0 < args.max_steps <= _step(Path(checkpoint) / _STATE_FILE)
 
 
 def check_checkpoint(checkpoint: str | None, config: RetainingHeadsConfig, facts: Mapping[str, Any]) -> None:

@@ -56,17 +56,18 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
             or the training diverges; nothing is written then but its checkpoints.
         OSError: If something cannot be read or written.
     """
-    assert args.output_dir is not None  # which is checked when it is parsed
+    assert args.output_dir is not None and options.model is not None  # both are checked when they are parsed
     output = Path(args.output_dir)
     check_directory("output_dir", output)
     check_no_model(output, own=RetainingHeadsConfig.model_type)
     check_card(output)
     with writing_alone(output, "output_dir"):
-        return _train(options, args, output)
+        return _train(options, options.model, args, output)
 
 
-def _train(options: LocretOptions, args: LocretTrainingArguments, output: Path) -> dict[str, Any] | None:
-    assert options.model is not None  # which is checked as well
+def _train(
+    options: LocretOptions, model: str, args: LocretTrainingArguments, output: Path
+) -> dict[str, Any] | None:
     if options.dataset == SYNTHETIC and args.max_steps < 1:
         raise ValueError(
             f"--max_steps must be at least 1 for synthetic tasks, which have no end, got {args.max_steps}."
@@ -77,7 +78,7 @@ def _train(options: LocretOptions, args: LocretTrainingArguments, output: Path) 
     if push_to is not None:
         check_push(push_to, "hub_model_id", args.hub_token)
     source: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    config = load_config(options.model, **source)
+    config = load_config(model, **source)
     heads_config = RetainingHeadsConfig.from_model(
         config,
         hidden_dim=options.hidden_dim,
@@ -86,7 +87,7 @@ def _train(options: LocretOptions, args: LocretTrainingArguments, output: Path) 
     )
     facts = training_facts(options, args, config)
     check_checkpoint(checkpoint, heads_config, facts)
-    tokenizer = load_tokenizer(options.model, **source)
+    tokenizer = load_tokenizer(model, **source)
     positions = getattr(decoder_config(config), "max_position_embeddings", None)
     data_seed = args.seed if args.data_seed is None else args.data_seed
     train, held_out = build_datasets(options, tokenizer, positions=positions, seed=data_seed)
@@ -235,9 +236,9 @@ def _write(
 def _steps(trainer: LocretTrainer) -> int:
     """Return after how many steps the heads were what they are now."""
     state = trainer.state
-    if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
-        return int(state.best_global_step or 0)
-    return int(state.global_step)
+    has_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None
+    best = state.best_global_step if has_best else None
+    return state.global_step if best is None else best
 
 
 def _rows(recalls: _Recalls, seconds: float) -> list[dict[str, Any]]:

@@ -88,5 +88,8 @@ def test_caches_are_named_by_what_their_artifacts_hold(tmp_path: Path) -> None:
     write(tmp_path / "heads", b"others")
     now = CacheNames(reversed(caches))
     assert now[plain] == names[plain] and now[locret] != names[locret] and now[nested] != names[nested]
+    for name in (names[locret], names[nested]):
+        assert now.is_outdated(f"{name}|window") and not names.is_outdated(f"{name}|window")
+    assert not now.is_outdated(f"{names[plain]}|window") and not now.is_outdated('{"backend": "int8"} task 3')
     write(tmp_path / "heads")
     assert {name: c for c, name in CacheNames(caches)} == {name: c for c, name in names}

@@ -221,6 +221,7 @@ def test_heads_that_have_changed_are_asked_again(tmp_path: Path, monkeypatch: py
     asked = ["before"] * 15
     assert main(command) == 0
     assert asked[15:] == ["locret"] * 8, "all of the new heads, nothing of the dense cache"
+    assert not (tmp_path / "out" / "progress").exists(), "nobody needs the old ones"
 
 
 @pytest.mark.slow

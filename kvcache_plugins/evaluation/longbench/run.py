@@ -102,7 +102,7 @@ def measure_longbench(
             _TASK, results, settings=settings, skipped=[*skipped, *failed], device=subject.device
         )
         write_results(output, document)
-        journal.remove()
+        journal.remove(names.is_outdated)
         return document
 
 

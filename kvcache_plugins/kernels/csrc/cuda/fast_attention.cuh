@@ -427,7 +427,8 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
       value.shrink = state.raise_exponent(scale_exponent(value));
       multiply_values(a.value, value, state.output, state.minima);
     }
-    if ((block - ring.begin) / kWarps % kFoldBlocks == kFoldBlocks - 1) fold_minima(a.value, value, state);
+    if (static_cast<unsigned>(block - ring.begin) / kWarps % kFoldBlocks == kFoldBlocks - 1)
+      fold_minima(a.value, value, state);
   }
   copy_wait<0>();
 
