@@ -21,6 +21,7 @@ import kvcache_plugins as kvp
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.codec import Codec, Encoded
 from kvcache_plugins.layers.stream import StreamSpec
+from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.quantizers.granularity import per_token_head
 
 
@@ -85,7 +86,7 @@ def main() -> None:
         return_dict_in_generate=True,
     )
     print(tokenizer.decode(out.sequences[0]))
-    print(out.past_key_values.report())
+    print(cache_of(out).report())
 
 
 if __name__ == "__main__":

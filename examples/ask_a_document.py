@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvcache_plugins as kvp
 from kvcache_plugins.evaluation.language_reference import read_language_reference
 from kvcache_plugins.evaluation.text_files import read_text_file
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 
 MODELS = Path(__file__).resolve().parent / "models"
 CACHE_CONFIG = {
@@ -90,10 +91,10 @@ def read(options: argparse.Namespace) -> None:
     )
     seconds = time.perf_counter() - started
     (options.folder / "document.json").unlink(missing_ok=True)  # its tokens are not those of this cache
-    output.past_key_values.save_pretrained(options.folder)
+    cache_of(output).save_pretrained(options.folder)
     document = {"model": options.model, "ids": ids.tolist()}
     (options.folder / "document.json").write_text(json.dumps(document), encoding="utf-8")
-    print(output.past_key_values.report())
+    print(cache_of(output).report())
     print(f"read {ids.shape[1]} tokens in {seconds:.2f} s, saved to {options.folder}")
 
 
@@ -112,7 +113,7 @@ def ask(options: argparse.Namespace) -> None:
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=copy.deepcopy(cache),
+            **as_argument(copy.deepcopy(cache)),
             max_new_tokens=6 if not options.questions else 64,
             do_sample=False,
         )

@@ -49,6 +49,7 @@ from kvcache_plugins.evaluation.progress import progress_bar
 from kvcache_plugins.evaluation.results import build_document, write_results
 from kvcache_plugins.evaluation.text_files import read_text_file
 from kvcache_plugins.evaluation.timing import Spread, StepTimer
+from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.models.pretrained import load_config, load_model, load_tokenizer
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
 
@@ -256,7 +257,7 @@ def measure(
     generate(model, prompt[:, :64], cache_config, WARM_UP_STEPS)  # quanto compiles at its first use
     timer = StepTimer()
     output = generate(model, prompt, cache_config, args.new_tokens, timer)
-    cache, times = output.past_key_values, Spread.of(timer.decode_ms()[WARM_UP_STEPS:])
+    cache, times = cache_of(output), Spread.of(timer.decode_ms()[WARM_UP_STEPS:])
     report = cache.report() if isinstance(cache, kvp.KVCache) else None
     kv_bytes = cache_bytes(cache)
     if scorer is not model:

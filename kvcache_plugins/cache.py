@@ -60,7 +60,7 @@ class KVCache(Cache):
 
     ```python
     cache = KIVICache(model, nbits=2)
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, past_key_values=cache)  # `cache=cache` since Transformers 5.24
     ```
 
     Args:
@@ -376,7 +376,7 @@ def build_cache(
         max_cache_length (`int`, *optional*): Tokens the cache will hold in the end, if known.
 
     Returns:
-        `KVCache`: For `past_key_values=`, or an own loop.
+        `KVCache`: For `generate()`, or an own loop.
 
     Raises:
         ValueError: On an unknown backend or a wrong option; the message names the option, the value and the

@@ -5,11 +5,15 @@ Nothing of transformers is imported at the top, because importing this package c
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+from .errors import IncompatibleTransformersError
+from .models.cache_argument import CACHE_NAMES, given_cache
 from .prompt_chunks import soft_prompt_kind, why_read_whole
 from .registry import TRANSFORMERS_BACKENDS, get_backend, list_backends
 
@@ -33,7 +37,7 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
     """
     implementation = getattr(generation_config, "cache_implementation", None)
     cache_config = getattr(generation_config, "cache_config", None)
-    if implementation is None and model_kwargs.get("past_key_values") is None:
+    if implementation is None and given_cache(model_kwargs) is None:
         _check_not_forgotten(model, cache_config)
     if implementation != "quantized" or cache_config is None:
         return
@@ -110,8 +114,8 @@ def choose_cache_of_assistant(model: Any, generation_config: Any, model_kwargs: 
     """Give a drafting model the cache its own configuration names, else one like its target's if that fits.
 
     It runs with a copy of the target's configuration, whose `cache_config` may name layers and artifacts of
-    the target alone. From the second round on it is given the cache of the last one as well, which
-    transformers refuses beside `cache_implementation`.
+    the target alone, and of which some releases of transformers take `cache_implementation` away. From the
+    second round on it is given the cache of the last one as well, which transformers refuses beside that.
 
     Args:
         model (`PreTrainedModel`): What generates; nothing is done to others than assistants.
@@ -122,12 +126,15 @@ def choose_cache_of_assistant(model: Any, generation_config: Any, model_kwargs: 
     if not getattr(generation_config, "is_assistant", False) or not _names_ours(cache_config):
         return
     implementation, own_config = _own_choice(model)
-    if model_kwargs.get("past_key_values") is not None:
+    if given_cache(model_kwargs) is not None:
         generation_config.cache_implementation = None
-    elif implementation is not None:
+        return
+    if implementation is not None:
         generation_config.cache_implementation = implementation
         generation_config.cache_config = own_config
-    elif (reason := _why_not(model, generation_config, model_kwargs)) is not None:
+        return
+    generation_config.cache_implementation = "quantized"
+    if (reason := _why_not(model, generation_config, model_kwargs)) is not None:
         warnings.warn(
             f"The assistant {type(model).__name__} drafts with a dense cache, as its target's does not fit: "
             f"{reason} The assistant's own generation_config may name another.",
@@ -177,18 +184,20 @@ def bind_cache(
     Args:
         model (`PreTrainedModel`): What generates.
         generation_config (`GenerationConfig`): The call's own copy; may be given a `prefill_chunk_size`.
-        model_kwargs (`dict`): The call's arguments, `past_key_values` and masks among them.
+        model_kwargs (`dict`): The call's arguments, cache and masks among them.
         generation_mode (`GenerationMode`): What transformers calls this way of generating.
         max_cache_length (`int`, *optional*): Tokens the cache will hold in the end.
 
     Raises:
         ValueError: If the prompt is to be read in larger chunks than the model can take, or cannot be split;
             if it has nothing that the cache has not seen, or the cache would not be used.
+        IncompatibleTransformersError: If the cache that was asked for is not among the arguments.
     """
-    kv_cache = model_kwargs.get("past_key_values")
+    kv_cache = given_cache(model_kwargs)
     if kv_cache is None or not _is_ours(kv_cache):
+        _check_found(generation_config)
         return
-    _check_use(model, generation_config, f"past_key_values, of the backend {kv_cache.backend!r},")
+    _check_use(model, generation_config, f"a cache of the backend {kv_cache.backend!r}")
     _check_checkpointing(model, kv_cache)
     prompt_length = _prompt_length(generation_config, model_kwargs)
     _check_news(kv_cache, prompt_length)
@@ -234,6 +243,18 @@ def _fill_holes(model_kwargs: dict[str, Any]) -> None:
         model_kwargs["attention_mask"] = mask.cummax(dim=1).values
 
 
+def _check_found(generation_config: Any) -> None:
+    """Refuse to go on with a cache of ours that was asked for and cannot be told anything."""
+    cache_config = getattr(generation_config, "cache_config", None)
+    if getattr(generation_config, "cache_implementation", None) == "quantized" and _names_ours(cache_config):
+        import transformers
+
+        raise IncompatibleTransformersError(
+            f"transformers {transformers.__version__} knows caches by another name than any of "
+            f"{CACHE_NAMES}, so that this one could not be told of padding and much else."
+        )
+
+
 def _check_use(model: Any, generation_config: Any, what: str) -> None:
     """Refuse a cache for generation that reads its whole text at every step, or brings another one."""
     if (soft_prompt := soft_prompt_kind(model)) in _SOFT_PROMPT_CACHES:
@@ -251,12 +272,22 @@ def _check_use(model: Any, generation_config: Any, what: str) -> None:
 
 def _check_checkpointing(model: Any, kv_cache: Any) -> None:
     """Refuse a model whose layers, told to save memory for a backward pass, are called without a cache."""
+    if _keeps_caches_without_gradients():
+        return  # `generate()` asks for none
     checkpointing = (getattr(module, "gradient_checkpointing", False) for module in model.modules())
     if model.training and any(checkpointing):
         raise ValueError(
             f"{type(model).__name__} is in training mode with gradient checkpointing, which keeps the cache "
             f"from its layers: the backend {kv_cache.backend!r} would be ignored. Allowed is model.eval()."
         )
+
+
+@cache
+def _keeps_caches_without_gradients() -> bool:
+    """Whether layers that save memory for a backward pass have a cache where there will be none (5.24)."""
+    from transformers import modeling_layers
+
+    return "torch.is_grad_enabled()" in inspect.getsource(modeling_layers)
 
 
 def _check_news(kv_cache: Any, prompt_length: int | None) -> None:
@@ -266,7 +297,7 @@ def _check_news(kv_cache: Any, prompt_length: int | None) -> None:
         raise ValueError(
             f"The prompt has {prompt_length} tokens, and its cache has seen {seen} before. Allowed are a "
             "next turn, given with all that came before it, and for another text a new cache, or this one "
-            "after `past_key_values.reset()`."
+            "after its `reset()`."
         )
 
 

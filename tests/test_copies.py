@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import kvcache_plugins as kvp
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
 from tests.eviction.locret_feeding import locret
 
@@ -43,7 +44,7 @@ def logits(model: Any, cache: Any, count: int, seed: int = 0) -> Tensor:
     seen = cache.get_seq_length()
     tokens = torch.randint(3, 120, (1, seen + count), generator=torch.Generator().manual_seed(seed))
     output = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, max_new_tokens=4,
+        tokens, attention_mask=torch.ones_like(tokens), **as_argument(cache), max_new_tokens=4,
         do_sample=False, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
     return torch.stack(output.logits)
@@ -69,7 +70,7 @@ def test_what_is_deep_copied_needs_no_bind_and_what_is_pickled_does() -> None:
     token = torch.full((1, 1), 5)
     copied, pickled = (copying(cache) for copying in COPIES.values())
     with torch.no_grad():
-        expected = model(token, past_key_values=cache).logits
-        assert torch.equal(model(token, past_key_values=copied).logits, expected)
+        expected = model(token, **as_argument(cache)).logits
+        assert torch.equal(model(token, **as_argument(copied)).logits, expected)
         with pytest.raises(kvp.UnsupportedOperationError, match=r"cache.bind\(model\)"):
-            model(token, past_key_values=pickled)
+            model(token, **as_argument(pickled))

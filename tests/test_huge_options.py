@@ -11,6 +11,7 @@ import torch
 
 from kvcache_plugins import build_cache, list_backends
 from kvcache_plugins.eviction.options import EvictingConfig
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import get_backend
 from kvcache_plugins.testing import tiny_model
 from kvcache_plugins.testing.generation import padded_prompt
@@ -30,7 +31,7 @@ def generated(cache: Any, count: int = 60) -> torch.Tensor:
     """Logits of new tokens, of a batch whose second row has pads."""
     output = model().generate(
         **padded_prompt((40, 25)),
-        past_key_values=cache,
+        **as_argument(cache),
         max_new_tokens=count,
         min_new_tokens=count,
         do_sample=False,
@@ -91,7 +92,7 @@ def test_sinks_are_counted_from_the_first_token_also_where_a_window_has_dropped_
         "return_dict_in_generate": True,
     }
     found, expected = (
-        torch.stack(windowed.generate(tokens, past_key_values=used, **options).logits)
+        torch.stack(windowed.generate(tokens, **as_argument(used), **options).logits)
         for used in (cache, None)
     )
     assert cache.packed_layers[0].padding.dropped >= 256

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import (
     Cache,
     DynamicCache,
@@ -39,7 +41,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 import kvcache_plugins as kvp
 from kvcache_plugins import integration
 from kvcache_plugins.kernels import loader
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.testing import tiny_model
+from tests.models.families import small_model
 
 INPUTS = torch.arange(5, 45)[None]
 SMALL = {
@@ -80,7 +84,7 @@ def generate(model: Any, cache_config: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["kivi", "KIVI", "Int8", "int4", "float8"])
 def test_our_names_reach_us(model: Any, name: str) -> None:
-    cache = generate(model, {"backend": name}).past_key_values
+    cache = cache_of(generate(model, {"backend": name}))
     assert isinstance(cache, kvp.KVCache) and isinstance(cache, Cache)
     assert cache.backend == name.lower()
 
@@ -89,7 +93,7 @@ def test_our_names_reach_us(model: Any, name: str) -> None:
 def test_transformers_names_reach_transformers(model: Any, name: str) -> None:
     pytest.importorskip("optimum.quanto" if name == "quanto" else "hqq")
     options = {"axis_key": 1, "axis_value": 1} if name == "hqq" else {}
-    cache = generate(model, {"backend": name, "nbits": 4, "q_group_size": 16, **options}).past_key_values
+    cache = cache_of(generate(model, {"backend": name, "nbits": 4, "q_group_size": 16, **options}))
     assert type(cache) is host.QuantizedCache
 
 
@@ -98,7 +102,7 @@ def test_transformers_names_reach_transformers(model: Any, name: str) -> None:
 )
 @pytest.mark.parametrize("name", ["fp8", "FP8"])
 def test_fp8_reaches_transformers(model: Any, name: str) -> None:
-    cache = generate(model, {"backend": name}).past_key_values
+    cache = cache_of(generate(model, {"backend": name}))
     assert type(cache) is host.QuantizedCache
     assert {type(layer) for layer in cache.layers} == {host.Fp8QuantizedLayer}
     with pytest.raises(ValueError, match=r"fp8.*does not support \['nbits'\]"):  # in transformers' own words
@@ -113,22 +117,22 @@ def test_published_hqq_example_runs_as_written(model: Any) -> None:
     }  # fmt: skip
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cache = generate(model, published).past_key_values
+        cache = cache_of(generate(model, published))
     assert type(cache) is host.QuantizedCache
     assert sum("'device'" in str(w.message) for w in caught) == 1
 
 
 def test_keys_of_older_tutorials_are_dropped_for_ours_too(model: Any) -> None:
     with pytest.warns(UserWarning, match="compute_dtype.*device"):
-        cache = generate(
-            model, {"backend": "int8", "device": "cpu", "compute_dtype": torch.float16}
-        ).past_key_values
+        cache = cache_of(
+            generate(model, {"backend": "int8", "device": "cpu", "compute_dtype": torch.float16})
+        )
     assert isinstance(cache, kvp.Int8Cache)
 
 
 def test_without_a_backend_transformers_default_serves(model: Any) -> None:
     pytest.importorskip("optimum.quanto")
-    assert type(generate(model, {"q_group_size": 16}).past_key_values) is host.QuantizedCache
+    assert type(cache_of(generate(model, {"q_group_size": 16}))) is host.QuantizedCache
 
 
 @pytest.mark.parametrize(
@@ -246,24 +250,24 @@ def test_continuous_batching_refuses_what_it_would_ignore(is_given: bool, no_for
 def test_a_backend_is_no_mistake_where_another_cache_is_chosen(model: Any) -> None:
     settings = {"max_new_tokens": 2, "return_dict_in_generate": True}
     run, ours = functools.partial(model.generate, INPUTS, **settings), {"backend": "kivi"}
-    assert type(run(cache_config=ours, cache_implementation="dynamic").past_key_values) is DynamicCache
-    assert type(run(cache_config={"backend": "quanto"}).past_key_values) is DynamicCache  # not ours to judge
+    assert type(cache_of(run(cache_config=ours, cache_implementation="dynamic"))) is DynamicCache
+    assert type(cache_of(run(cache_config={"backend": "quanto"}))) is DynamicCache  # not ours to judge
     given = kvp.build_cache(model, {"backend": "int8"})
-    assert run(cache_config=ours, past_key_values=given).past_key_values is given
+    assert cache_of(run(cache_config=ours, **as_argument(given))) is given
     default = tiny_model("llama")
     default.generation_config.cache_implementation, default.generation_config.cache_config = "quantized", ours
-    assert isinstance(default.generate(INPUTS, **settings).past_key_values, kvp.KIVICache)
+    assert isinstance(cache_of(default.generate(INPUTS, **settings)), kvp.KIVICache)
     turned_off = default.generate(INPUTS, cache_implementation=None, **settings)
-    assert type(turned_off.past_key_values) is DynamicCache
+    assert type(cache_of(turned_off)) is DynamicCache
 
 
-@pytest.mark.parametrize("is_given", [False, True], ids=["", "past_key_values"])
+@pytest.mark.parametrize("is_given", [False, True], ids=["", "given"])
 @pytest.mark.parametrize("how", ["use_cache", "checkpointing"])
 def test_a_cache_that_would_not_be_used_is_refused(how: str, is_given: bool) -> None:
     model = tiny_model("llama")
     cache: dict[str, Any] = {"cache_implementation": "quantized", "cache_config": {"backend": "int8"}}
     if is_given:
-        cache = {"past_key_values": kvp.build_cache(model, {"backend": "int8"})}
+        cache = as_argument(kvp.build_cache(model, {"backend": "int8"}))
     if how == "use_cache":
         with pytest.raises(ValueError, match=r"use_cache is False.*'int8'.* of no use.*use_cache=True"):
             model.generate(INPUTS, max_new_tokens=4, use_cache=False, **cache)
@@ -271,28 +275,34 @@ def test_a_cache_that_would_not_be_used_is_refused(how: str, is_given: bool) -> 
     expected = model.generate(INPUTS, max_new_tokens=4, do_sample=False)
     model.train()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    with pytest.raises(ValueError, match=r"training mode with gradient checkpointing.*'int8'.*model.eval"):
-        model.generate(INPUTS, max_new_tokens=4, **cache)
+    if Version(transformers.__version__) < Version("5.24"):
+        with pytest.raises(ValueError, match=r"training mode with gradient checkpointing.*'int8'.*eval"):
+            model.generate(INPUTS, max_new_tokens=4, **cache)
+    else:
+        out = model.generate(INPUTS, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, **cache)
+        assert torch.equal(out.sequences, expected)
+        assert cache_of(out).get_seq_length() == expected.shape[1] - 1
+        cache_of(out).reset()
     model.eval()  # as transformers' Trainer does before it generates
     assert torch.equal(model.generate(INPUTS, max_new_tokens=4, do_sample=False, **cache), expected)
 
 
 def test_a_prompt_without_anything_new_is_refused(model: Any) -> None:
     cache = kvp.build_cache(model, {"backend": "kivi"})
-    first = model.generate(INPUTS, past_key_values=cache, max_new_tokens=4)
+    first = model.generate(INPUTS, **as_argument(cache), max_new_tokens=4)
     assert cache.get_seq_length() == 43
     for prompt in (INPUTS, INPUTS[:, :7], first[:, :43]):
         with pytest.raises(ValueError, match=rf"has {prompt.shape[1]} tokens, .*seen 43 .*reset"):
-            model.generate(prompt, past_key_values=cache, max_new_tokens=4)
+            model.generate(prompt, **as_argument(cache), max_new_tokens=4)
     assert cache.get_seq_length() == 43
     # the last token alone, with the mask, and the numbers, of all
     settings = {"max_new_tokens": 4, "do_sample": False}
     copied = copy.deepcopy(cache)
     got = model.generate(
         first[:, 43:], attention_mask=torch.ones_like(first), position_ids=torch.tensor([[43]]),
-        past_key_values=cache, **settings,
+        **as_argument(cache), **settings,
     )  # fmt: skip
-    assert torch.equal(got[:, 1:], model.generate(first, past_key_values=copied, **settings)[:, 44:])
+    assert torch.equal(got[:, 1:], model.generate(first, **as_argument(copied), **settings)[:, 44:])
 
 
 def test_a_cache_of_another_model_is_refused(model: Any) -> None:
@@ -302,9 +312,9 @@ def test_a_cache_of_another_model_is_refused(model: Any) -> None:
     ):
         cache = kvp.build_cache(other, {"backend": "int8"})
         with pytest.raises(ValueError, match=rf"{said}.*cache of its own"):
-            model.generate(INPUTS, past_key_values=cache, max_new_tokens=4)
+            model.generate(INPUTS, **as_argument(cache), max_new_tokens=4)
     cache = kvp.build_cache(copy.deepcopy(model.config), {"backend": "int8"})
-    model.generate(INPUTS, past_key_values=cache, max_new_tokens=2)
+    model.generate(INPUTS, **as_argument(cache), max_new_tokens=2)
     assert cache.get_seq_length() == 41
 
 
@@ -317,15 +327,15 @@ def test_a_cache_whose_forward_was_interrupted_is_refused(model: Any) -> None:
 
     handle = model.model.layers[0].register_forward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        model.generate(INPUTS, past_key_values=cache, max_new_tokens=9)
+        model.generate(INPUTS, **as_argument(cache), max_new_tokens=9)
     handle.remove()
     settings = {"max_new_tokens": 4, "do_sample": False}
     with pytest.raises(ValueError, match=r"seen from 42 to 43 tokens.*interrupted.*reset"):
-        model.generate(INPUTS.repeat(1, 2), past_key_values=cache, **settings)
+        model.generate(INPUTS.repeat(1, 2), **as_argument(cache), **settings)
     cache.reset()
-    again = model.generate(INPUTS, past_key_values=cache, **settings)
+    again = model.generate(INPUTS, **as_argument(cache), **settings)
     new = kvp.build_cache(model, {"backend": "int8"})
-    assert torch.equal(again, model.generate(INPUTS, past_key_values=new, **settings))
+    assert torch.equal(again, model.generate(INPUTS, **as_argument(new), **settings))
 
 
 def test_our_attention_on_a_model_that_takes_none() -> None:
@@ -350,7 +360,7 @@ def test_cache_and_config_survive_json(model: Any) -> None:
         return_dict_in_generate=True,
     )
     again = GenerationConfig.from_dict(json.loads(json.dumps(config.to_dict(), default=str)))
-    cache = model.generate(INPUTS, generation_config=again).past_key_values
+    cache = cache_of(model.generate(INPUTS, generation_config=again))
     assert cache.packed_layers[0].config.nbits == 8
 
 
@@ -373,7 +383,7 @@ def test_generate_binds_padding_and_final_length(model: Any) -> None:
         cache_config={"backend": "int8"},
         return_dict_in_generate=True,
     )
-    layer = out.past_key_values.packed_layers[0]
+    layer = cache_of(out).packed_layers[0]
     assert layer.padding.lengths.tolist() == [0, 0, 7, 7]
     assert layer.final_length == 34
 
@@ -390,13 +400,13 @@ def test_uninstall_restores_transformers_and_install_comes_back(model: Any) -> N
             generate(model, {"backend": "kivi"})
         if host.is_optimum_quanto_available():
             assert (
-                type(generate(model, {"backend": "quanto", "q_group_size": 16}).past_key_values)
+                type(cache_of(generate(model, {"backend": "quanto", "q_group_size": 16})))
                 is host.QuantizedCache
             )
     finally:
         kvp.install()
     kvp.install()  # a second call changes nothing
-    assert isinstance(generate(model, {"backend": "kivi"}).past_key_values, kvp.KIVICache)
+    assert isinstance(cache_of(generate(model, {"backend": "kivi"})), kvp.KIVICache)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"].__wrapped__ is wrapped.__wrapped__  # type: ignore[attr-defined]
 
 
@@ -521,9 +531,9 @@ def test_a_call_without_drafts_packs_again_after_one_with_them(model: Any, backe
 
     def two_turns(**drafts: Any) -> Any:
         cache = kvp.build_cache(model, config)
-        first = model.generate(tokens, past_key_values=cache, max_new_tokens=8, do_sample=False, **drafts)
+        first = model.generate(tokens, **as_argument(cache), max_new_tokens=8, do_sample=False, **drafts)
         turn = torch.cat([first, tokens[:, :90]], dim=1)
-        model.generate(turn, past_key_values=cache, max_new_tokens=90, do_sample=False)
+        model.generate(turn, **as_argument(cache), max_new_tokens=90, do_sample=False)
         return cache
 
     drafted, plain = two_turns(prompt_lookup_num_tokens=3), two_turns()
@@ -581,16 +591,18 @@ def test_an_assistant_has_a_cache_that_fits_it(
 def test_an_assistant_that_cannot_show_its_queries_drafts_with_a_dense_cache(model: Any) -> None:
     settings = {"cache_implementation": "quantized", "cache_config": {"backend": "tova", "budget": 30}}
     run = functools.partial(model.generate, INPUTS[:1], max_new_tokens=9, do_sample=False, **settings)
-    with pytest.warns(UserWarning, match="GPTJForCausalLM drafts with a dense cache.* must see the queries"):
-        run(assistant_model=tiny_model("gptj"))
+    with pytest.warns(
+        UserWarning, match="GPTNeoForCausalLM drafts with a dense cache.* must see the queries"
+    ):
+        run(assistant_model=small_model("gpt_neo"))
 
 
 def test_other_caches_are_left_alone(model: Any) -> None:
     cache = DynamicCache(config=model.config)
-    model.generate(INPUTS, past_key_values=cache, max_new_tokens=3)
+    model.generate(INPUTS, **as_argument(cache), max_new_tokens=3)
     assert type(cache) is DynamicCache
     out = model.generate(INPUTS, max_new_tokens=3, return_dict_in_generate=True)
-    assert type(out.past_key_values) is DynamicCache
+    assert type(cache_of(out)) is DynamicCache
 
 
 @pytest.mark.parametrize("backend", ["kivi", "knorm"])
@@ -598,12 +610,12 @@ def test_caches_can_be_copied(model: Any, backend: str) -> None:
     config = {"backend": backend, **({"budget": 30} if backend == "knorm" else {})}
     prompt = torch.randint(3, 120, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        cache = model.generate(
+        cache = cache_of(model.generate(
             prompt, do_sample=False, max_new_tokens=2, return_dict_in_generate=True,
             cache_implementation="quantized", cache_config=config,
-        ).past_key_values  # fmt: skip
+        ))  # fmt: skip
         copied = copy.deepcopy(cache)
-    answers = [model(prompt[:, :3], past_key_values=one).logits for one in (cache, copied)]
+    answers = [model(prompt[:, :3], **as_argument(one)).logits for one in (cache, copied)]
     assert type(copied) is type(cache) and torch.equal(*answers)
 
 

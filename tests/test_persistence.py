@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 import kvcache_plugins as kvp
 from kvcache_plugins import ArtifactError, KVCache, UnsupportedOperationError, build_cache
 from kvcache_plugins.artifacts.scales import Scales, save_scales
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
 
 TENSORS, FACTS = "cache.safetensors", "cache.json"
@@ -30,11 +31,11 @@ def prefilled(model: Any, config: dict[str, Any], length: int = 90, pads: int = 
     mask[1, :pads] = 0
     cache = build_cache(model, config).bind(model, mask)
     with torch.no_grad():
-        model(torch.randint(3, 120, (2, length)), attention_mask=mask, past_key_values=cache)
+        model(torch.randint(3, 120, (2, length)), attention_mask=mask, **as_argument(cache))
         # sliding windows and the exact window have moved on
         for step in range(3):
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            model(torch.full((2, 1), 5 + step), attention_mask=mask, past_key_values=cache)
+            model(torch.full((2, 1), 5 + step), attention_mask=mask, **as_argument(cache))
     return cache
 
 
@@ -46,7 +47,7 @@ def continued(model: Any, cache: KVCache, pads: int = 0) -> Tensor:
         for part in tokens.split([1, 1, 7, 30, 1], dim=1):
             mask = torch.ones(2, cache.get_seq_length() + part.shape[1], dtype=torch.long)
             mask[1, :pads] = 0
-            logits.append(model(part, attention_mask=mask, past_key_values=cache).logits)
+            logits.append(model(part, attention_mask=mask, **as_argument(cache)).logits)
     return torch.cat(logits, dim=1)
 
 
@@ -152,9 +153,9 @@ def test_an_empty_cache(tmp_path: Path) -> None:
     expected = continued(model, prefilled(model, KIVI))
     torch.manual_seed(0)
     with torch.no_grad():
-        model(torch.randint(3, 120, (2, 90)), past_key_values=loaded)
+        model(torch.randint(3, 120, (2, 90)), **as_argument(loaded))
         for step in range(3):
-            model(torch.full((2, 1), 5 + step), past_key_values=loaded)
+            model(torch.full((2, 1), 5 + step), **as_argument(loaded))
     assert torch.equal(continued(model, loaded), expected)
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, cache_utils
 
 from kvcache_plugins.evaluation.caches import new_cache
 from kvcache_plugins.evaluation.language_reference import read_language_reference
+from kvcache_plugins.models.cache_argument import as_argument
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,8 +84,8 @@ def _check_scores(quickstart: ModuleType, row: dict[str, Any], cache_config: dic
     ids = tokenizer(read_language_reference()[:9000], return_tensors="pt").input_ids[:, :348]
     dense = model(ids).logits[0, 299:-1].double().log_softmax(-1)
     cache = new_cache(model, cache_config)
-    model(ids[:, :299], past_key_values=cache)
-    blocks = [model(block, past_key_values=cache).logits[0] for block in ids[:, 299:-1].split(16, dim=1)]
+    model(ids[:, :299], **as_argument(cache))
+    blocks = [model(block, **as_argument(cache)).logits[0] for block in ids[:, 299:-1].split(16, dim=1)]
     found = torch.cat(blocks).double().log_softmax(-1)
     nll = -found.gather(1, ids[0, 300:, None]).mean()
     assert row["nll"] == pytest.approx(nll.item(), rel=1e-5)

@@ -36,6 +36,7 @@ def test_tables_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0, f"run `python scripts/render_readme.py`:\n{capsys.readouterr().out}"
 
 
+@pytest.mark.allow_deprecation(r".past_key_values", reason="the name that all supported releases know")
 def test_python_examples_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All blocks in order and in one namespace, as a reader would paste them, from the root of the
     checkout."""

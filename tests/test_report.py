@@ -12,14 +12,16 @@ from transformers import DynamicCache
 
 from kvcache_plugins import CacheReport, build_cache
 from kvcache_plugins.kernels import loader
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
+from tests.models.families import small_model
 
 
 def filled(model: Any, config: dict[str, Any], lengths: tuple[int, ...], batch_size: int = 2) -> Any:
     cache = build_cache(model, {**config, "kernel": "torch"})
     with torch.no_grad():
         for length in lengths:
-            model(torch.randint(3, 120, (batch_size, length)), past_key_values=cache)
+            model(torch.randint(3, 120, (batch_size, length)), **as_argument(cache))
     return cache
 
 
@@ -60,7 +62,7 @@ def test_bytes_are_those_of_the_tensors(config: dict[str, Any], dtype: torch.dty
 def filled_dense(model: Any) -> int:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.randint(3, 120, (2, 132)), past_key_values=cache)
+        model(torch.randint(3, 120, (2, 132)), **as_argument(cache))
     return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
 
 
@@ -99,7 +101,7 @@ def test_why_layers_are_read_by_torch() -> None:
     with torch.no_grad():
         for length in (100, 1):
             assert cache.report().kernel_reasons == {}, "nothing packed has been read yet"
-            model(torch.randint(3, 120, (1, length)), past_key_values=cache)
+            model(torch.randint(3, 120, (1, length)), **as_argument(cache))
     report = cache.report()
     assert report.kernel_reasons == dict.fromkeys((0, 2, 3), "kernel='torch' was given")
     assert re.search(r"^torch layers 0, 2-3 +kernel='torch' was given$", str(report), re.MULTILINE)
@@ -112,7 +114,7 @@ def test_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = build_cache(model, {"backend": "int8"})
     with torch.no_grad():
         for length in (100, 1):
-            model(torch.randint(3, 120, (1, length)), past_key_values=cache)
+            model(torch.randint(3, 120, (1, length)), **as_argument(cache))
     assert set(cache.report().kernel_reasons.values()) == {
         "there are no CPU kernels: no C++ compiler was found."
     }
@@ -135,7 +137,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def test_reads_that_decoded_are_counted() -> None:
-    model = tiny_model("gptj")  # multiplies keys and values itself
+    model = small_model("gpt_neo")  # multiplies keys and values itself
     cache = filled(model, {"backend": "int8"}, (40, 1, 1))
     assert cache.report().fallback_reads == 2 * 2 * 2  # calls, layers, keys and values
     assert "8 times" in str(cache.report())

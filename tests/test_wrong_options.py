@@ -14,6 +14,7 @@ import torch
 
 from kvcache_plugins import KVCache, build_cache, estimate, list_backends
 from kvcache_plugins.eviction.options import EvictingConfig
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import get_backend
 from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.heads import RetainingHeads
@@ -75,7 +76,7 @@ def test_a_value_of_any_type_serves_or_is_refused_by_name(backend: str, option: 
         if value is not None:  # which stands for another
             assert held == (list(value) if isinstance(value, (tuple, set)) else value), repr(value)
             assert isinstance(held, bool) == isinstance(value, bool), repr(value)
-        model().generate(prompt, past_key_values=found, max_new_tokens=2, do_sample=False)
+        model().generate(prompt, **as_argument(found), max_new_tokens=2, do_sample=False)
 
 
 @pytest.mark.parametrize(

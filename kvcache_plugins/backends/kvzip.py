@@ -18,6 +18,7 @@ from ..eviction.model_calls import TokenWatchingCache
 from ..eviction.repeated import RepeatedLayer
 from ..eviction.repetition import LEAD_LENGTH, Passage, cut_passages
 from ..layers.storing import storing
+from ..models.cache_argument import as_argument
 from ..models.rotary import frequencies_kept
 from ..registry import register_backend
 
@@ -207,7 +208,7 @@ class KVzipCache(TokenWatchingCache):
         with frequencies_kept(decoder):
             for passage in passages:
                 arguments = self._arguments(decoder, passage, seen, pads)
-                decoder(**arguments, past_key_values=self._repeating(passage))
+                decoder(**arguments, **as_argument(self._repeating(passage)))
                 was_read = True
         for layer in layers:
             layer.end_judging(was_read)

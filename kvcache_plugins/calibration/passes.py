@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..device_dtypes import doubled
 from ..evaluation.progress import Progress, silent
 from ..layers.nonuniform import outliers_per_side
+from ..models.cache_argument import as_argument
 from ..models.facts import decoder_config
 from .histograms import Normalised, normalise_keys, normalise_values, squared_gradient
 from .recording import CalibratedLayer, RecordingCache
@@ -80,7 +81,7 @@ def observe_ranges(
 
     cache = RecordingCache(decoder_config(model.config), observe)
     with torch.no_grad():
-        model.base_model(input_ids=sample, past_key_values=cache, use_cache=True)
+        model.base_model(input_ids=sample, **as_argument(cache), use_cache=True)
 
 
 def observe_weights(
@@ -132,9 +133,9 @@ def observe_weights(
     cache = RecordingCache(decoder_config(model.config), observe)
     with torch.set_grad_enabled(weight != "none"):
         if weight == "none":
-            model.base_model(input_ids=sample, past_key_values=cache, use_cache=True)
+            model.base_model(input_ids=sample, **as_argument(cache), use_cache=True)
         else:
-            logits = model(input_ids=sample, past_key_values=cache, use_cache=True).logits[0, :-1]
+            logits = model(input_ids=sample, **as_argument(cache), use_cache=True).logits[0, :-1]
             targets = sample[0, 1:].to(logits.device)
             nn.functional.cross_entropy(logits.float(), targets, reduction="sum").backward()
 

@@ -23,6 +23,7 @@ from ..evaluation.perplexity_blocks import longest_block
 from ..layers.base import PackedLayer
 from ..layers.crossing import CrossAttentionLayer
 from ..layers.handle import KVHandle
+from ..models.cache_argument import as_argument
 from ..models.facts import decoder_config
 from ..models.layer_plan import key_value_heads
 
@@ -190,7 +191,7 @@ def measure_candidates(
     """
     prompt_length = sample.shape[1] // 2
     prompt = DynamicCache(config=decoder_config(model.config))
-    model.base_model(input_ids=sample[:, :prompt_length], past_key_values=prompt, use_cache=True)
+    model.base_model(input_ids=sample[:, :prompt_length], **as_argument(prompt), use_cache=True)
     blocks = sample[:, prompt_length:].split(longest_block(prompt, BLOCK_TOKENS), dim=1)
     exact = _predictions(model, blocks, copy.deepcopy(prompt))
     for candidate in candidates:
@@ -224,7 +225,7 @@ def _predictions(model: Any, blocks: Sequence[Tensor], cache: Cache) -> Tensor:
     """Log-probabilities `(T, vocabulary)` after every token of the blocks, fp32."""
     rows = []
     for block in blocks:
-        logits = model(input_ids=block, past_key_values=cache, use_cache=True).logits
+        logits = model(input_ids=block, **as_argument(cache), use_cache=True).logits
         rows.append(logits[0].float().log_softmax(-1))
     return torch.cat(rows)
 

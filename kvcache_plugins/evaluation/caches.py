@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache import KVCache, build_cache
 from ..layers.counting import tensors_in
+from ..models.cache_argument import as_argument
 from ..models.facts import decoder_config, split_model_or_config
 from ..prompt_chunks import why_read_whole
 from ..registry import TRANSFORMERS_BACKENDS
@@ -41,7 +42,7 @@ def generate(
         streamer (`BaseStreamer`, *optional*): Told of every token, such as a timer.
 
     Returns:
-        `GenerateDecoderOnlyOutput`: With `sequences` and `past_key_values`.
+        `GenerateDecoderOnlyOutput`: With `sequences` and the cache ([`cache_of`]).
     """
     return model.generate(
         input_ids=prompt,
@@ -105,7 +106,7 @@ def prefill(model: Any, prompt: torch.Tensor, cache: Cache, final_length: int, *
             chunk_size = cache.prefill_chunk_size
     output = None
     for chunk in prompt.split(chunk_size or prompt.shape[1], dim=1):
-        output = model(input_ids=chunk, past_key_values=cache, use_cache=True, **arguments)
+        output = model(input_ids=chunk, **as_argument(cache), use_cache=True, **arguments)
     return output
 
 

@@ -23,6 +23,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from ..artifacts.files import read_json, write_json
 from ..cache import KVCache
 from ..models.auto_class import auto_class
+from ..models.cache_argument import cache_of
 from ..models.presets import preset_config
 from ..models.pretrained import load_config, load_model
 from .caches import cache_bytes, generate
@@ -116,7 +117,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     output = generate(model, prompt, job["cache_config"], job["max_new_tokens"], timer)
     device_peak = None if memory is None else memory.peak()
-    cache = output.past_key_values
+    cache = cache_of(output)
     report = cache.report() if isinstance(cache, KVCache) else None
     return {
         "ttft_ms": 1000 * (timer.times[1] - started),

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from ..models.cache_argument import as_argument
 from .caches import generation_options, new_cache, prefill, why_unavailable
 from .labels import DENSE
 from .perplexity_blocks import exact_blocks
@@ -105,7 +106,7 @@ def continuation_logits(
     blocks = exact_blocks(cache, start, stop, _BLOCK_LENGTH)
     return torch.cat(
         [
-            model(input_ids=ids[:, b.start : b.stop], past_key_values=cache, use_cache=True).logits[0]
+            model(input_ids=ids[:, b.start : b.stop], **as_argument(cache), use_cache=True).logits[0]
             for b in blocks
         ]
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..models.cache_argument import as_argument, cache_of
 from .caches import cache_bytes, generation_options
 from .loading import Subject
 from .passkey_prompts import Trial, first_integer
@@ -38,7 +39,7 @@ def ask_with_prompt(
     answers = subject.tokenizer.batch_decode(
         output.sequences[:, prompts.shape[1] :], skip_special_tokens=True
     )
-    kv_bytes = subject.shard.total(cache_bytes(output.past_key_values))
+    kv_bytes = subject.shard.total(cache_bytes(cache_of(output)))
     seconds = time.perf_counter() - started
     return [
         {
@@ -70,14 +71,14 @@ def ask_afterwards(
     started = time.perf_counter()
     prompt = torch.tensor([batch[0].ids], device=subject.device)
     # The one new token is not read any more: the cache has seen the prompt, in chunks if it wants them.
-    cache = _generate(subject, prompt, 1, **generation_options(cache_config)).past_key_values
+    cache = cache_of(_generate(subject, prompt, 1, **generation_options(cache_config)))
     kv_bytes = subject.shard.total(cache_bytes(cache))
     answers = []
     for trial in batch:
         turn = torch.tensor([[*trial.ids, *trial.question]], device=subject.device)
         # outside of inference mode, whose copies could not be written to by caches that leave it
         own = cache if trial is batch[-1] else copy.deepcopy(cache)
-        sequences = _generate(subject, turn, max_new_tokens, past_key_values=own).sequences
+        sequences = _generate(subject, turn, max_new_tokens, **as_argument(own)).sequences
         answers.append(subject.tokenizer.decode(sequences[0, turn.shape[1] :], skip_special_tokens=True))
     seconds = time.perf_counter() - started
     return [

@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache
 
 from ..cache import KVCache
 from ..device_dtypes import doubled
+from ..models.cache_argument import as_argument
 from .caches import cache_bytes, new_cache, prefill
 from .perplexity_blocks import exact_blocks, packed_shares
 
@@ -95,7 +96,7 @@ def predictions(model: Any, token_ids: Tensor, cache: Cache, schedule: Schedule)
     for block in blocks:
         shares = packed_shares(cache, block.stop - block.start)
         step = token_ids[:, block.start : block.stop]
-        logits = model(input_ids=step, past_key_values=cache, use_cache=True).logits[0]
+        logits = model(input_ids=step, **as_argument(cache), use_cache=True).logits[0]
         # the last position predicts a token beyond the text
         count = min(block.stop, length - 1) - block.start
         if count:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedOperationError
 from ..layers.storing import storing
+from ..models.cache_argument import given_cache
 from ..models.facts import decoder_of
 from ..models.hooks import add_hooks
 from ..models.placeholders import find_placeholder
@@ -155,8 +156,8 @@ def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output
 
 
 def _cache_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenWatchingCache | None:
-    given = (kwargs.get("past_key_values"), *args)
-    return next((argument for argument in given if isinstance(argument, TokenWatchingCache)), None)
+    found = given_cache(kwargs, args)
+    return found if isinstance(found, TokenWatchingCache) else None
 
 
 def _token_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.padding import Padding, first_slots
+from ..models.cache_argument import given_cache
 from ..models.hooks import add_hooks
 from ..models.rotary import Rotary
 
@@ -63,7 +64,7 @@ def count_from_what_is_held(decoder: nn.Module) -> None:
 
 
 def _renumbered(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    layer = getattr(kwargs.get("past_key_values"), "compact_layer", None)
+    layer = getattr(given_cache(kwargs), "compact_layer", None)
     if layer is None:
         return None
     tokens = kwargs.get("input_ids")

@@ -51,5 +51,5 @@ def check_in_step(layers: Iterable[PackedLayer]) -> None:
         raise ValueError(
             f"The layers of this cache have seen from {min(seen)} to {max(seen)} tokens: a forward was "
             "interrupted between them. Allowed are a copy made before it, a new cache, and "
-            "`past_key_values.reset()`."
+            "this one after its `reset()`."
         )

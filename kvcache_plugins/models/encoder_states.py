@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from .cache_argument import given_cache
 from .facts import decoder_of
 from .hooks import add_hooks
 
@@ -29,12 +30,12 @@ def refuse_encoder_states(model: nn.Module) -> None:
 
 
 def _refuse(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    kv_cache: Any = kwargs.get("past_key_values")
+    kv_cache = given_cache(kwargs)
     if kwargs.get(_STATES) is None or not hasattr(kv_cache, "kv_bytes"):
         return
     raise ValueError(
         f"The backend {kv_cache.backend!r} serves decoder-only models; {type(decoder).__name__} was given "
         f"`{_STATES}`, of which it would store keys and values among those of the text. Allowed are calls "
-        "without them; in loops of your own EncoderDecoderCache(past_key_values, DynamicCache()), where the "
-        "model takes one."
+        "without them; in loops of your own EncoderDecoderCache(cache, DynamicCache()), where the model "
+        "takes one."
     )

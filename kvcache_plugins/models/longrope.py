@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .cache_argument import given_cache
 from .facts import decoder_of
 from .hooks import add_hooks
 from .rotary import rotary_module
@@ -122,7 +123,7 @@ def _of(decoder: nn.Module) -> _Frequencies:
 
 
 def _choose(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _of(decoder).choose(long=_reads_long_text(kwargs.get("past_key_values")))
+    _of(decoder).choose(long=_reads_long_text(given_cache(kwargs)))
 
 
 def _put_back(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -4,9 +4,9 @@ Hooks on the projections fire before the attention module rotates anything and b
 that a cache finds the features of exactly the tokens it is given:
 
 ```
-attention pre-hook     does anyone want this forward (decided by its `past_key_values`)? open a slot
+attention pre-hook     does anyone want this forward (decided by its cache)? open a slot
 q_proj, k_proj, v_proj hooks put their outputs into the slot
-past_key_values.update -> tap.take(layer_idx): the features, and the slot is empty
+cache.update -> tap.take(layer_idx): the features, and the slot is empty
 attention post-hook    whatever was not taken is forgotten, also if the forward failed
 ```
 
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers.cache_utils import Cache
 
+from ..models.cache_argument import given_cache
 from ..models.facts import decoder_config, decoder_of, split_model_or_config
 from ..models.hooks import HookOwner
 from ..models.layer_plan import key_value_heads
@@ -33,10 +33,9 @@ from .layouts import Layout, find_layout
 __all__ = ["ProjectionTap"]
 
 Wants = Callable[[Any], bool]
-"""Called with an attention module's `past_key_values`: whether to catch this forward."""
+"""Called with an attention module's cache, or `None`: whether to catch this forward."""
 
 _ATTRIBUTE = "_kvcache_plugins_projection_tap"
-_CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value")
 
 _lock = threading.RLock()
 """Held while hooks are registered: a second thread waits until the first has registered all of them."""
@@ -100,7 +99,7 @@ class ProjectionTap(HookOwner):
 
         Args:
             wants (`Callable`): Called at the beginning of every attention layer's forward with its
-                `past_key_values`, which may be `None`.
+                cache, or with `None`.
         """
         with _lock:
             if wants not in self._wants:
@@ -161,7 +160,7 @@ class ProjectionTap(HookOwner):
     ) -> None:
         slots = _open_slots()
         slots.pop(id(attention), None)
-        cache = _cache_argument(args, kwargs)
+        cache = given_cache(kwargs, args)
         if not any(wants(cache) for wants in self._wants):
             return
         modules = self._layouts[layer_idx].modules(attention)
@@ -198,11 +197,3 @@ def _catch(attention: nn.Module, index: int, module: nn.Module, args: Any, outpu
 
 def _close(attention: nn.Module, args: Any, output: Any) -> None:
     _open_slots().pop(id(attention), None)
-
-
-def _cache_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The cache an attention module is called with, whatever it calls it."""
-    for name in _CACHE_NAMES:
-        if kwargs.get(name) is not None:
-            return kwargs[name]
-    return next((argument for argument in args if isinstance(argument, Cache)), None)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ..models.cache_argument import as_argument
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -112,13 +114,13 @@ def _two_turns(
         from ..cache import build_cache
 
         cache = build_cache(model, dict(cache_config))
-    first = _generate(model, **inputs, **arguments, past_key_values=cache)
+    first = _generate(model, **inputs, **arguments, **as_argument(cache))
     question = padded_prompt((5,) * len(first), vocab_size=model.config.vocab_size, seed=seed + 1)
     input_ids = torch.cat([first, question["input_ids"].to(first.device)], dim=1)  # [B, T]
     seen = input_ids.shape[1] - inputs["attention_mask"].shape[1]
     attention_mask = torch.nn.functional.pad(inputs["attention_mask"], (0, seen), value=1)
     return _generate(
-        model, input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, **arguments
+        model, input_ids=input_ids, attention_mask=attention_mask, **as_argument(cache), **arguments
     )
 
 

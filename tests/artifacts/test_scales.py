@@ -17,6 +17,7 @@ from transformers import AutoConfig, DynamicCache
 from kvcache_plugins import ArtifactError, build_cache
 from kvcache_plugins.artifacts.model_facts import model_facts
 from kvcache_plugins.artifacts.scales import Scales, load_scales, save_scales
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.quantizers.affine import SMALLEST_SCALE
 from kvcache_plugins.testing import assert_close, tiny_model
 from kvcache_plugins.testing.comparison import relative_rms
@@ -229,7 +230,7 @@ def calibration(model: Any, prompt: Tensor, tmp_path_factory: pytest.TempPathFac
     """Magnitudes of the prompt itself, as a calibration run would collect them."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(prompt, past_key_values=cache)
+        model(prompt, **as_argument(cache))
     absmax = {
         side: {i: getattr(layer, side).abs().amax(dim=(0, 2, 3)) for i, layer in enumerate(cache.layers)}
         for side in ("keys", "values")
@@ -256,7 +257,7 @@ class TestCaches:
         cache, dense = build_cache(model, config), DynamicCache(config=model.config)
         with torch.no_grad():
             for past in (cache, dense):
-                model(prompt, past_key_values=past)
+                model(prompt, **as_argument(past))
         bound = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}[config["format"]]
         for packed, exact in zip(cache.packed_layers, dense.layers, strict=True):
             for stream, states in zip(packed.streams, (exact.keys, exact.values), strict=True):
@@ -274,8 +275,8 @@ class TestCaches:
         token = torch.tensor([[5], [6]])
         with torch.no_grad():
             for past in (cache, dense):
-                model(prompt, past_key_values=past)
-            got, exact = (model(token, past_key_values=past).logits for past in (cache, dense))
+                model(prompt, **as_argument(past))
+            got, exact = (model(token, **as_argument(past)).logits for past in (cache, dense))
         # these random networks amplify what they are given about fourfold
         assert 1e-4 < relative_rms(exact, got) < {"e4m3": 0.2, "e5m2": 0.4}[config["format"]]
         assert cache.report().fallback_reads == 0
@@ -283,7 +284,7 @@ class TestCaches:
     def test_scales_take_no_room(self, model: Any, prompt: Tensor, config: dict[str, Any]) -> None:
         cache = build_cache(model, config)
         with torch.no_grad():
-            model(prompt[:, :64], past_key_values=cache)
+            model(prompt[:, :64], **as_argument(cache))
         for layer in cache.packed_layers:
             assert list(layer.records.layout.fields) == ["key_codes", "value_codes"]
             assert layer.records.data.shape == (2, 2, 1, 2 * 64 * 16)
@@ -306,7 +307,7 @@ def test_per_head_and_per_tensor_differ(model: Any, prompt: Tensor, calibration:
     for scheme in ("head", "tensor"):
         cache = build_cache(model, {"backend": "float8", "scale": scheme, "calibration": calibration})
         with torch.no_grad():
-            model(prompt, past_key_values=cache)
+            model(prompt, **as_argument(cache))
         reads.append(cache.packed_layers[0].key_stream_.decode(0, 100))
     assert not torch.equal(*reads)
 

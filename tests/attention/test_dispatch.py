@@ -23,6 +23,7 @@ from kvcache_plugins.backends.h2o import H2OConfig, H2OLayer
 from kvcache_plugins.backends.kivi import KIVIConfig, KIVILayer
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.handle import KVHandle
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.models.facts import LayerFacts
 from kvcache_plugins.testing import assert_close, tiny_model
 from tests.reference.attention import naive_attention
@@ -225,7 +226,7 @@ def extended(mask: Tensor, count: int) -> Tensor:
 
 def run(model: Any, tokens: Tensor, mask: Tensor, cache: Any) -> Tensor:
     with torch.no_grad():
-        return model(tokens, attention_mask=mask, past_key_values=cache).logits
+        return model(tokens, attention_mask=mask, **as_argument(cache)).logits
 
 
 @pytest.mark.parametrize("pads", [0, 17])
@@ -299,7 +300,7 @@ def test_generate_never_decodes(scenario: str) -> None:
         return_dict_in_generate=True,
         **({"prefill_chunk_size": 24} if scenario == "chunked-prefill" else {}),
     )
-    report = output.past_key_values.report()
+    report = cache_of(output).report()
     assert report.tokens_seen == 119 and report.fallback_reads == 0
 
 

@@ -14,6 +14,7 @@ import kvcache_plugins as kvp
 from kvcache_plugins.attention.eager import wrap_eager_function
 from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.kernels import loader
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import assert_close, tiny_model
 
 CONFIG: dict[str, Any] = {"backend": "int4", "residual_length": 16}
@@ -38,7 +39,7 @@ def eager_model(name: str, **options: Any) -> Any:
 def filled(model: Any, config: dict[str, Any] = CONFIG, tokens: int = 100) -> kvp.KVCache:
     cache = kvp.build_cache(model, config)
     with torch.no_grad():
-        model(prompt(tokens), past_key_values=cache, attention_mask=mask(tokens))
+        model(prompt(tokens), **as_argument(cache), attention_mask=mask(tokens))
     return cache
 
 
@@ -53,7 +54,7 @@ def mask(tokens: int) -> Tensor:
 def step(model: Any, cache: kvp.KVCache, count: int = 1, **options: Any) -> Any:
     seen = cache.get_seq_length()
     with torch.no_grad():
-        return model(prompt(count), past_key_values=cache, attention_mask=mask(seen + count), **options)
+        return model(prompt(count), **as_argument(cache), attention_mask=mask(seen + count), **options)
 
 
 def reasons(cache: kvp.KVCache) -> set[str]:

@@ -10,6 +10,7 @@ import torch
 from kvcache_plugins import build_cache
 from kvcache_plugins.attention.exact import reads_exact_tokens_faster
 from kvcache_plugins.kernels import loader
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
 
 CONFIG = {"backend": "streaming_llm", "budget": 40, "chunk_size": 16, "sink_length": 2}
@@ -24,7 +25,7 @@ def run(dtype: torch.dtype, kernel: str = "auto", attention: str = "sdpa") -> tu
     logits = []
     with torch.no_grad():
         for start, stop in [*((i, i + 16) for i in range(0, 64, 16)), *((i, i + 1) for i in range(64, 72))]:
-            logits.append(model(ids[:, start:stop], past_key_values=cache).logits.float())
+            logits.append(model(ids[:, start:stop], **as_argument(cache)).logits.float())
     return logits, cache
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvcache_plugins import build_cache
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
 
 SEEN = 100
@@ -28,8 +29,8 @@ def logits(backend: str, columns: int | None) -> torch.Tensor:
         mask = torch.ones(1, 1, 1, columns, dtype=torch.bool)
         mask[..., 10:-8] = False
     with torch.no_grad():
-        model(tokens[:, :SEEN], past_key_values=cache)
-        found: torch.Tensor = model(tokens[:, SEEN:], past_key_values=cache, attention_mask=mask).logits
+        model(tokens[:, :SEEN], **as_argument(cache))
+        found: torch.Tensor = model(tokens[:, SEEN:], **as_argument(cache), attention_mask=mask).logits
     return found
 
 

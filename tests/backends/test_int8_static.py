@@ -14,6 +14,7 @@ from kvcache_plugins.artifacts.scales import Scales, save_scales
 from kvcache_plugins.backends.int8 import Int8Config, Int8Layer
 from kvcache_plugins.cache import KVCache
 from kvcache_plugins.kernels import loader
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import BackendConformance
 from kvcache_plugins.testing.comparison import relative_rms
 from kvcache_plugins.testing.models import tiny_model
@@ -96,8 +97,8 @@ def test_the_kernels_read_it(config: dict[str, Any]) -> None:
     for kernel in ("native", "torch"):
         cache = build_cache(model, {**config, "kernel": kernel})
         with torch.no_grad():
-            model(prompt, past_key_values=cache)
-            logits.append(model(prompt[:, :1], past_key_values=cache).logits)
+            model(prompt, **as_argument(cache))
+            logits.append(model(prompt[:, :1], **as_argument(cache)).logits)
         used.append({layer.kernel for layer in cache.packed_layers})
     assert used == [{"cpu"}, {"torch"}]
     assert relative_rms(logits[1], logits[0]) < 1e-4

@@ -15,6 +15,7 @@ from transformers.cache_utils import QuantizedCache
 
 import kvcache_plugins as kvp
 from kvcache_plugins.layers.codec import AffineCodec, RotatedCodec
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
 from kvcache_plugins.testing.comparison import relative_rms
 from kvcache_plugins.testing.conformance import decoded
@@ -41,8 +42,8 @@ def qwen(bias_norm: float) -> Any:
 def logits(model: Any, cache: Cache) -> Tensor:
     """Logits of a prompt's last token and of what follows, read through the cache in blocks."""
     with torch.no_grad():
-        out = [model(TOKENS[:, :256], past_key_values=cache).logits[:, -1:]]
-        out += [model(TOKENS[:, i : i + 32], past_key_values=cache).logits for i in range(256, 480, 32)]
+        out = [model(TOKENS[:, :256], **as_argument(cache)).logits[:, -1:]]
+        out += [model(TOKENS[:, i : i + 32], **as_argument(cache)).logits for i in range(256, 480, 32)]
     return torch.cat(out, dim=1)
 
 
@@ -55,8 +56,8 @@ def key_error(bias_norm: float, **options: Any) -> float:
     model = qwen(bias_norm)
     dense, cache = DynamicCache(config=model.config), kvp.build_cache(model, {"backend": "kivi", **options})
     with torch.no_grad():
-        model(TOKENS, past_key_values=dense)
-        model(TOKENS, past_key_values=cache)
+        model(TOKENS, **as_argument(dense))
+        model(TOKENS, **as_argument(cache))
     layer = cache.packed_layers[0]
     packed = layer.key_stream_.packed_length
     return float((decoded(layer)[0] - dense.layers[0].keys)[:, :, :packed].square().mean().sqrt())

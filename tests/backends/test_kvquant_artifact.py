@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvcache_plugins import KVCache, build_cache, estimate
 from kvcache_plugins.backends.kvquant import KVQuantConfig
+from kvcache_plugins.models.cache_argument import as_argument
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
 BUNDLED = MODEL.with_name(f"{MODEL.name}-kvquant3")
@@ -34,7 +35,7 @@ def states() -> list[tuple[Tensor, Tensor]]:
     dense = DynamicCache(config=model().config)
     ids = torch.randint(3, 2000, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        model()(ids, past_key_values=dense)
+        model()(ids, **as_argument(dense))
     return [(layer.keys, layer.values) for layer in dense.layers]
 
 

@@ -25,6 +25,7 @@ from kvcache_plugins.cli import main
 from kvcache_plugins.evaluation.language_reference import UNSEEN_TOPICS
 from kvcache_plugins.evaluation.loading import Subject, load_subject
 from kvcache_plugins.evaluation.model_options import ModelOptions
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary import find_rotary
 from kvcache_plugins.testing import tiny_model
 
@@ -98,7 +99,7 @@ def test_nothing_tells_where_it_was_made(made: Path, text: Path) -> None:
 def test_static_scales_serve(backend: str, option: str, made: Path, subject: Subject) -> None:
     cache = build_cache(subject.model, {"backend": backend, option: "head", "calibration": str(made)})
     with torch.no_grad():
-        subject.model(torch.arange(5, 45)[None], past_key_values=cache)
+        subject.model(torch.arange(5, 45)[None], **as_argument(cache))
     assert cache.get_seq_length() == 40
 
 
@@ -420,9 +421,9 @@ def test_chosen_precision_beats_a_uniform_one_on_unseen_text(
             if name == "dense"
             else build_cache(model, chosen if name == "chosen" else uniform)
         )
-        model.base_model(input_ids=window[:, :512], past_key_values=cache)
+        model.base_model(input_ids=window[:, :512], **as_argument(cache))
         blocks = window[:, 512:].split(64, dim=1)
-        logits = [model(input_ids=block, past_key_values=cache).logits[0] for block in blocks]
+        logits = [model(input_ids=block, **as_argument(cache)).logits[0] for block in blocks]
         reads[name] = torch.cat(logits).log_softmax(-1)
     dense = reads.pop("dense")
     divergence = {

@@ -20,6 +20,7 @@ from kvcache_plugins.calibration.fitting import fit_layers
 from kvcache_plugins.calibration.passes import run_passes
 from kvcache_plugins.calibration.recording import calibrated_layers
 from kvcache_plugins.calibration.statistics import Statistics
+from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.models.layer_plan import key_value_heads
 from kvcache_plugins.quantizers.kmeans import optimal_kmeans
 from kvcache_plugins.testing import tiny_model
@@ -173,7 +174,7 @@ def test_static_magnitudes_are_those_of_what_is_cached(samples: Tensor, tmp_path
     model = tiny_model("llama", vocab_size=VOCABULARY)
     statistics = observe(model, samples, tmp_path, "none")
     with torch.no_grad():
-        caches = [model(sample[None], use_cache=True).past_key_values for sample in samples]
+        caches = [cache_of(model(sample[None], use_cache=True)) for sample in samples]
     for index, layer in statistics.layers.items():
         for side in ("key", "value"):
             cached = torch.cat([getattr(cache.layers[index], f"{side}s") for cache in caches])

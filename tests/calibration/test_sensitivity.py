@@ -23,6 +23,7 @@ from kvcache_plugins.calibration.sensitivity import (
     candidates_of,
     measure_candidates,
 )
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
 from tests.models.families import small_model
 
@@ -89,7 +90,7 @@ def test_one_side_of_a_window(side: str) -> None:
     ids = torch.randint(3, 120, (1, 720))
     prompt = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :600], past_key_values=prompt)
+        model(ids[:, :600], **as_argument(prompt))
         exact, losses = copy.deepcopy(prompt), []
         for nbits in (4, 2):
             cache = copy.deepcopy(prompt)
@@ -98,8 +99,8 @@ def test_one_side_of_a_window(side: str) -> None:
             expected = copy.deepcopy(exact)
             for start in (600, 664):
                 block = ids[:, start : start + 56]
-                logits = model(block, past_key_values=cache).logits
-                reference = model(block, past_key_values=expected).logits
+                logits = model(block, **as_argument(cache)).logits
+                reference = model(block, **as_argument(expected)).logits
             losses.append(float((logits - reference).norm() / reference.norm()))
     assert 0.001 < losses[0] < 0.4 * losses[1] < 0.4
     assert {candidate.nbits for candidate in candidates_of(model, KIVI, (2, 8))} == {2}, "8 are not worth it"
@@ -142,9 +143,9 @@ def test_losses_are_divergences_from_the_dense_run(model: Any, samples: Tensor, 
     half = _HalfPacked(model.config, donor, candidate.layer_idx, candidate.side)
     rows: list[Tensor] = []
     for cache in (DynamicCache(config=model.config), half):
-        model(input_ids=sample[:, :128], past_key_values=cache)
+        model(input_ids=sample[:, :128], **as_argument(cache))
         logits = [
-            model(input_ids=sample[:, start : start + BLOCK_TOKENS], past_key_values=cache).logits[0]
+            model(input_ids=sample[:, start : start + BLOCK_TOKENS], **as_argument(cache)).logits[0]
             for start in range(128, 256, BLOCK_TOKENS)
         ]
         rows.append(torch.cat(logits).log_softmax(-1))
@@ -217,7 +218,7 @@ def test_it_is_ready_to_use(model: Any, samples: Tensor, tmp_path: Path) -> None
     bits = [b for layer in cache.packed_layers for b in (layer.config.key_bits, layer.config.value_bits)]
     assert sum(bits) / len(bits) <= 2.5 and len(set(bits)) > 1
     with torch.no_grad():
-        model(samples[:, :100], past_key_values=cache)
+        model(samples[:, :100], **as_argument(cache))
     assert cache.get_seq_length() == 100
 
 

@@ -10,6 +10,7 @@ import torch
 
 from kvcache_plugins.evaluation.caches import new_cache, prefill, split_available
 from kvcache_plugins.evaluation.perplexity_scoring import Schedule, predictions, score_window
+from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.testing.models import tiny_model
 from tests.models.families import small_model
 
@@ -66,7 +67,7 @@ def test_a_prompt_is_read_as_generate_reads_it(family: str) -> None:
         output_logits=True,
     )
     assert torch.equal(first, output.logits[0])
-    assert cache.report().tokens_held == output.past_key_values.report().tokens_held < LENGTH
+    assert cache.report().tokens_held == cache_of(output).report().tokens_held < LENGTH
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "falcon_h1"])

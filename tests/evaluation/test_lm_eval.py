@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvcache_plugins as kvp
 from kvcache_plugins.evaluation import lm_eval_model
 from kvcache_plugins.evaluation.lm_eval_model import continuation_logits, register
+from kvcache_plugins.models.cache_argument import as_argument
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
 KIVI = {"backend": "kivi", "nbits": 2, "residual_length": 32}
@@ -37,9 +38,9 @@ def _token_by_token(model: Any, cache_config: dict[str, Any], ids: list[int], co
     rows = []
     with torch.inference_mode():
         if len(ids) > count:
-            model(input_ids=torch.tensor([ids[:-count]]), past_key_values=cache, use_cache=True)
+            model(input_ids=torch.tensor([ids[:-count]]), **as_argument(cache), use_cache=True)
         for token in ids[-count:]:
-            output = model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            output = model(input_ids=torch.tensor([[token]]), **as_argument(cache), use_cache=True)
             rows.append(output.logits[0, -1])
     return torch.stack(rows)
 

@@ -25,6 +25,7 @@ from kvcache_plugins.evaluation.passkey_options import NAMES, PasskeyOptions
 from kvcache_plugins.evaluation.passkey_prompts import Trial, build_trials
 from kvcache_plugins.evaluation.results import read_results
 from kvcache_plugins.evaluation.sharding import Shard
+from kvcache_plugins.models.cache_argument import as_argument, given_cache
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
 DENSE = {"backend": "dense"}
@@ -166,7 +167,7 @@ def test_a_cache_reads_the_prompt_in_chunks_and_then_a_turn(
         cache = build_cache(model, cache_config)
         cache.bind(model, torch.ones_like(prompt), prompt_length=300)
         for chunk in prompt.split(cache_config.get("chunk_size", 300), dim=1):
-            model(chunk, past_key_values=cache)
+            model(chunk, **as_argument(cache))
         if cache_config["backend"] != "kivi":  # which allocates ahead unless it knows the end
             assert {layer.held_length for layer in cache.packed_layers} == {64}
         for trial, record in zip(trials, records, strict=True):
@@ -175,7 +176,7 @@ def test_a_cache_reads_the_prompt_in_chunks_and_then_a_turn(
             own.bind(model, prompt_length=300 + turn.shape[1])
             ids = []
             for _ in range(6):
-                turn = model(turn, past_key_values=own).logits[:, -1:].argmax(-1)
+                turn = model(turn, **as_argument(own)).logits[:, -1:].argmax(-1)
                 ids.append(int(turn))
             assert record["answer"] == tokenizer.decode(ids)
             assert record["cached_tokens"] == 300
@@ -202,7 +203,7 @@ def test_one_prefill_for_each_prompt_and_cache(
         generate = found.model.generate
 
         def recorded(**arguments: Any) -> Any:
-            cache = arguments.get("past_key_values")
+            cache = given_cache(arguments)
             seen = None if cache is None else cache.get_seq_length()
             given.append((arguments["input_ids"][0].tolist(), seen))
             assert arguments["attention_mask"].shape == arguments["input_ids"].shape

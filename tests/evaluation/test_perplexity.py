@@ -20,6 +20,7 @@ from kvcache_plugins.evaluation.language_reference import read_language_referenc
 from kvcache_plugins.evaluation.perplexity_options import PerplexityOptions
 from kvcache_plugins.evaluation.perplexity_summary import mean_and_error
 from kvcache_plugins.evaluation.perplexity_texts import Text, Window, cut_windows, read_texts
+from kvcache_plugins.models.cache_argument import as_argument
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books")
 LENGTH, PREFILL = 64, 40
@@ -301,9 +302,9 @@ def test_results_equal_plain_loops(finished: Path, book: Path) -> None:
             logits = reference
             if row["cache_config"]["backend"] != "dense":
                 cache = kvp.build_cache(model, row["cache_config"])
-                steps = [model(tokens[:, :PREFILL], past_key_values=cache).logits[0, -1]]
+                steps = [model(tokens[:, :PREFILL], **as_argument(cache)).logits[0, -1]]
                 steps += [
-                    model(tokens[:, position : position + 1], past_key_values=cache).logits[0, -1]
+                    model(tokens[:, position : position + 1], **as_argument(cache)).logits[0, -1]
                     for position in range(PREFILL, LENGTH - 1)
                 ]
                 logits = torch.stack(steps)

@@ -21,6 +21,7 @@ import kvcache_plugins as kvp
 from kvcache_plugins.evaluation.caches import new_cache
 from kvcache_plugins.evaluation.perplexity_blocks import exact_blocks, packed_shares, room
 from kvcache_plugins.evaluation.perplexity_scoring import Prediction, Schedule, predictions, score_window
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing.models import tiny_model
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
@@ -118,9 +119,9 @@ def test_transformers_own_equal_their_own_token_by_token_run(name: str) -> None:
     require(cache_config)
     record, _ = score_window(model(), window(), cache_config, Schedule(PREFILL, 64))
     cache = QuantizedCache(cache_config.pop("backend"), model().config, **cache_config)
-    logits = [model()(window()[:, :PREFILL], past_key_values=cache).logits[0, -1]]
+    logits = [model()(window()[:, :PREFILL], **as_argument(cache)).logits[0, -1]]
     for position in range(PREFILL, WINDOW - 1):
-        logits.append(model()(window()[:, position : position + 1], past_key_values=cache).logits[0, -1])
+        logits.append(model()(window()[:, position : position + 1], **as_argument(cache)).logits[0, -1])
     expected = torch.nn.functional.cross_entropy(torch.stack(logits), window()[0, PREFILL:])
     assert record["nll"] / record["tokens"] == pytest.approx(float(expected), abs=1e-6)
 
@@ -173,7 +174,7 @@ def test_share_read_from_codes(name: str) -> None:
 def test_heads_that_hold_different_numbers_of_tokens() -> None:
     config = {**CASES["h2o-heads"], "storage": {"backend": "int8"}}
     cache = kvp.build_cache(model(), config).bind(model(), prompt_length=PREFILL)
-    model()(window()[:, :PREFILL], past_key_values=cache)
+    model()(window()[:, :PREFILL], **as_argument(cache))
     held = [
         part.layer.held_length for layer in cache.layers for part in layer.parts for _ in part.group.heads
     ]
@@ -196,7 +197,7 @@ class _Strange(DynamicLayer):
 
 def test_of_an_unknown_layer_nothing_is_claimed() -> None:
     cache = DynamicCache(config=model().config)
-    model()(window()[:, :PREFILL], past_key_values=cache)
+    model()(window()[:, :PREFILL], **as_argument(cache))
     assert [block.is_exact for block in exact_blocks(cache, PREFILL, PREFILL + 10, 4)] == [True] * 3
     strange = _Strange()
     strange.update(*(torch.zeros(1, 2, PREFILL, 64) for _ in range(2)))
@@ -214,7 +215,7 @@ def test_a_layer_with_its_own_rule_is_unknown() -> None:
     cache = kvp.build_cache(model(), {"backend": "int8", "residual_length": 40})
     layer = cache.layers[0]
     assert room(layer, 4) == 1, "an empty layer reads its first call exactly, whatever its length"
-    model()(window()[:, :PREFILL], past_key_values=cache)
+    model()(window()[:, :PREFILL], **as_argument(cache))
     assert room(layer, 64) == 40 - PREFILL + 1
     assert packed_shares(cache, 3) == [0.0] * 3
 

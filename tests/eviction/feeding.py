@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import kvcache_plugins
 from kvcache_plugins.eviction.cache import EvictingCache
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing.models import tiny_model
 
 __all__ = [
@@ -82,7 +83,7 @@ def feed(
         if mask is not None and positions is not None:
             arguments["attention_mask"] = mask[:, : seen + stop]
             arguments["position_ids"] = positions[:, seen + start : seen + stop]
-        logits.append(model(tokens[:, start:stop], past_key_values=cache, **arguments).logits)
+        logits.append(model(tokens[:, start:stop], **as_argument(cache), **arguments).logits)
         start = stop
     assert start == tokens.shape[1]
     return torch.cat(logits, dim=1)

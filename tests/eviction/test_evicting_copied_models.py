@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import kvcache_plugins as kvp
+from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.testing.models import tiny_model
 from tests.eviction.feeding import ids
 from tests.eviction.locret_feeding import heads_of
@@ -37,10 +38,10 @@ def held(model: PreTrainedModel, name: str) -> tuple[Tensor, Tensor]:
     config = CONFIGS[name] | {"budget": 24, "chunk_size": 16}
     if name == "locret":
         config["heads"] = heads_of(model)
-    cache = model.generate(  # type: ignore[operator]
+    cache = cache_of(model.generate(  # type: ignore[operator]
         ids(77), max_new_tokens=4, do_sample=False, cache_implementation="quantized", cache_config=config,
         return_dict_in_generate=True,
-    ).past_key_values  # fmt: skip
+    ))  # fmt: skip
     layer = cache.evicting_layers[1]
     return layer.ledger.positions, layer.key_stream_.tail.view()
 

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 import kvcache_plugins
 from kvcache_plugins.eviction.cache import EvictingCache
+from kvcache_plugins.models.cache_argument import as_argument, cache_of, given_cache
 from kvcache_plugins.testing.generation import padded_prompt, run_scenario
 from tests.eviction.feeding import (
     EVICTING,
@@ -38,7 +39,7 @@ def _calls(model: nn.Module) -> Iterator[list[int]]:
     lengths: list[int] = []
 
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not getattr(kwargs.get("past_key_values"), "is_repeating", False):
+        if not getattr(given_cache(kwargs), "is_repeating", False):
             lengths.append((args[0] if args else kwargs["input_ids"]).shape[1])
 
     handle = model.register_forward_pre_hook(count, with_kwargs=True)
@@ -111,7 +112,7 @@ def test_generate_is_the_loop_by_hand(backend: str, evict_at_decode: bool) -> No
     with _calls(model) as calls:
         output = _generate(model, tokens, config, max_new_tokens=new)
     assert calls == [16, 16, 16, 16, 13] + [1] * (new - 1)
-    cache = output.past_key_values
+    cache = cache_of(output)
     assert isinstance(cache, EvictingCache)
     assert cache.get_seq_length() == 77 + new - 1
     # The 65th generated token is one too many; 69 have been stored.
@@ -130,9 +131,7 @@ def test_generate_is_the_loop_by_hand(backend: str, evict_at_decode: bool) -> No
 def test_the_prompt_length_is_found(with_mask: bool) -> None:
     model, tokens = model_of(), ids(50, 2)
     mask = {"attention_mask": torch.ones_like(tokens)} if with_mask else {}
-    cache = _generate(
-        model, tokens, {"backend": "knorm", "budget": 24}, max_new_tokens=3, **mask
-    ).past_key_values
+    cache = cache_of(_generate(model, tokens, {"backend": "knorm", "budget": 24}, max_new_tokens=3, **mask))
     assert cache.prompt_length == 50
     assert [layer.prompt_length for layer in cache.evicting_layers] == [50, 50]
 
@@ -157,14 +156,14 @@ def test_how_a_prompt_is_split(options: dict[str, Any], given: dict[str, Any], e
         )
     assert calls == [*expected, 1]
     budget = options.get("budget", 24)
-    assert output.past_key_values.num_held() == (25 if budget == 0.5 else budget) + 1
+    assert cache_of(output).num_held() == (25 if budget == 0.5 else budget) + 1
 
 
 def test_a_fraction_of_the_prompt_is_rounded_up() -> None:
     model = model_of()
     for length, held in ((51, 26), (50, 25)):
         output = _generate(model, ids(length), {"backend": "keydiff", "budget": 0.5}, max_new_tokens=1)
-        assert output.past_key_values.num_held() == held
+        assert cache_of(output).num_held() == held
 
 
 def test_a_budget_that_nothing_exceeds_is_not_announced_to_other_calls() -> None:
@@ -220,10 +219,10 @@ def test_a_second_turn_on_the_same_cache(backend: str, pads: list[int] | None) -
         return {"attention_mask": mask_of(length, [0, 0] if pads is None else pads)}
 
     cache = kvcache_plugins.build_cache(model, config)
-    first = _generate(model, first_tokens, past_key_values=cache, max_new_tokens=6, **masked(45))
+    first = _generate(model, first_tokens, **as_argument(cache), max_new_tokens=6, **masked(45))
     conversation = torch.cat([first.sequences, question], dim=1)  # 45 + 6 + 37, of which 50 have been seen
     with _calls(model) as calls:
-        second = _generate(model, conversation, past_key_values=cache, max_new_tokens=6, **masked(88))
+        second = _generate(model, conversation, **as_argument(cache), max_new_tokens=6, **masked(88))
     later = chunks_of(38, 16) if SPLITS_LATER_TURNS else [38]
     assert calls == [*later, *[1] * 5]
     assert cache.get_seq_length() == 93
@@ -249,16 +248,16 @@ def test_drafted_tokens(backend: str, evict_at_decode: bool) -> None:
         )
     assert max(calls[1:]) == 4
     assert len(calls) < 60
-    greedy = _generate(model, tokens, past_key_values=DynamicCache(config=model.config), max_new_tokens=60)
+    greedy = _generate(model, tokens, **as_argument(DynamicCache(config=model.config)), max_new_tokens=60)
     assert drafted.sequences.tolist() == greedy.sequences.tolist()
-    cache = drafted.past_key_values
+    cache = cache_of(drafted)
     assert cache.get_seq_length() == cache.num_held() == 99
 
     drafted = _generate(
         model, tokens, {**config, "budget": 24}, max_new_tokens=120, prompt_lookup_num_tokens=3
     )
     assert drafted.sequences.shape == (1, 160)
-    cache = drafted.past_key_values
+    cache = cache_of(drafted)
     assert cache.get_seq_length() == 159
     assert cache.num_held() <= (24 + 64 if evict_at_decode else 24 + 119)
     newest = cache.evicting_layers[0].ledger.positions[..., -3:]
@@ -306,7 +305,7 @@ def test_a_prompt_that_is_read_with_drafts_is_read_whole() -> None:
     config = {"backend": "knorm", "budget": 24, "chunk_size": 16}
     for arguments in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model_of("gpt_neox")}):
         with _calls(model) as calls:
-            report = _generate(model, tokens, config, max_new_tokens=3, **arguments).past_key_values.report()
+            report = cache_of(_generate(model, tokens, config, max_new_tokens=3, **arguments)).report()
         assert calls[0] >= 50
         assert "verifies drafted tokens" in str(report.whole_prompt_reason)
     with _calls(model_of("gpt_neox")) as calls:  # the assistant reads it in chunks

@@ -18,6 +18,7 @@ from kvcache_plugins.eviction.cache import EvictingCache
 from kvcache_plugins.kernels import loader
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.view import StreamView
+from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.testing.generation import run_scenario
 from tests.eviction.feeding import bound_cache, chunks_of, feed, ids, mask_of, model_of
 from tests.reference.eviction import Policy, run_compactly
@@ -233,7 +234,7 @@ def test_locret_over_kvquant(kernel: str, books: Any) -> None:
             tokens, attention_mask=mask, max_new_tokens=4, do_sample=False, return_dict_in_generate=True,
             output_logits=True, cache_implementation="quantized", cache_config=config, pad_token_id=0,
         )  # fmt: skip
-        cache = output.past_key_values
+        cache = cache_of(output)
         assert cache.num_held() <= 192 + 4
         logits.append(output.logits[0])
         bytes_held.append(cache.kv_bytes())

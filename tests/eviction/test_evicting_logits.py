@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 import kvcache_plugins as kvp
 from kvcache_plugins.backends import sirllm
 from kvcache_plugins.errors import UnsupportedOperationError
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.facts import masks_all_columns
 from kvcache_plugins.models.logits import LogitRule, find_logit_rule
 from kvcache_plugins.testing.models import tiny_model
@@ -86,7 +87,7 @@ def test_a_family_that_does_something_else_is_refused(name: str) -> None:
     if masks_all_columns(model.config):  # RemBERT in older releases, which is refused before it is called
         match = "make their masks, in this release of transformers"
     with pytest.raises(ValueError, match=match):
-        model(TOKENS, past_key_values=new_cache(model))
+        model(TOKENS, **as_argument(new_cache(model)))
 
 
 def test_logits_that_a_model_overwrites_are_refused() -> None:
@@ -96,7 +97,7 @@ def test_logits_that_a_model_overwrites_are_refused() -> None:
     config = CONFIG_MAPPING["chameleon"](**text, vq_config=pictures, vocabulary_map=names)
     model = make(config)
     with pytest.raises(ValueError, match=r"logits of Chameleon.* are not what its head gives"):
-        model(TOKENS, past_key_values=new_cache(model))
+        model(TOKENS, **as_argument(new_cache(model)))
 
 
 def test_one_token_at_a_time_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,15 +119,15 @@ def test_one_token_at_a_time_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_whatever_logits_are_asked_for(kept: Any) -> None:
     model, plain, cache = model_of(), new_cache(model_of()), new_cache(model_of())
     with torch.no_grad():
-        model(TOKENS, past_key_values=plain)
-        model(TOKENS, past_key_values=cache, logits_to_keep=kept)
+        model(TOKENS, **as_argument(plain))
+        model(TOKENS, **as_argument(cache), logits_to_keep=kept)
     assert torch.equal(scores(cache), scores(plain))
 
 
 @torch.no_grad()
 def test_arguments_by_position_and_outputs_as_tuples() -> None:
     model, plain, cache = model_of(), new_cache(model_of()), new_cache(model_of())
-    model(TOKENS, past_key_values=plain)
+    model(TOKENS, **as_argument(plain))
     model(TOKENS, None, None, cache, return_dict=False)
     assert torch.equal(scores(cache), scores(plain))
 
@@ -135,7 +136,7 @@ def test_the_decoder_alone_makes_no_logits() -> None:
     model: Any = model_of()
     cache = new_cache(model)
     with pytest.raises(UnsupportedOperationError, match=r"needs logits, got a call of LlamaModel alone"):
-        model.model(TOKENS, past_key_values=cache)
+        model.model(TOKENS, **as_argument(cache))
 
 
 def test_what_a_call_that_failed_has_seen_is_forgotten(recwarn: pytest.WarningsRecorder) -> None:
@@ -143,10 +144,10 @@ def test_what_a_call_that_failed_has_seen_is_forgotten(recwarn: pytest.WarningsR
     cache = new_cache(model)
     for each in (model_of(), model):  # which fail in their decoder, and before
         with pytest.raises(IndexError):
-            each(input_ids=TOKENS[:, :3] + 10_000, past_key_values=cache)  # no such tokens
+            each(input_ids=TOKENS[:, :3] + 10_000, **as_argument(cache))  # no such tokens
     embedded = model.get_input_embeddings()(TOKENS[:, :3])
     with pytest.raises(UnsupportedOperationError, match="needs `input_ids`"):
-        model.get_decoder()(inputs_embeds=embedded, past_key_values=cache)
+        model.get_decoder()(inputs_embeds=embedded, **as_argument(cache))
     assert not any("silenced" in str(warning.message) for warning in recwarn)  # one error is enough
 
 
@@ -154,7 +155,7 @@ def test_images_are_refused_before_they_are_read() -> None:
     given = subject("llava")
     cache = new_cache(given.model)
     with pytest.raises(UnsupportedOperationError, match="Allowed is text"):
-        given.model(**given.prompt, past_key_values=cache)
+        given.model(**given.prompt, **as_argument(cache))
     assert cache.get_seq_length() == 0
 
 
@@ -171,7 +172,7 @@ def test_threads_do_not_see_each_other() -> None:
 
     def read(index: int) -> None:
         with torch.no_grad():
-            model(input_ids=texts[index], past_key_values=caches[index])
+            model(input_ids=texts[index], **as_argument(caches[index]))
 
     threads = [threading.Thread(target=read, args=(index,)) for index in range(2)]
     for thread in threads:
@@ -182,7 +183,7 @@ def test_threads_do_not_see_each_other() -> None:
     for text, cache in zip(texts, caches, strict=True):
         alone = new_cache(model)
         with torch.no_grad():
-            logits = model(input_ids=text, past_key_values=alone).logits
+            logits = model(input_ids=text, **as_argument(alone)).logits
         torch.testing.assert_close(scores(alone), surprise(logits, text), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(scores(cache), scores(alone), atol=1e-5, rtol=1e-5)
 

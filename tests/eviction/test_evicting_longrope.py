@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcache_plugins.eviction.cache import EvictingCache
+from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.testing.models import tiny_model
 from tests.eviction.feeding import bound_cache, chunks_of, feed, ids
 
@@ -40,9 +41,9 @@ def _generate(length: int, chunk: int | None, backend: str = "knorm", new: int =
 @pytest.mark.parametrize("backend", ["expected_attention", "knorm", "h2o", "kvzip"])
 def test_a_long_prompt_in_chunks(backend: str, chunk: int) -> None:
     output = _generate(77, chunk, backend)
-    assert isinstance(output.past_key_values, EvictingCache)
-    assert output.past_key_values.get_seq_length() == 81
-    assert output.past_key_values.num_held() == 24 + 4
+    assert isinstance(cache_of(output), EvictingCache)
+    assert cache_of(output).get_seq_length() == 81
+    assert cache_of(output).num_held() == 24 + 4
     cache = bound_cache(_model(), {"backend": backend, "budget": 24}, 77)
     logits = feed(_model(), cache, output.sequences[:, :-1], [*chunks_of(77, chunk), *[1] * 4])
     torch.testing.assert_close(torch.stack(output.logits, 1), logits[:, 76:], atol=1e-5, rtol=0.0)
@@ -50,15 +51,15 @@ def test_a_long_prompt_in_chunks(backend: str, chunk: int) -> None:
 
 def test_a_prompt_and_an_answer_within_the_short_range() -> None:
     output = _generate(30, 16)
-    assert isinstance(output.past_key_values, EvictingCache)
-    assert output.past_key_values.num_held() == 24 + 4
+    assert isinstance(cache_of(output), EvictingCache)
+    assert cache_of(output).num_held() == 24 + 4
 
 
 @pytest.mark.parametrize("chunk", [None, ORIGINAL + 1], ids=["whole", "chunks-too-long"])
 def test_a_long_prompt_is_read_in_chunks_of_the_short_range(chunk: int | None) -> None:
     output = _generate(77, chunk)
-    assert isinstance(output.past_key_values, EvictingCache)
-    assert output.past_key_values.get_seq_length() == 81
+    assert isinstance(cache_of(output), EvictingCache)
+    assert cache_of(output).get_seq_length() == 81
 
 
 def test_a_cache_that_is_dropped_while_generating_is_not_dropped_silently() -> None:

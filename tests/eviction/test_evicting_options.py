@@ -14,6 +14,7 @@ from kvcache_plugins.errors import UnsupportedOperationError
 from kvcache_plugins.testing import tiny_model
 from tests.eviction.feeding import EVICTING, NEEDS_QUERIES, bound_cache, feed, ids, model_of
 from tests.eviction.locret_feeding import locret
+from tests.models.families import small_model
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "budget-missing": ({"budget": None}, r"budget must be a number of tokens >= 1, or .* got None"),
@@ -132,8 +133,8 @@ def test_wrong_options_of_one_backend(backend: str, options: dict[str, Any], mes
 @pytest.mark.usefixtures("_no_forward")
 @pytest.mark.parametrize("backend", NEEDS_QUERIES)
 def test_queries_are_not_seen_where_attention_is_written_into_the_model(backend: str) -> None:
-    model = tiny_model("gptj")
-    message = rf"{backend}.*queries.*attention of GPTJForCausalLM, written into the model.*'knorm'"
+    model = small_model("gpt_neo")
+    message = rf"{backend}.*queries.*attention of GPTNeoForCausalLM, written into the model.*'knorm'"
     with pytest.raises(ValueError, match=message):
         bound_cache(model, {"backend": backend, "budget": 24}, 40)
     with pytest.raises(ValueError, match="written into the model"):
@@ -147,7 +148,7 @@ def test_queries_are_not_seen_where_attention_is_written_into_the_model(backend:
 @pytest.mark.parametrize("options", [{"skip_layers": [1]}, {"layer_overrides": {"-1": {"budget": 30}}}])
 def test_layers_that_differ_are_refused_there_too(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"different numbers of tokens.*written into the model"):
-        bound_cache(tiny_model("gptj"), {"backend": "knorm", "budget": 24, **options}, 40)
+        bound_cache(small_model("gpt_neo"), {"backend": "knorm", "budget": 24, **options}, 40)
 
 
 @pytest.mark.usefixtures("_no_forward")

@@ -17,6 +17,7 @@ from kvcache_plugins.attention import strongest
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.errors import UnsupportedOperationError
 from kvcache_plugins.eviction.repetition import Passage
+from kvcache_plugins.models.cache_argument import as_argument, cache_of, given_cache
 from kvcache_plugins.testing.models import tiny_model
 from tests.eviction.feeding import bound_cache, feed, ids, mask_of, model_of, real_positions
 from tests.models.families import small_model
@@ -36,7 +37,7 @@ def _repetitions(model: nn.Module) -> Iterator[list[int]]:
     lengths: list[int] = []
 
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if getattr(kwargs.get("past_key_values"), "is_repeating", False):
+        if getattr(given_cache(kwargs), "is_repeating", False):
             lengths.append(kwargs["input_ids"].shape[1])
 
     handle = model.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
@@ -254,7 +255,7 @@ def test_drafts_are_judged_once_they_are_accepted() -> None:
     plain = generated({**config, "chunk_size": None})  # drafting reads a prompt whole
     assert generated(config, prompt_lookup_num_tokens=4).sequences.tolist() == plain.sequences.tolist()
 
-    cache = generated({**config, "evict_at_decode": True}, prompt_lookup_num_tokens=4).past_key_values
+    cache = cache_of(generated({**config, "evict_at_decode": True}, prompt_lookup_num_tokens=4))
     new, lead = cache.evicting_layers[0].text()
     assert cache.num_held() <= 40 + 64 + 4
     assert new.shape[1] < 90 and lead.shape[1] == 8
@@ -362,7 +363,7 @@ def test_embeddings_cannot_be_repeated() -> None:
     embedded = model.get_input_embeddings()(ids(40))
     with pytest.raises(UnsupportedOperationError, match=r"'kvzip' has the model repeat .* needs `input_ids`"):
         model(
-            inputs_embeds=embedded, past_key_values=bound_cache(model, {"backend": "kvzip", "budget": 24}, 40)
+            inputs_embeds=embedded, **as_argument(bound_cache(model, {"backend": "kvzip", "budget": 24}, 40))
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import kvcache_plugins
 from kvcache_plugins.eviction.cache import EvictingCache
+from kvcache_plugins.models.cache_argument import as_argument
 from tests.eviction.feeding import EVICTING, bound_cache, chunks_of, feed, ids, mask_of, model_of
 
 PADS = [0, 9, 30]
@@ -286,7 +287,7 @@ def test_several_questions_to_one_text(name: str) -> None:
     def ask(cache: EvictingCache, question: int) -> Tensor:
         tokens = torch.cat([document, ids(11, 2, seed=50 + question)], dim=1)
         return model.generate(  # type: ignore[operator]
-            tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, max_new_tokens=6,
+            tokens, attention_mask=torch.ones_like(tokens), **as_argument(cache), max_new_tokens=6,
             do_sample=False, return_dict_in_generate=True, output_logits=True,
         ).logits  # fmt: skip
 

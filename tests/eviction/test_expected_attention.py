@@ -19,6 +19,7 @@ from kvcache_plugins.backends.expected_attention import ExpectedAttentionLayer
 from kvcache_plugins.eviction.cache import EvictingCache
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.layers.view import StreamView
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.testing.generation import padded_prompt
 from kvcache_plugins.testing.models import tiny_model
 from tests.eviction.feeding import bound_cache, chunks_of, feed, ids, mask_of, model_of
@@ -197,7 +198,7 @@ def test_drafts_of_prompt_lookup() -> None:
     drafted = model.generate(tokens, prompt_lookup_num_tokens=3, **settings)  # type: ignore[operator]
     greedy = model.generate(tokens, **settings)  # type: ignore[operator]
     assert drafted.sequences.tolist() == greedy.sequences.tolist()
-    _same_moments(drafted.past_key_values, greedy.past_key_values)
+    _same_moments(cache_of(drafted), cache_of(greedy))
 
 
 # ---- worth ----
@@ -275,8 +276,8 @@ def test_worth_in_a_model_with_latents() -> None:
     cache = kvp.build_cache(model, {**BACKEND, "budget": 200})
     with torch.no_grad():
         eager(tokens, use_cache=False)
-        model(tokens[:, :40], past_key_values=cache)
-        model(tokens[:, 40:], past_key_values=cache)
+        model(tokens[:, :40], **as_argument(cache))
+        model(tokens[:, 40:], **as_argument(cache))
     assert len(shown) == len(cache.packed_layers) == 2
     for layer, (query, keys, scaling) in zip(cache.packed_layers, shown, strict=True):
         assert isinstance(layer, ExpectedAttentionLayer)

@@ -18,6 +18,7 @@ from kvcache_plugins.attention.dispatch import forward_over_handles
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.errors import ArtifactError
 from kvcache_plugins.layers.view import StreamView
+from kvcache_plugins.models.cache_argument import cache_of
 from tests.eviction.feeding import bound_cache, feed, ids, mask_of, model_of, real_positions
 from tests.reference.eviction import Call, Policy, run_with_evictions
 
@@ -243,7 +244,7 @@ def test_modes_of_generation(mode: str, method: str) -> None:
             inputs, attention_mask=(inputs != 0).long(), cache_implementation="quantized",
             cache_config={**config, **changed}, return_dict_in_generate=True, **given,
         )  # fmt: skip
-        assert all(len(layer.parts) > 1 for layer in output.past_key_values.evicting_layers)
+        assert all(len(layer.parts) > 1 for layer in cache_of(output).evicting_layers)
         return output.sequences.tolist()  # type: ignore[no-any-return]
 
     assert run() == run(kernel="torch")

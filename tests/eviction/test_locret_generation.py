@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 import kvcache_plugins
 from kvcache_plugins.backends.locret import LocretCache
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.testing.generation import padded_prompt
 from tests.eviction.feeding import chunks_of, feed, ids, mask_of, model_of, real_positions
 from tests.eviction.locret_feeding import bound_locret, inputs_of_attention, locret
@@ -55,7 +56,7 @@ def test_a_prompt_within_the_budget_is_read_as_ever(
     for options in ({"budget": 60}, {"budget": 500, "evict_at_decode": True}):
         got = _generate(model, tokens, locret(model, **options), max_new_tokens=12, **mask)
         expected = _generate(model, tokens, max_new_tokens=12, **mask)
-        assert type(got.past_key_values) is LocretCache
+        assert type(cache_of(got)) is LocretCache
         assert torch.equal(got.sequences, expected.sequences)
         assert torch.equal(_logits(got), _logits(expected))
 
@@ -63,7 +64,7 @@ def test_a_prompt_within_the_budget_is_read_as_ever(
 def test_one_token_more_than_the_budget() -> None:
     model, tokens = model_of(), ids(61)
     got = _generate(model, tokens, locret(model, budget=60), max_new_tokens=12)
-    assert got.past_key_values.num_held() == 60 + 11
+    assert cache_of(got).num_held() == 60 + 11
     assert not torch.equal(_logits(got), _logits(_generate(model, tokens, max_new_tokens=12)))
 
 
@@ -107,7 +108,7 @@ def test_generate_is_the_loop_by_hand(name: str, evict_at_decode: bool) -> None:
     model, tokens, new = model_of(), ids(77, 2), 70 if evict_at_decode else 9
     options = {**OPTIONS[name], "evict_at_decode": evict_at_decode}
     output = _generate(model, tokens, locret(model, **options), max_new_tokens=new)
-    cache = output.past_key_values
+    cache = cache_of(output)
     held = [24 + 4 if evict_at_decode else 24 + new - 1, (40 if name == "ragged" else 24) + new - 1]
     if name == "ragged" and evict_at_decode:
         held[1] = 40 + 4
@@ -162,9 +163,9 @@ def test_a_second_turn_on_the_same_cache(name: str, pads: list[int] | None) -> N
         return {"attention_mask": mask_of(length, [0, 0] if pads is None else pads)}
 
     cache: Any = kvcache_plugins.build_cache(model, locret(model, **options))
-    first = _generate(model, first_tokens, past_key_values=cache, max_new_tokens=6, **masked(45))
+    first = _generate(model, first_tokens, **as_argument(cache), max_new_tokens=6, **masked(45))
     conversation = torch.cat([first.sequences, question], dim=1)  # 45 + 6 + 37, of which 50 have been seen
-    second = _generate(model, conversation, past_key_values=cache, max_new_tokens=6, **masked(88))
+    second = _generate(model, conversation, **as_argument(cache), max_new_tokens=6, **masked(88))
     assert cache.get_seq_length() == 93
     later = chunks_of(38, 16) if SPLITS_LATER_TURNS else [38]
 
@@ -191,7 +192,7 @@ def test_several_questions_to_one_text(name: str) -> None:
     def ask(cache: LocretCache, question: int) -> Tensor:
         tokens = torch.cat([document, ids(11, 2, seed=50 + question)], dim=1)
         mask = {"attention_mask": torch.ones_like(tokens)}
-        return _logits(_generate(model, tokens, past_key_values=cache, max_new_tokens=6, **mask))
+        return _logits(_generate(model, tokens, **as_argument(cache), max_new_tokens=6, **mask))
 
     prefilled = read()
     before = _state(prefilled)
@@ -222,11 +223,11 @@ def test_drafted_tokens(name: str, evict_at_decode: bool) -> None:
     with inputs_of_attention(model) as seen:
         drafted = _generate(model, tokens, locret(model, budget=120, **options), max_new_tokens=60, **drafts)
     assert len(seen[0]) < 60 and max(states.shape[1] for states in seen[0][1:]) == 4
-    greedy = _generate(model, tokens, past_key_values=DynamicCache(config=model.config), max_new_tokens=60)
+    greedy = _generate(model, tokens, **as_argument(DynamicCache(config=model.config)), max_new_tokens=60)
     assert torch.equal(drafted.sequences, greedy.sequences)
 
     drafted = _generate(model, tokens, locret(model, **options), max_new_tokens=60, **drafts)
-    cache = drafted.past_key_values
+    cache = cache_of(drafted)
     assert cache.get_seq_length() == 99
     assert cache.num_held() == 24 + 59  # not yet more than the budget and 64
     if not evict_at_decode:
@@ -234,7 +235,7 @@ def test_drafted_tokens(name: str, evict_at_decode: bool) -> None:
         # transformers reads it together with the first drafts.
         greedy = _generate(model, tokens, locret(model, **options, chunk_size=None), max_new_tokens=60)
         assert torch.equal(drafted.sequences, greedy.sequences)
-        for layer, other in zip(cache.evicting_layers, greedy.past_key_values.evicting_layers, strict=True):
+        for layer, other in zip(cache.evicting_layers, cache_of(greedy).evicting_layers, strict=True):
             assert torch.equal(layer.ledger.positions, other.ledger.positions)
             torch.testing.assert_close(layer.ledger.scores, other.ledger.scores, atol=1e-4, rtol=1e-4)
 
@@ -279,6 +280,6 @@ def test_a_cache_loaded_for_a_configuration_is_bound_by_generate(tmp_path: Path)
     cache.save_pretrained(tmp_path)
     loaded = kvcache_plugins.KVCache.from_pretrained(tmp_path, model.config)
     mask = {"attention_mask": torch.ones_like(tokens)}
-    got = _generate(model, tokens, past_key_values=loaded, max_new_tokens=6, **mask)
-    expected = _generate(model, tokens, past_key_values=cache, max_new_tokens=6, **mask)
+    got = _generate(model, tokens, **as_argument(loaded), max_new_tokens=6, **mask)
+    expected = _generate(model, tokens, **as_argument(cache), max_new_tokens=6, **mask)
     assert torch.equal(_logits(got), _logits(expected))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcache_plugins.backends.locret import LocretCache
+from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.retaining import projections
 from kvcache_plugins.testing.models import tiny_model
 from tests.eviction.feeding import chunks_of, feed, ids, model_of
@@ -33,7 +34,7 @@ def _generate(model: Any, seed: int, config: dict[str, Any] | None) -> tuple[Ten
         ids(PROMPT, seed=seed), max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True,
         output_logits=True, **arguments,
     )  # fmt: skip
-    return output.sequences, torch.stack(output.logits, dim=1), output.past_key_values
+    return output.sequences, torch.stack(output.logits, dim=1), cache_of(output)
 
 
 # --- models and caches side by side

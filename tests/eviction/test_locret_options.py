@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 import kvcache_plugins
 from kvcache_plugins.backends.locret import LocretConfig
 from kvcache_plugins.errors import ArtifactError, UnsupportedOperationError
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.heads import RetainingHeads
 from kvcache_plugins.testing.models import tiny_model
@@ -188,11 +189,11 @@ def test_a_cache_for_a_configuration_is_told_by_generate() -> None:
     answers = [
         model.generate(
             ids(77, 2), max_new_tokens=8, do_sample=False, return_dict_in_generate=True, output_logits=True,
-            past_key_values=kvcache_plugins.build_cache(model_or_config, locret(model)),
+            **as_argument(kvcache_plugins.build_cache(model_or_config, locret(model))),
         )
         for model_or_config in (model.config, model)
     ]  # fmt: skip
-    assert answers[0].past_key_values.num_held() == 24 + 7
+    assert cache_of(answers[0]).num_held() == 24 + 7
     assert torch.equal(torch.stack(answers[0].logits), torch.stack(answers[1].logits))
 
 
@@ -224,7 +225,7 @@ def test_an_option_file() -> None:
         cache_config=locret(model, storage={"backend": "int8"}, layer_overrides={"0": {"budget": 30}}),
     )  # fmt: skip
     again = GenerationConfig.from_dict(json.loads(json.dumps(config.to_dict(), default=str)))
-    cache = model.generate(ids(77), generation_config=again).past_key_values
+    cache = cache_of(model.generate(ids(77), generation_config=again))
     assert [layer.held_length for layer in cache.evicting_layers] == [33, 27]
     options = {"backend": "locret", **json.loads(json.dumps(cache.config.to_dict()))}
     assert kvcache_plugins.build_cache(model, options).config == cache.config

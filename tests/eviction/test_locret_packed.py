@@ -41,9 +41,11 @@ def _run(
     for layer in cache.evicting_layers:
         calls: list[tuple[Tensor, Tensor]] = []
 
-        def update(keys: Tensor, values: Tensor, *args: Any, layer: Any = layer, calls: Any = calls) -> Any:
+        def update(
+            keys: Tensor, values: Tensor, *args: Any, layer: Any = layer, calls: Any = calls, **kwargs: Any
+        ) -> Any:
             calls.append((keys.clone(), values.clone()))
-            return type(layer).update(layer, keys, values, *args)
+            return type(layer).update(layer, keys, values, *args, **kwargs)
 
         layer.update = update  # type: ignore[assignment]
         given.append(calls)

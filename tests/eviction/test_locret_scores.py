@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcache_plugins.backends.locret import LocretCache
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from tests.eviction.feeding import chunks_of, feed, ids, mask_of, model_of
 from tests.eviction.locret_feeding import (
     bound_locret,
@@ -117,7 +118,7 @@ def test_a_model_in_bf16() -> None:
 def test_scores_have_no_gradient() -> None:
     model = model_of()
     cache = bound_locret(model, 40)
-    logits = model(ids(40), past_key_values=cache).logits
+    logits = model(ids(40), **as_argument(cache)).logits
     assert logits.requires_grad
     assert not any(layer.ledger.scores.requires_grad for layer in cache.evicting_layers)
 
@@ -144,7 +145,7 @@ def test_scores_follow_the_beams(monkeypatch: pytest.MonkeyPatch) -> None:
             cache_implementation="quantized", cache_config=locret(model, evict_at_decode=True),
         )  # fmt: skip
     assert changes > 10
-    cache = output.past_key_values
+    cache = cache_of(output)
     assert cache.num_held() == 24 + 4
     _same_scores(cache, worth_of_all(model, heads_of(model), seen))
 

@@ -27,6 +27,7 @@ from kvcache_plugins.eviction.pooling.weights import (
     save_pooling_weights,
 )
 from kvcache_plugins.eviction.selection import choose_slots
+from kvcache_plugins.models.cache_argument import cache_of
 from tests.eviction.feeding import bound_cache, chunks_of, feed, ids, mask_of, model_of
 
 BUDGET, PROMPT, CHUNK, POOLED = 24, 60, 16, 6
@@ -162,7 +163,7 @@ def test_later_turns_and_generation(weights_file: str, pooled: Callable[[Pooling
         tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=90, do_sample=False, num_beams=2,
         cache_implementation="quantized", cache_config=config, return_dict_in_generate=True,
     )  # fmt: skip
-    cache = output.past_key_values
+    cache = cache_of(output)
     assert cache.get_seq_length() == PROMPT + 89 and cache.num_held() <= BUDGET + 64
     for layer in cache.evicting_layers:
         assert int((layer.ledger.positions == -1).sum(2).min()) == POOLED

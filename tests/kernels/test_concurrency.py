@@ -13,6 +13,7 @@ from tests.kernels import fresh_process
 RUNS = """
     import os, signal, threading, time, torch
     from kvcache_plugins import build_cache
+    from kvcache_plugins.models.cache_argument import as_argument
     from kvcache_plugins.testing import tiny_model
     from kvcache_plugins.testing.conformance import decoded
     from kvcache_plugins.testing.generation import padded_prompt
@@ -33,7 +34,7 @@ RUNS = """
         torch.set_num_threads(threads)
         model, prompt = MODELS[index % 2], padded_prompt((600, 570), seed=index)
         cache = build_cache(model, CONFIGS[index // 2])
-        tokens = model.generate(**prompt, do_sample=False, max_new_tokens=24, past_key_values=cache)
+        tokens = model.generate(**prompt, do_sample=False, max_new_tokens=24, **as_argument(cache))
         layers = cache.packed_layers
         assert len(layers) == 2 and all(layer.kernel == "cpu" for layer in layers)
         assert all(stream.packed_length >= 448 for layer in layers for stream in layer.streams)

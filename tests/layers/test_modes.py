@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvcache_plugins as kvp
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
 
 
@@ -26,12 +27,12 @@ def test_a_cache_filled_in_inference_mode_continues_outside(model: Any, backend:
     for first, second in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
         cache = kvp.build_cache(model, {"backend": backend, "residual_length": 32})
         with first():
-            model(tokens, past_key_values=cache)
-            model(tokens[:, :1], past_key_values=cache)
+            model(tokens, **as_argument(cache))
+            model(tokens[:, :1], **as_argument(cache))
         cache.reorder_cache(torch.tensor([1, 0]))
         with second():
             for step in range(40):
-                out = model(tokens[:, step : step + 1], past_key_values=cache).logits
+                out = model(tokens[:, step : step + 1], **as_argument(cache)).logits
         cache.crop(-3)
         runs.append(out.clone())
     assert torch.equal(*runs)
@@ -39,8 +40,8 @@ def test_a_cache_filled_in_inference_mode_continues_outside(model: Any, backend:
 
 def test_gradients_are_not_recorded_in_the_cache(model: Any) -> None:
     cache = kvp.build_cache(model, {"backend": "int8"})
-    out = model(torch.randint(3, 120, (1, 40)), past_key_values=cache)
-    model(torch.randint(3, 120, (1, 1)), past_key_values=cache)
+    out = model(torch.randint(3, 120, (1, 40)), **as_argument(cache))
+    model(torch.randint(3, 120, (1, 1)), **as_argument(cache))
     assert out.logits.requires_grad  # the prompt itself can be trained on
     assert not any(t.requires_grad for layer in cache.packed_layers for t in layer.tensors().values())
 
@@ -57,7 +58,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def loss_of(model: Any, embeddings: Tensor, cache: Any, **arguments: Any) -> Tensor:
-    logits: Tensor = model(inputs_embeds=embeddings, past_key_values=cache, **arguments).logits
+    logits: Tensor = model(inputs_embeds=embeddings, **as_argument(cache), **arguments).logits
     return logits.logsumexp(-1).sum()
 
 
@@ -110,7 +111,7 @@ def test_gradients_that_do_not_meet_stored_tokens_are_computed() -> None:
 def test_autocast_does_not_round_the_attention_over_codes(model: Any) -> None:
     cache = kvp.build_cache(model, {"backend": "int8"})
     with torch.no_grad():
-        model(torch.randint(3, 120, (1, 100)), past_key_values=cache)
+        model(torch.randint(3, 120, (1, 100)), **as_argument(cache))
     keys, values = cache.layers[0].update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16))
     query = torch.randn(1, 4, 1, 16)
     plain = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
@@ -132,7 +133,7 @@ EXACT: dict[str, dict[str, Any]] = {
 def stepped(model: Any, cache: Any, *counts: int) -> Tensor:
     """Logits of the calls of so many tokens, all of which are the same with every cache."""
     tokens = torch.randint(3, 120, (2, 60), generator=torch.Generator().manual_seed(cache.get_seq_length()))
-    return torch.cat([model(part, past_key_values=cache).logits for part in tokens.split(counts, dim=1)], 1)
+    return torch.cat([model(part, **as_argument(cache)).logits for part in tokens.split(counts, dim=1)], 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

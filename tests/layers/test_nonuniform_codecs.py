@@ -24,6 +24,7 @@ from kvcache_plugins.layers.nonuniform import (
     outliers_per_side,
 )
 from kvcache_plugins.layers.padding import Padding
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.quantizers.nonuniform import normal_float_codebook
 from tests.reference.kvquant import kvquant_oracle_cache
@@ -300,7 +301,7 @@ def test_outliers_of_a_model_are_read_within_an_ulp() -> None:
     dense, packed = DynamicCache(config=model.config), build_cache(model, options())
     with torch.no_grad():
         for cache in (dense, packed):
-            model(token_ids, past_key_values=cache)
+            model(token_ids, **as_argument(cache))
     positions = torch.arange(512)
     within, beyond = 0, 0
     for index, layer in enumerate(packed.packed_layers):

@@ -20,6 +20,7 @@ from kvcache_plugins.layers import offloading
 from kvcache_plugins.layers.codec import AffineCodec
 from kvcache_plugins.layers.offloading import OffloadedRecords, Shelf
 from kvcache_plugins.layers.records import RecordLayout, Records
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.quantizers.granularity import per_token_head
 from kvcache_plugins.quantizers.packing import BLOCK_TOKENS
 from kvcache_plugins.testing.models import tiny_model
@@ -364,7 +365,7 @@ def test_on_a_cpu_nothing_moves_and_that_is_said() -> None:
         cache = build_cache(model, {"backend": "int8", "offload": offload})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            tokens.append(model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False))
+            tokens.append(model.generate(ids, **as_argument(cache), max_new_tokens=20, do_sample=False))
         told = [str(warning.message) for warning in caught if "offload" in str(warning.message)]
         assert bool(told) is offload and all("the model is on the CPU" in text for text in told)
         assert cache.report().host_bytes == (0 if offload else None)

@@ -13,6 +13,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 
 import kvcache_plugins as kvp
 from kvcache_plugins.layers.recurrent import BranchedLayer
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
 
 NEVER_PACKED = {"backend": "int4", "residual_length": 1024}
@@ -26,14 +27,14 @@ def model() -> Any:
 def filled(model: Any, cache: Any, length: int = 80) -> Any:
     tokens = torch.randint(3, 120, (2, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        model(tokens, past_key_values=cache)
-        model(tokens[:, :1], past_key_values=cache)
+        model(tokens, **as_argument(cache))
+        model(tokens[:, :1], **as_argument(cache))
     return cache
 
 
 def step(model: Any, cache: Any, rows: int = 2) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.full((rows, 1), 9), past_key_values=cache).logits
+        return model(torch.full((rows, 1), 9), **as_argument(cache)).logits
 
 
 def test_keys_are_packed_and_the_state_is_kept(model: Any) -> None:

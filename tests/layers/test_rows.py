@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from kvcache_plugins import build_cache
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
 
 MASK = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]])
@@ -25,7 +26,7 @@ def started(backend: str) -> tuple[Any, Any]:
     theirs = DynamicCache(config=model.config)
     for cache in (ours, theirs):
         with torch.no_grad():
-            model(tokens, attention_mask=MASK, past_key_values=cache)
+            model(tokens, attention_mask=MASK, **as_argument(cache))
     return ours, theirs
 
 

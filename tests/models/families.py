@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kvcache_plugins.models.cache_argument import cache_name
 from kvcache_plugins.testing.generation import padded_prompt
 from kvcache_plugins.testing.models import _COMMON, _FAMILIES, _initialise
 
@@ -235,4 +236,4 @@ def greedy(
         pad_token_id=0,
         **cache,
     )
-    return output.sequences[:, -new_tokens:], torch.stack(output.logits, dim=1), output.get("past_key_values")
+    return output.sequences[:, -new_tokens:], torch.stack(output.logits, dim=1), output.get(cache_name())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.testing.models import tiny_model
 
 
@@ -43,5 +44,5 @@ def test_compiled_models_generate_the_same(options: dict[str, Any]) -> None:
     plain, compiled = found
     assert torch.equal(compiled.sequences, plain.sequences)
     torch.testing.assert_close(torch.stack(compiled.logits), torch.stack(plain.logits), rtol=0, atol=1e-6)
-    report = compiled.past_key_values.report()
-    assert report.fallback_reads == 0 and report.kernel == plain.past_key_values.report().kernel
+    report = cache_of(compiled).report()
+    assert report.fallback_reads == 0 and report.kernel == cache_of(plain).report().kernel

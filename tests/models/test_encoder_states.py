@@ -9,6 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, EncoderDecoderCache
 
 import kvcache_plugins as kvp
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing.models import _initialise
 
 INT8 = {"backend": "int8"}
@@ -40,7 +41,7 @@ def in_two_calls(model: Any, cache: Any, states: Any = STATES) -> torch.Tensor:
     """Logits `(B, T, V)` of all tokens, the second part of which is read through the cache."""
     parts = []
     for tokens in TOKENS.split(30, dim=1):
-        output = model(input_ids=tokens, past_key_values=cache, encoder_hidden_states=states)
+        output = model(input_ids=tokens, **as_argument(cache), encoder_hidden_states=states)
         parts.append(output.logits)
     return torch.cat(parts, dim=1)
 

@@ -19,6 +19,7 @@ from kvcache_plugins.cache import KVCache, build_cache
 from kvcache_plugins.errors import KernelUnavailableError, UnsupportedOperationError
 from kvcache_plugins.estimation import estimate
 from kvcache_plugins.kernels import cuda_loader, loader
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing.generation import SCENARIOS, padded_prompt, run_scenario
 from kvcache_plugins.testing.models import tiny_model
 from tests.models.families import small_model
@@ -79,7 +80,7 @@ def _generated(model: PreTrainedModel, cache_config: dict[str, Any]) -> tuple[to
 
 def _continued(model: PreTrainedModel, cache: KVCache) -> torch.Tensor:
     inputs = {name: tensor.to(model.device) for name, tensor in padded_prompt(LENGTHS).items()}
-    return model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=40)  # type: ignore[operator, no-any-return]
+    return model.generate(**inputs, **as_argument(cache), do_sample=False, max_new_tokens=40)  # type: ignore[operator, no-any-return]
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -203,14 +204,14 @@ def _next_turn(model: PreTrainedModel, cache: KVCache, tokens: torch.Tensor) -> 
     mask = torch.ones_like(rows)
     mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
     return model.generate(  # type: ignore[operator, no-any-return]
-        rows, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=12
+        rows, attention_mask=mask, **as_argument(cache), do_sample=False, max_new_tokens=12
     )
 
 
 def _warm_up(model: PreTrainedModel) -> None:
     """See to it that the workspaces of the libraries, which stay, are there before anything is counted."""
     ids = torch.arange(5, 85, device="cuda").expand(2, -1)
-    model.generate(ids, past_key_values=build_cache(model, CACHES["int8"]), max_new_tokens=2)
+    model.generate(ids, **as_argument(build_cache(model, CACHES["int8"])), max_new_tokens=2)
     gc.collect()
 
 
@@ -227,15 +228,15 @@ def test_what_an_offloaded_cache_has_on_the_gpu_is_counted_and_given_back(deeper
         return on_gpu
 
     with torch.no_grad():
-        deeper(ids, past_key_values=cache, logits_to_keep=1)
-        deeper(ids[:, :1], past_key_values=cache)
+        deeper(ids, **as_argument(cache), logits_to_keep=1)
+        deeper(ids[:, :1], **as_argument(cache))
         of_four = on_gpu()
         cache.reorder_cache(torch.tensor([3, 2, 1, 0], device="cuda"))
         on_gpu()
         cache.batch_select_indices(torch.tensor([2], device="cuda"))
         on_gpu()
         for _ in range(2):
-            deeper(ids[:1, :1], past_key_values=cache)
+            deeper(ids[:1, :1], **as_argument(cache))
     assert on_gpu() == pytest.approx(of_four / 4, rel=0.1)
     for layer in cache.layers:
         layer.offload()
@@ -253,7 +254,7 @@ def test_an_offloaded_cache_leaves_the_gpu(deeper: PreTrainedModel) -> None:
         gc.collect()
         before = torch.cuda.memory_allocated()
         cache = build_cache(deeper, {"backend": "int8", "offload": offload})
-        tokens.append(deeper.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=4))
+        tokens.append(deeper.generate(ids, **as_argument(cache), do_sample=False, max_new_tokens=4))
         gc.collect()
         taken.append(torch.cuda.memory_allocated() - before - tokens[-1].nbytes)
         reports.append(cache.report())

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 import kvcache_plugins as kvp
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing.generation import padded_prompt
 from tests.models.families import NAMES, greedy, small_model
 from tests.models.rounded import Rounded
@@ -54,7 +55,7 @@ def test_our_attention_attends_to_what_an_indexer_chose(name: str) -> None:
     _, near, cache = greedy(model, lengths, NEW, INT8)
     assert cache.packed_layers and cache.report().fallback_reads == 0
     layers = {layer.layer_idx for layer in cache.packed_layers}
-    _, rounded, _ = greedy(model, lengths, NEW, past_key_values=Rounded(layers, config=model.config))
+    _, rounded, _ = greedy(model, lengths, NEW, **as_argument(Rounded(layers, config=model.config)))
     assert (near[:, 1] - rounded[:, 1]).norm() < 0.002 * dense[:, 1].norm()
     for module in model.modules():
         if hasattr(module, chosen):
@@ -69,19 +70,19 @@ def test_it_is_saved_counted_and_predicted(name: str, tmp_path: Path) -> None:
     cache = kvp.build_cache(model, INT8)
     prompt = padded_prompt((90,))["input_ids"]
     with torch.no_grad():
-        model(prompt[:, :-2], past_key_values=cache)
-        model(prompt[:, -2:-1], past_key_values=cache)
+        model(prompt[:, :-2], **as_argument(cache))
+        model(prompt[:, -2:-1], **as_argument(cache))
         assert cache.kv_bytes() == kvp.estimate(model, INT8, 89)
         cache.save_pretrained(tmp_path)
         loaded = kvp.KVCache.from_pretrained(tmp_path, model)
-        expected = model(prompt[:, -1:], past_key_values=cache).logits
-        torch.testing.assert_close(model(prompt[:, -1:], past_key_values=loaded).logits, expected)
+        expected = model(prompt[:, -1:], **as_argument(cache)).logits
+        torch.testing.assert_close(model(prompt[:, -1:], **as_argument(loaded)).logits, expected)
     report = cache.report()
     assert cache.layers[0].indexer_keys.shape[:2] == (1, 90)
     assert report.dense_layers == {}
     dense = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(prompt, past_key_values=dense)
+        model(prompt, **as_argument(dense))
     kept = [tensor for layer in dense.layers for tensor in owned(layer)]
     assert report.dense_bytes == sum(tensor.nbytes for tensor in kept if tensor.is_floating_point())
     positions = sum(tensor.nbytes for tensor in kept if tensor.dtype == torch.int64)
@@ -96,8 +97,8 @@ def test_every_verb(name: str) -> None:
     caches = [kvp.build_cache(model, EXACT), DynamicCache(config=model.config)]
     for cache in caches:
         with torch.no_grad():
-            model(ids[:, :40], past_key_values=cache)
-            model(ids[:, 40:], past_key_values=cache)
+            model(ids[:, :40], **as_argument(cache))
+            model(ids[:, 40:], **as_argument(cache))
         cache.crop(-7)
         cache.batch_repeat_interleave(2)
         cache.reorder_cache(torch.tensor([3, 1, 2, 0]))
@@ -111,7 +112,7 @@ def test_every_verb(name: str) -> None:
     ours.prefetch()
     copied = copy.deepcopy(ours)
     with torch.no_grad():
-        got, expected = (model(ids[[0, 1, 0], :1], past_key_values=cache).logits for cache in caches)
+        got, expected = (model(ids[[0, 1, 0], :1], **as_argument(cache)).logits for cache in caches)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert [layer.indexer_keys.shape[1] for layer in (copied, ours)] == [53, 54]
     if ours.indexer_position_ids is not None:
@@ -127,6 +128,6 @@ def test_indexer_keys_follow_a_model_that_is_cast(name: str) -> None:
     ids = padded_prompt((60, 60))["input_ids"]
     cache = kvp.build_cache(model, {"backend": "int4"})
     with torch.no_grad():
-        model(ids[:, :40], past_key_values=cache)
-        logits = model.to(torch.bfloat16)(ids[:, 40:], past_key_values=cache).logits
+        model(ids[:, :40], **as_argument(cache))
+        logits = model.to(torch.bfloat16)(ids[:, 40:], **as_argument(cache)).logits
     assert cache.layers[0].indexer_keys.dtype == torch.bfloat16 and logits.isfinite().all()

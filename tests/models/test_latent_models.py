@@ -14,6 +14,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 import kvcache_plugins as kvp
 from kvcache_plugins.attention import latent_models
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing.generation import SCENARIOS, padded_prompt, run_scenario
 from tests.models.families import NAMES, NotSmall, greedy, small_model
 
@@ -128,8 +129,8 @@ def test_many_tokens_at_once_are_expanded_by_tiles(made: list[int], model: PreTr
     cache = kvp.build_cache(model, CACHES["int8"])
     ids = padded_prompt((600,))["input_ids"]
     with torch.no_grad():
-        model(ids[:, :200], past_key_values=cache)
-        got = model(ids[:, 200:], past_key_values=cache).logits
+        model(ids[:, :200], **as_argument(cache))
+        got = model(ids[:, 200:], **as_argument(cache)).logits
         whole = model(ids).logits[:, 200:]
     assert cache.report().fallback_reads == 0
     assert max(made) == 600 and 400 not in made, "only what has no cache makes them of all"
@@ -152,8 +153,8 @@ def test_what_attention_shows_an_evicting_layer(model: PreTrainedModel) -> None:
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
     with torch.no_grad():
-        model(ids[:, :60], past_key_values=cache)
-        model(ids[:, 60:], past_key_values=cache)
+        model(ids[:, :60], **as_argument(cache))
+        model(ids[:, 60:], **as_argument(cache))
         weights = eager(ids, output_attentions=True).attentions
     for layer, expected in zip(cache.packed_layers, weights, strict=True):
         torch.testing.assert_close(layer.ledger.scores, expected.sum((1, 2))[:, None], atol=1e-3, rtol=1e-4)
@@ -205,5 +206,5 @@ def test_a_cache_made_for_a_configuration_learns_of_the_model(model: PreTrainedM
     latent_models.restore_expansions()
     cache = kvp.build_cache(model.config, CACHES["int8"])
     ids = padded_prompt((90,))["input_ids"]
-    model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    model.generate(ids, **as_argument(cache), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert cache.report().fallback_reads == 0

@@ -19,6 +19,7 @@ from transformers import (
 
 from kvcache_plugins import build_cache
 from kvcache_plugins.layers.base import PackedLayer
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.facts import decoder_config, describe_layers
 from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
 from kvcache_plugins.testing.models import ARCHITECTURES, tiny_model
@@ -131,7 +132,7 @@ def test_key_value_heads_are_what_arrives(name: str) -> None:
     model = tiny_model(name)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.randint(3, 100, (1, 5)), past_key_values=cache)
+        model(torch.randint(3, 100, (1, 5)), **as_argument(cache))
     checked = 0
     for index, layer in enumerate(cache.layers):
         if getattr(layer, "keys", None) is not None:

@@ -17,6 +17,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from kvcache_plugins import ArtifactError, KVCache, build_cache, install, uninstall
 from kvcache_plugins.models import longrope
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 
 SWITCH = 32
 
@@ -67,16 +68,16 @@ def quantized(**cache_config: Any) -> dict[str, Any]:
 def test_a_long_prompt_reads_as_with_a_dense_cache(model: Any, cache_config: dict[str, Any]) -> None:
     expected = generate(model, 90)
     got = generate(model, 90, **quantized(**cache_config))
-    assert got.past_key_values.get_seq_length() == 101  # and not a dense one in its place
-    assert type(got.past_key_values).__module__.startswith("kvcache_plugins")
+    assert cache_of(got).get_seq_length() == 101  # and not a dense one in its place
+    assert type(cache_of(got)).__module__.startswith("kvcache_plugins")
     assert torch.equal(expected.sequences, got.sequences)
     assert torch.equal(expected.sequences, generate(model, 90).sequences)  # other calls are left alone
 
 
 def test_keys_carry_the_frequencies_of_long_texts(model: Any) -> None:
-    dense = generate(model, 90, max_new_tokens=1).past_key_values.layers[0].keys
+    dense = cache_of(generate(model, 90, max_new_tokens=1)).layers[0].keys
     evicting = quantized(backend="knorm", budget=60, chunk_size=16)
-    layer = generate(model, 90, max_new_tokens=1, **evicting).past_key_values.evicting_layers[0]
+    layer = cache_of(generate(model, 90, max_new_tokens=1, **evicting)).evicting_layers[0]
     kept = layer.ledger.positions.long()[..., None].expand(-1, -1, -1, dense.shape[-1])
     # the first layer's keys depend on nothing before them
     assert torch.allclose(dense.gather(2, kept), _held(layer), atol=1e-5)
@@ -86,9 +87,9 @@ def test_keys_carry_the_frequencies_of_long_texts(model: Any) -> None:
 def test_after_reset_a_short_text_reads_as_with_a_new_cache(model: Any) -> None:
     config = {"backend": "kivi", "residual_length": 4096}
     cache = build_cache(model, config)
-    generate(model, 90, past_key_values=cache)
+    generate(model, 90, **as_argument(cache))
     cache.reset()
-    got = generate(model, 20, max_new_tokens=4, past_key_values=cache, output_logits=True)
+    got = generate(model, 20, max_new_tokens=4, **as_argument(cache), output_logits=True)
     expected = generate(model, 20, max_new_tokens=4, output_logits=True)
     assert torch.allclose(torch.stack(got.logits), torch.stack(expected.logits), atol=1e-4)
 
@@ -104,12 +105,12 @@ def test_after_reset_a_short_text_reads_as_with_a_new_cache(model: Any) -> None:
 )
 def test_a_saved_long_text_is_continued(model: Any, cache_config: dict[str, Any], tmp_path: Path) -> None:
     cache = build_cache(model, cache_config)
-    turn = torch.cat([generate(model, 90, past_key_values=cache).sequences, torch.full((1, 6), 9)], dim=1)
+    turn = torch.cat([generate(model, 90, **as_argument(cache)).sequences, torch.full((1, 6), 9)], dim=1)
     cache.save_pretrained(tmp_path)
     loaded = KVCache.from_pretrained(tmp_path, model)
 
     def logits(past: KVCache) -> Tensor:
-        kwargs = {"max_new_tokens": 4, "do_sample": False, "past_key_values": past}
+        kwargs = {"max_new_tokens": 4, "do_sample": False, **as_argument(past)}
         output = model.generate(turn, return_dict_in_generate=True, output_logits=True, **kwargs)
         return torch.stack(output.logits)
 
@@ -123,12 +124,12 @@ def test_between_calls_a_model_has_its_own_frequencies() -> None:
     rotary = model.model.rotary_emb
     short = rotary.original_inv_freq.clone()
     evicting = quantized(backend="knorm", budget=60, chunk_size=16)
-    cache = generate(model, 90, **evicting).past_key_values
+    cache = cache_of(generate(model, 90, **evicting))
     assert cache.reads_long_text and torch.equal(rotary.original_inv_freq, short)
     cache.bind(model, prompt_length=120)  # those it will be read with, and no call that follows
     assert torch.equal(rotary.original_inv_freq, short)
     with pytest.raises(IndexError):
-        model(torch.full((1, 2), 128), past_key_values=cache)  # no such token
+        model(torch.full((1, 2), 128), **as_argument(cache))  # no such token
     assert torch.equal(rotary.original_inv_freq, short)
 
 
@@ -201,11 +202,11 @@ def test_what_cannot_be_right_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match=r"prefill_chunk_size must be at most 32 .* got 64"):
         generate(model, 90, prefill_chunk_size=64, **quantized(backend="int8"))
     cache = build_cache(model, {"backend": "int8"})
-    generate(model, 20, max_new_tokens=2, past_key_values=cache)
+    generate(model, 20, max_new_tokens=2, **as_argument(cache))
     with pytest.raises(
         ValueError, match="holds 21 tokens from before; a text of 90 tokens needs a new cache"
     ):
-        generate(model, 90, past_key_values=cache)
+        generate(model, 90, **as_argument(cache))
     with pytest.raises(ValueError, match=r"this prompt of 90 cannot be split: .*verifies drafted tokens"):
         generate(model, 90, prompt_lookup_num_tokens=3, **quantized(backend="int8"))
 

@@ -23,6 +23,7 @@ from kvcache_plugins.evaluation.perplexity_blocks import packed_shares
 from kvcache_plugins.eviction.cache import EvictingCache
 from kvcache_plugins.layers.crossing import CrossAttentionLayer
 from kvcache_plugins.layers.windowed import WindowedLayer
+from kvcache_plugins.models.cache_argument import as_argument, cache_name, cache_of
 from tests.models.multimodal import NAMES, blip, gemma3, phi4_multimodal, subject
 from tests.models.rounded import Rounded
 from tests.models.showing import LENGTH, Subject
@@ -83,7 +84,7 @@ def generate(
         return_dict_in_generate=True,
         output_logits=True,
     )
-    return output.sequences[:, -NEW:], torch.stack(output.logits, dim=1), output.get("past_key_values")
+    return output.sequences[:, -NEW:], torch.stack(output.logits, dim=1), output.get(cache_name())
 
 
 def rounded(given: Subject) -> Rounded:
@@ -110,7 +111,7 @@ def second_turn(given: Subject, shows_image: bool, **options: Any) -> tuple[Tens
         second = torch.zeros_like(seen)
         second[:, -more.shape[1] :] = 1
         prompt["cross_attention_mask"] = torch.cat((seen, second), dim=2) if shows_image else seen
-    _, logits, cache = generate(given, None, prompt, past_key_values=cache)
+    _, logits, cache = generate(given, None, prompt, **as_argument(cache))
     return logits, cache
 
 
@@ -138,7 +139,7 @@ def test_generation(name: str, mode: str) -> None:
     assert isinstance(cache, KVCache)
     assert cache.report().dense_layers.keys() <= {0}  # a window of 32 tokens
     if (name, mode) not in NOT_WITH_DENSE:
-        same, expected, _ = run(past_key_values=rounded(given))
+        same, expected, _ = run(**as_argument(rounded(given)))
         assert tokens.tolist() == same.tolist()
         assert (logits - expected).norm() < 0.002 * expected.norm()
 
@@ -150,7 +151,7 @@ def test_second_turn(name: str, shows_image: bool) -> None:
     expected, _ = second_turn(given, shows_image)
     exact, _ = second_turn(given, shows_image, cache_config=NEVER_PACKED)
     torch.testing.assert_close(exact, expected, atol=1e-4, rtol=1e-4)
-    expected, _ = second_turn(given, shows_image, past_key_values=rounded(given))
+    expected, _ = second_turn(given, shows_image, **as_argument(rounded(given)))
     near, cache = second_turn(given, shows_image, cache_config=INT8)
     assert (near - expected).norm() < 0.002 * expected.norm()
     if name == "mllama":
@@ -268,7 +269,7 @@ class TestSurprise:
         tokens = given.text_alone()["input_ids"][:1]
         cache = kvp.build_cache(given.model, {"backend": "sirllm", "budget": 100, "chunk_size": None})
         with torch.no_grad():
-            logits = given.model(input_ids=tokens, past_key_values=cache).logits
+            logits = given.model(input_ids=tokens, **as_argument(cache)).logits
         expected = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none")
         scores = cache.packed_layers[-1].ledger.scores  # type: ignore[attr-defined]
         torch.testing.assert_close(scores[0, 0, 1:], expected, atol=1e-4, rtol=1e-4)
@@ -280,10 +281,10 @@ class TestSurprise:
         tokens = given.text_alone()["input_ids"][:1]
         cache = kvp.build_cache(given.model, {"backend": "sirllm", "budget": 100, "chunk_size": None})
         with torch.no_grad():
-            given.model(input_ids=tokens, past_key_values=cache)
+            given.model(input_ids=tokens, **as_argument(cache))
             embedded = given.model.get_input_embeddings()(tokens)
             with pytest.raises(UnsupportedOperationError, match=r"needs `input_ids`"):
-                given.model.get_decoder()(inputs_embeds=embedded, past_key_values=cache)
+                given.model.get_decoder()(inputs_embeds=embedded, **as_argument(cache))
 
     @pytest.mark.parametrize("backend", ["kvzip", "sirllm"])
     @pytest.mark.parametrize("name", ["llava", "phi4_multimodal", "qwen2_audio", "video_llama_3"])
@@ -448,10 +449,10 @@ def test_an_evicting_cache_masks_for_models_that_do_not_ask_what_it_holds() -> N
 
     row = {key: value[:1] for key, value in given.prompt.items()}
     with torch.no_grad():
-        past = given.model(**row, use_cache=True).past_key_values
+        past = cache_of(given.model(**row, use_cache=True))
         mask = torch.ones(1, LENGTH + 1, dtype=torch.long)
         mask[:, 4:-37] = 0  # the first of 4 and the last of 36, and the new one
-        step = given.model.text_model(tokens[:1, :1], attention_mask=mask, past_key_values=past)
+        step = given.model.text_model(tokens[:1, :1], attention_mask=mask, **as_argument(past))
     torch.testing.assert_close(logits[:1, 1], step.logits[:, -1], atol=1e-4, rtol=1e-4)
 
 

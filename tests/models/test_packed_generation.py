@@ -16,6 +16,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import kvcache_plugins
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing.generation import SCENARIOS, padded_prompt, run_scenario
 from kvcache_plugins.testing.models import tiny_model
 
@@ -80,11 +81,11 @@ def test_the_cache_really_packs(model: PreTrainedModel, backend: str) -> None:
     inputs = padded_prompt(LENGTHS)
     with torch.no_grad():
         for past in (cache, dense):
-            model(**inputs, past_key_values=past)
+            model(**inputs, **as_argument(past))
         mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
         token = torch.full((2, 1), 7)
         packed, exact = (
-            model(token, attention_mask=mask, past_key_values=past).logits for past in (cache, dense)
+            model(token, attention_mask=mask, **as_argument(past)).logits for past in (cache, dense)
         )
     error = (packed - exact).norm() / exact.norm()
     # Low-bit storage that changes nothing was never read. These random networks amplify rounding (at 4 bits
@@ -116,7 +117,7 @@ def test_beams_keep_the_history_they_were_scored_with(model: PreTrainedModel, ba
     step = prompt
     with torch.no_grad():
         for token in new.split(1, dim=1):
-            logits = model(step, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            logits = model(step, **as_argument(cache), logits_to_keep=1).logits[:, -1]
             scores += logits.log_softmax(-1).gather(1, token).squeeze(1)
             step = token
     assert len({tuple(row) for row in new.tolist()}) == 4

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvcache_plugins.evaluation.caches import DENSE, generate
+from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.models.pretrained import load_config, load_model, load_tokenizer
 from kvcache_plugins.testing import tiny_model
 
@@ -80,4 +81,4 @@ def test_caches_of_the_generation_config_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(given | {"use_cache": False}))
     loaded = load_model(str(tmp_path), load_config(str(tmp_path)))
     output = generate(loaded, torch.arange(3, 73)[None], DENSE, 4)
-    assert type(output.past_key_values) is DynamicCache
+    assert type(cache_of(output)) is DynamicCache

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvcache_plugins import build_cache
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.facts import LayerFacts, decoder_config, describe_layers
 from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
 from kvcache_plugins.models.rotary import Rotary, _layout_is_interleaved, find_rotary, modeling_module
@@ -186,7 +187,7 @@ def test_moving_a_text_turns_the_keys_that_are_said_to_rotate(name: str, from_co
     for start in (0, 3):
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(tokens, position_ids=torch.arange(start, start + 12)[None], past_key_values=cache)
+            model(tokens, position_ids=torch.arange(start, start + 12)[None], **as_argument(cache))
         caches.append(cache)
     attending = [index for index, plan in enumerate(plan_layers(model.config)) if plan.has_keys]
     assert attending
@@ -294,7 +295,7 @@ def test_keys_of_a_repeated_token_become_constant(name: str) -> None:
     model = tiny_model(name)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.full((1, 16), 7), past_key_values=cache)
+        model(torch.full((1, 16), 7), **as_argument(cache))
     for layer, facts in zip(cache.layers, described(model), strict=True):
         keys = layer.keys
         scale = keys.abs().max()
@@ -439,7 +440,7 @@ def made_keys(name: str, start: int, **overrides: Any) -> Made:
     cache = DynamicCache(config=model.config)
     positions = torch.arange(start, start + 64)
     with torch.no_grad():
-        model(torch.randint(3, 120, (2, 64)), past_key_values=cache, position_ids=positions[None])
+        model(torch.randint(3, 120, (2, 64)), **as_argument(cache), position_ids=positions[None])
     handle.remove()
     layer: Any = cache.layers[1]
     after, rotary = layer.keys, described(model)[1].rotary

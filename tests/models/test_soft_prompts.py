@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kvcache_plugins as kvp
+from kvcache_plugins.models.cache_argument import as_argument, cache_of, given_cache
 from kvcache_plugins.testing import tiny_model
 
 LENGTH, SOFT, NEW = 90, 20, 12
@@ -33,7 +34,7 @@ class SoftPrompt:
         if mask is not None:
             inputs["attention_mask"] = torch.cat((mask.new_ones(len(mask), SOFT), mask), dim=1)
         inputs["position_ids"] = None
-        if inputs["past_key_values"].get_seq_length() >= ids.shape[1]:
+        if given_cache(inputs).get_seq_length() >= ids.shape[1]:
             inputs["input_ids"] = ids[:, -1:]  # whatever the chunk is
         else:
             words = self.model.get_input_embeddings()(ids)
@@ -68,7 +69,7 @@ def logits(model: Any, pads: int, cache_config: dict[str, Any] | None = None) ->
         output_logits=True,
         **cache,
     )
-    return torch.stack(output.logits, dim=1), output.past_key_values
+    return torch.stack(output.logits, dim=1), cache_of(output)
 
 
 @pytest.mark.parametrize("pads", [0, PADS])
@@ -104,10 +105,10 @@ def test_an_evicting_cache_reads_the_prompt_whole(model: Any) -> None:
 def test_a_turn_shorter_than_the_soft_prompt_is_refused(model: Any) -> None:
     # the cache has seen more tokens than the mask has columns, and PEFT would read the last of the new alone
     cache = kvp.build_cache(model, {"backend": "int8"})
-    first = model.generate(**inputs_of(0), past_key_values=cache, max_new_tokens=NEW)
+    first = model.generate(**inputs_of(0), **as_argument(cache), max_new_tokens=NEW)
     turn = torch.cat([first, first[:, :5]], dim=1)
     with pytest.raises(ValueError, match=r"has 107 tokens, and its cache has seen 121 before"):
-        model.generate(turn, attention_mask=torch.ones_like(turn), past_key_values=cache, max_new_tokens=NEW)
+        model.generate(turn, attention_mask=torch.ones_like(turn), **as_argument(cache), max_new_tokens=NEW)
 
 
 def test_an_evicting_cache_must_know_the_pads(model: Any) -> None:
@@ -125,7 +126,5 @@ def test_a_prefix_that_is_a_cache_is_refused(monkeypatch: pytest.MonkeyPatch, ki
     with pytest.raises(ValueError, match=rf"PEFT's {kind} .*backend='int8' would be ignored.*PROMPT_TUNING"):
         logits(model, 0, {"backend": "int8"})
     cache = kvp.build_cache(model, {"backend": "int8"})
-    with pytest.raises(
-        ValueError, match=rf"PEFT's {kind} .*past_key_values, of the backend 'int8', would be"
-    ):
-        model.generate(**inputs_of(0), past_key_values=cache, max_new_tokens=NEW)
+    with pytest.raises(ValueError, match=rf"PEFT's {kind} .*a cache of the backend 'int8' would be"):
+        model.generate(**inputs_of(0), **as_argument(cache), max_new_tokens=NEW)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 import kvcache_plugins as kvp
 from kvcache_plugins import cache as cache_module
 from kvcache_plugins.layers.windowed import WindowedLayer
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.testing import assert_close
 from kvcache_plugins.testing.generation import SCENARIOS, run_scenario
 from kvcache_plugins.testing.models import tiny_model
@@ -135,7 +136,7 @@ def test_beside_layers_that_evict(scorer: str, tmp_path: Path) -> None:
         ids, max_new_tokens=30, cache_implementation="quantized", cache_config=options,
         return_dict_in_generate=True, do_sample=False,
     )  # fmt: skip
-    cache = out.past_key_values
+    cache = cache_of(out)
     report = cache.report()
     assert report.dense_layers == {} and report.fallback_reads == 0
     assert (report.tokens_seen, report.tokens_held) == (529, 64 + 29)
@@ -144,8 +145,8 @@ def test_beside_layers_that_evict(scorer: str, tmp_path: Path) -> None:
     loaded = kvp.KVCache.from_pretrained(tmp_path, model)
     with torch.no_grad():
         more = ids[:, :1]
-        expected = model(more, past_key_values=cache).logits
-        assert_close("logits", expected, model(more, past_key_values=loaded).logits, 1e-5)
+        expected = model(more, **as_argument(cache)).logits
+        assert_close("logits", expected, model(more, **as_argument(loaded)).logits, 1e-5)
     skipping = kvp.build_cache(model, options | {"skip_layers": [0, 1]})
     assert skipping.report().dense_layers == {0: "skip_layers", 1: "skip_layers"}
     assert len(windowed(skipping)) == 1 and type(skipping.layers[0]).__name__ == "DynamicSlidingWindowLayer"
@@ -160,8 +161,8 @@ def test_bytes_are_predicted_and_reported(backend: str, tokens: int) -> None:
     ids = torch.randint(3, 120, (2, tokens))
     with torch.no_grad():
         for past in (cache, own):
-            model(ids[:, :-1], past_key_values=past)
-            model(ids[:, -1:], past_key_values=past)
+            model(ids[:, :-1], **as_argument(past))
+            model(ids[:, -1:], **as_argument(past))
     assert cache.kv_bytes() == kvp.estimate(model, options, tokens, batch_size=2)
     report = cache.report()
     assert report.tokens_seen == report.tokens_held == tokens
@@ -179,14 +180,14 @@ def test_a_saved_cache_goes_on(backend: str, tmp_path: Path) -> None:
     cache = kvp.build_cache(model, BACKENDS[backend])
     ids = torch.randint(3, 120, (1, 250))
     with torch.no_grad():
-        model(ids[:, :180], past_key_values=cache)
+        model(ids[:, :180], **as_argument(cache))
         cache.save_pretrained(tmp_path)
         loaded = kvp.KVCache.from_pretrained(tmp_path, model)
         assert loaded.get_seq_length() == 180
         for start in range(180, 250, 5):
             more = ids[:, start : start + 5]
-            expected = model(more, past_key_values=cache).logits
-            assert_close("logits", expected, model(more, past_key_values=loaded).logits, 1e-5)
+            expected = model(more, **as_argument(cache)).logits
+            assert_close("logits", expected, model(more, **as_argument(loaded)).logits, 1e-5)
     assert [layer.stored_length for layer in windowed(loaded)] == [
         layer.stored_length for layer in windowed(cache)
     ]
@@ -210,4 +211,4 @@ def test_drafts_of_an_assistant() -> None:
     expected = model.generate(ids, **arguments)
     drafted = model.generate(ids, assistant_model=assistant, return_dict_in_generate=True, **arguments)
     assert torch.equal(drafted.sequences, expected)
-    assert all(layer.stored_length < 120 for layer in windowed(drafted.past_key_values))
+    assert all(layer.stored_length < 120 for layer in windowed(cache_of(drafted)))

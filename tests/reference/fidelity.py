@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from .host import CACHE
+
 __all__ = ["block_logits", "fidelity"]
 
 _DENSE: WeakKeyDictionary[PreTrainedModel, dict[tuple[tuple[int, ...], int, int], torch.Tensor]]
@@ -106,9 +108,9 @@ def block_logits(
     Returns:
         `torch.Tensor` of shape `(T - prefill, vocabulary)`; row `i` predicts token `prefill + i`.
     """
-    logits = [model(input_ids[:, :prefill], past_key_values=cache, use_cache=True).logits[0, -1:]]
+    logits = [model(input_ids[:, :prefill], **{CACHE: cache}, use_cache=True).logits[0, -1:]]
     for start in range(prefill, input_ids.shape[1], block):
         step = input_ids[:, start : start + block]
-        logits.append(model(step, past_key_values=cache, use_cache=True).logits[0])
+        logits.append(model(step, **{CACHE: cache}, use_cache=True).logits[0])
     # The last position predicts a token beyond the text.
     return torch.cat(logits)[:-1].float()

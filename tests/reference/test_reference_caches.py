@@ -20,6 +20,7 @@ from .caches import (
     smoothing_factors,
     value_group_size,
 )
+from .host import CACHE
 from .quantizers import asymmetric, symmetric8
 from .test_reference import CONFIG
 
@@ -206,9 +207,9 @@ class TestCaches:
         prompt = torch.randint(2, 64, (1, 20))
         options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
         cache = oracle_cache(CONFIG, "int8")
-        text = model.generate(prompt, past_key_values=cache, **options)
+        text = model.generate(prompt, **{CACHE: cache}, **options)
         assert text.shape == (1, 60)
         assert cache.get_seq_length() == 59
         never = oracle_cache(CONFIG, "int8", residual_length=60)
         dense = model.generate(prompt, **options)
-        assert torch.equal(model.generate(prompt, past_key_values=never, **options), dense)
+        assert torch.equal(model.generate(prompt, **{CACHE: never}, **options), dense)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.projections import ProjectionTap
 from kvcache_plugins.testing import tiny_model
@@ -75,7 +76,7 @@ def test_features_are_the_projections(family: str) -> None:
         )
     ProjectionTap.of(model).attach(is_taking)
     cache = TakingCache(model)
-    model(IDS, past_key_values=cache)
+    model(IDS, **as_argument(cache))
     ProjectionTap.of(model).detach()
     assert sorted(cache.features) == [0, 1]
     width = RetainingHeadsConfig.from_model(model).input_dim
@@ -92,11 +93,11 @@ def test_only_wanted_forwards_and_once() -> None:
     assert tap is ProjectionTap.of(model) and tap.attach(is_taking) is tap.attach(is_taking)
     hooks = len(model.model.layers[0].self_attn.q_proj._forward_hooks)
     assert hooks == 1
-    model(IDS, past_key_values=DynamicCache(config=model.config))
+    model(IDS, **as_argument(DynamicCache(config=model.config)))
     model(IDS)
     with pytest.raises(RuntimeError, match="layer 0 were not caught"):
         tap.take(0)
-    model(IDS, past_key_values=TakingCache(model))
+    model(IDS, **as_argument(TakingCache(model)))
     with pytest.raises(RuntimeError, match="layer 1 were not caught"):  # taken already
         tap.take(1)
     with pytest.raises(RuntimeError, match="known layers are"):
@@ -113,7 +114,7 @@ def test_what_is_not_taken_is_forgotten_also_after_a_failure() -> None:
     model = tiny_model("llama")
     ProjectionTap.of(model).attach(is_taking)
     with pytest.raises(ZeroDivisionError):
-        model(IDS, past_key_values=Failing(model))
+        model(IDS, **as_argument(Failing(model)))
     assert projections._open_slots() == {}
 
 
@@ -127,7 +128,7 @@ def test_detaching_leaves_no_hook_and_several_may_want() -> None:
     tap.attach(never).attach(is_taking)
     tap.detach(never)
     cache = TakingCache(model)
-    model(IDS, past_key_values=cache)
+    model(IDS, **as_argument(cache))
     assert len(cache.features) == 2
     tap.detach(is_taking)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -143,7 +144,7 @@ def test_a_copy_of_the_model_has_a_tap_of_its_own() -> None:
         other.model.layers[0].self_attn.q_proj.weight.zero_()
     caches = [TakingCache(model), TakingCache(other)]
     for each, cache in zip((model, other), caches, strict=True):
-        each(IDS, past_key_values=cache)
+        each(IDS, **as_argument(cache))
     assert caches[1].features[0][..., :64].abs().max() == 0 < caches[0].features[0][..., :64].abs().max()
 
 
@@ -153,7 +154,7 @@ def test_threads_do_not_see_each_other() -> None:
     caches = [TakingCache(model) for _ in range(4)]
     texts = [torch.randint(3, 100, (1, 40)) for _ in caches]
     threads = [
-        threading.Thread(target=lambda i=i: model(texts[i], past_key_values=caches[i])) for i in range(4)
+        threading.Thread(target=lambda i=i: model(texts[i], **as_argument(caches[i]))) for i in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -161,7 +162,7 @@ def test_threads_do_not_see_each_other() -> None:
         thread.join()
     for text, cache in zip(texts, caches, strict=True):
         alone = TakingCache(model)
-        model(text, past_key_values=alone)
+        model(text, **as_argument(alone))
         torch.testing.assert_close(cache.features, alone.features)
 
 
@@ -181,14 +182,14 @@ def test_wrapped_projections_give_the_output_of_the_wrapper(is_attached_before: 
     model = tiny_model("llama")
     plain = TakingCache(model)
     tap = ProjectionTap.of(model).attach(is_taking)
-    model(IDS, past_key_values=plain)
+    model(IDS, **as_argument(plain))
     if not is_attached_before:
         tap.detach()
     attention = model.model.layers[0].self_attn
     attention.q_proj = Adapted(attention.q_proj)
     tap.attach(is_taking)
     adapted = TakingCache(model)
-    model(IDS, past_key_values=adapted)
+    model(IDS, **as_argument(adapted))
     torch.testing.assert_close(adapted.features[0][..., :64], 2 * plain.features[0][..., :64])
     torch.testing.assert_close(adapted.features[0][..., 64:], plain.features[0][..., 64:])
 

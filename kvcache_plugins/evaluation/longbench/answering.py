@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...models.cache_argument import as_argument, cache_of
 from ..caches import cache_bytes, generation_options, new_cache, prefill
 from ..loading import Subject
 from .prompting import Prompt
@@ -53,7 +54,7 @@ def answer(subject: Subject, cache_config: Mapping[str, Any], task: Task, prompt
         "pred": subject.tokenizer.decode(new, skip_special_tokens=True),
         "prompt_tokens": ids.shape[1],
         "new_tokens": len(new),
-        "kv_bytes": subject.shard.total(cache_bytes(output.past_key_values)),
+        "kv_bytes": subject.shard.total(cache_bytes(cache_of(output))),
         "cached_tokens": output.sequences.shape[1] - 1,  # the last one was not read any more
         "seconds": time.perf_counter() - started,
     }
@@ -69,4 +70,4 @@ def _cache_options(
     cache = new_cache(subject.model, cache_config, max_cache_length=final_length)
     context = torch.tensor([prompt.context_ids], device=subject.device)
     prefill(subject.model, context, cache, final_length, logits_to_keep=1)
-    return {"past_key_values": cache}
+    return as_argument(cache)

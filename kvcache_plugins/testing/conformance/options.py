@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ...cache import KVCache, build_cache
+from ...models.cache_argument import as_argument
 from .fixtures import Fixtures
 
 __all__ = ["OptionConformance"]
@@ -45,7 +46,7 @@ class OptionConformance(Fixtures):
         options = {"skip_layers": [-1], "layer_overrides": {"0": {"residual_length": 4096}}}
         cache = build_cache(model, {**cache_config, **options})
         with torch.no_grad():
-            model(torch.randint(3, 120, (1, 200)), past_key_values=cache)
-            model(torch.randint(3, 120, (1, 1)), past_key_values=cache)
+            model(torch.randint(3, 120, (1, 200)), **as_argument(cache))
+            model(torch.randint(3, 120, (1, 1)), **as_argument(cache))
         assert cache.report().dense_layers == {len(cache.layers) - 1: "skip_layers"}
         assert cache.packed_layers[0].key_stream_.packed_length == 0

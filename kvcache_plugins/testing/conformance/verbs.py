@@ -12,6 +12,7 @@ from torch import Tensor
 from ...cache import KVCache, build_cache
 from ...estimation import estimate
 from ...layers.base import PackedLayer
+from ...models.cache_argument import as_argument
 from ..comparison import sqnr_db
 from .feeding import decoded, fed, feed, state_bytes
 from .fixtures import Fixtures
@@ -107,12 +108,12 @@ class VerbConformance(Fixtures):
     ) -> None:
         inputs = torch.randint(3, 120, (2, 90))
         with torch.no_grad():
-            model(inputs, past_key_values=cache)
+            model(inputs, **as_argument(cache))
             cache.save_pretrained(tmp_path)
             loaded = KVCache.from_pretrained(tmp_path, model)
             more = torch.randint(3, 120, (2, 1))
-            expected = model(more, past_key_values=cache).logits
-            assert torch.equal(expected, model(more, past_key_values=loaded).logits)
+            expected = model(more, **as_argument(cache)).logits
+            assert torch.equal(expected, model(more, **as_argument(loaded)).logits)
         assert type(loaded) is type(cache) and loaded.config == cache.config
         assert loaded.kv_bytes() == cache.kv_bytes()
 
@@ -121,9 +122,9 @@ class VerbConformance(Fixtures):
     ) -> None:
         inputs = torch.randint(3, 120, (2, 150))
         with torch.no_grad():
-            model(inputs, past_key_values=cache)
+            model(inputs, **as_argument(cache))
             for step in range(70):
-                model(inputs[:, :1], past_key_values=cache)
+                model(inputs[:, :1], **as_argument(cache))
                 if step % 23 == 0:
                     owned = [t for layer in cache.packed_layers for t in layer.tensors().values()]
                     assert cache.kv_bytes() == sum(t.untyped_storage().nbytes() for t in owned)
