@@ -8,12 +8,15 @@ before the model    its tokens: a model of text and images embeds them itself
 after the decoder   the states before the head
 after the model     its logits; all is forgotten, also if the call failed
 ```
+
+The model is what was called from outside. A part of it that caches were built for by itself has the hooks of
+a model, too, which do nothing while it serves another.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -33,6 +36,7 @@ __all__ = ["CallWatchingCache", "TokenWatchingCache"]
 class _Call:
     """What has been seen of a call so far."""
 
+    model: nn.Module
     token_ids: Tensor | None
     states: Tensor | None = None
 
@@ -66,7 +70,7 @@ class TokenWatchingCache(EvictingCache, ABC):
             token_ids (`torch.Tensor` of shape `(B, n)`): The tokens.
             states (`torch.Tensor` of shape `(B, n, hidden_size)`, *optional*): What it made of them, if it
                 hands that out.
-            is_alone (`bool`): Whether it was called by itself, and not by a model with a head.
+            is_alone (`bool`): Whether it was called by itself, and not by a model that holds it.
         """
 
     def finish_call(self, model: Any, call: _Call, logits: Tensor | None, index: int) -> None:
@@ -108,7 +112,6 @@ class CallWatchingCache(TokenWatchingCache):
             raise self._unsupported(
                 "the states before the head", f"a {type(decoder).__name__}, which does not hand them out"
             )
-        self._call = _Call(token_ids, states)
 
     def finish_call(self, model: Any, call: _Call, logits: Tensor | None, index: int) -> None:
         if call.token_ids is None or call.states is None or logits is None:
@@ -120,11 +123,17 @@ class CallWatchingCache(TokenWatchingCache):
 
 def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = _cache_argument(args, kwargs)
-    if cache is not None:
-        token_ids = _token_argument(args, kwargs)
-        if token_ids is not None:
-            cache.check_tokens(model, token_ids)
-        cache._call = _Call(token_ids)
+    if cache is None or (cache._call is not None and _serves(model, cache._call.model)):
+        return
+    token_ids = _token_argument(args, kwargs)
+    if token_ids is not None:
+        cache.check_tokens(model, token_ids)
+    cache._call = _Call(model, token_ids)
+
+
+def _serves(part: nn.Module, model: nn.Module) -> bool:
+    """Whether a call of `part` belongs to that of `model`, which began before."""
+    return part is not model and any(module is part for module in model.modules())
 
 
 def _after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -139,12 +148,13 @@ def _after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         raise cache._unsupported("`input_ids`", "`inputs_embeds`")
     states = _output(output, "last_hidden_state")
     with storing():
-        cache.take_tokens(decoder, token_ids, states, is_alone=call is None)
+        cache.take_tokens(decoder, token_ids, states, is_alone=call is None or call.model is decoder)
+    cache._call = None if call is None else replace(call, token_ids=token_ids, states=states)
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     cache = _cache_argument(args, kwargs)
-    if cache is None:
+    if cache is None or (cache._call is not None and _serves(model, cache._call.model)):
         return
     call, cache._call = cache._call, None  # what was seen of a call is of no later one
     if output is None or call is None:

@@ -18,7 +18,7 @@ from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.facts import masks_all_columns
 from kvcache_plugins.models.logits import LogitRule, find_logit_rule
 from kvcache_plugins.testing.models import tiny_model
-from tests.eviction.feeding import feed, model_of
+from tests.eviction.feeding import feed, ids, model_of
 from tests.models.families import small_model
 from tests.models.multimodal import subject
 from tests.models.showing import TEXT, make
@@ -195,3 +195,23 @@ def test_a_model_in_which_nothing_is_evicted() -> None:
     logits = feed(model, cache, TOKENS, [20, 1, 19])
     with torch.no_grad():
         torch.testing.assert_close(logits, model(TOKENS).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_cache_for_the_decoder_alone_leaves_calls_of_the_whole_model_alone() -> None:
+    model = tiny_model("llama")
+    tokens = ids(70) % 120 + 3
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    asked = {
+        backend: {"cache_implementation": "quantized", "cache_config": {"backend": backend, "budget": 24}}
+        for backend in ("sirllm", "kvzip")
+    }
+    expected = {name: model.generate(tokens, **settings, **cache) for name, cache in asked.items()}
+    again = tiny_model("llama")
+    cache: Any = kvp.build_cache(again.model, asked["kvzip"]["cache_config"])
+    again.model(tokens, **as_argument(cache))
+    assert cache.num_held() == 24
+    for name, config in asked.items():
+        assert torch.equal(again.generate(tokens, **settings, **config), expected[name])
+    whole = kvp.build_cache(again, asked["sirllm"]["cache_config"])
+    with pytest.raises(UnsupportedOperationError, match="a call of LlamaModel alone"):
+        again.model(tokens, **as_argument(whole))
