@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .layer_plan import LayerPlan, key_value_heads
+from .loops import check_loops
 from .rotary import Rotary, find_rotary, modeling_module
 
 __all__ = [
@@ -51,7 +52,9 @@ _OWN_CROSS_CACHES = frozenset({"blip_text_model"})
 """Families that put keys of images beside those of text only if the cache they are given is transformers'."""
 _FAMILIES_WITHOUT_MASKS = frozenset({"prophetnet"})
 """Families that attend to padding from the second call on, and read one token in each."""
-_DISTANCE_BIASED_FAMILIES = frozenset({"bloom", "cpmant", "inkling2_text", "inkling_text", "mpt"})
+_DISTANCE_BIASED_FAMILIES = frozenset(
+    {"bloom", "cpmant", "inkling2_loop_text", "inkling2_text", "inkling_text", "mpt"}
+)
 _ROTATING_WINDOWS = frozenset({"afmoe", "cohere2", "cohere2_moe", "flint"})
 """Families whose layers of full attention do not rotate their keys."""
 _ROTATING_WINDOWS_IF_ANY = frozenset({"exaone4", "exaone_moe", "kolibri1"})
@@ -117,6 +120,7 @@ def decoder_config(config: Any) -> Any:
             "Allowed are decoder-only configurations (is_encoder_decoder=False)."
         )
     decoder = config.get_text_config(decoder=True)
+    check_loops(decoder)
     if decoder.model_type in _OWN_CROSS_CACHES:
         raise ValueError(
             f"Models of type {decoder.model_type!r} would store keys and values of images among those of "
@@ -259,7 +263,7 @@ def exchanges_attention(model: nn.Module) -> bool:
 
 
 def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]) -> list[LayerFacts]:
-    """Describe every layer of a decoder from the model if given, else from its configuration.
+    """Describe every layer of a decoder's cache from the model if given, else from its configuration.
 
     Args:
         model (`torch.nn.Module`, *optional*): The model.
@@ -268,19 +272,20 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
     """
     if model is not None:
         model = decoder_of(model)
+    own = [plan for plan in plans if plan.repeats is None]
     kinds = [
         (
             plan.layer_type,
             key_value_heads(config, layer_idx)[1] if plan.has_keys else 0,
             _theta(config, layer_idx),
         )
-        for layer_idx, plan in enumerate(plans)
+        for layer_idx, plan in enumerate(own)
     ]
     rotaries = {kind: find_rotary(model, config, *kind) for kind in set(kinds) if kind[1]}
     attentions = _attention_modules(model) if model is not None else {}
     facts = []
     for layer_idx, kind in enumerate(kinds):
-        rotates = not plans[layer_idx].is_cross_attention and _uses_rotary(
+        rotates = not own[layer_idx].is_cross_attention and _uses_rotary(
             attentions.get(layer_idx), config, layer_idx, kind[0]
         )
         if layer_idx in attentions:
@@ -288,7 +293,7 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
         else:
             has_bias, largest = _config_has_key_bias(config), None
         facts.append(LayerFacts(rotaries.get(kind) if rotates else None, has_bias, largest))
-    return facts
+    return facts + [facts[plan.repeats] for plan in plans if plan.repeats is not None]
 
 
 def _theta(config: Any, layer_idx: int) -> float | None:

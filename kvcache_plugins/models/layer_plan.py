@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .loops import repeated_layers
+
 __all__ = [
     "LayerPlan",
     "caches_latents",
@@ -32,6 +34,7 @@ class LayerPlan:
         window (`int`, *optional*): How far back a layer that is packed, or could be, sees, its own token
             included; `None` if to the first one.
         is_cross_attention (`bool`): Whether the layer attends to images, and not to the text.
+        repeats (`int`, *optional*): The layer of the model of which this is a further pass (`models.loops`).
     """
 
     layer_type: str
@@ -39,6 +42,7 @@ class LayerPlan:
     dense_reason: str | None = None
     window: int | None = None
     is_cross_attention: bool = False
+    repeats: int | None = None
 
     @property
     def has_keys(self) -> bool:
@@ -75,7 +79,7 @@ def plan_layers(
     packs_window: Callable[[int, int], bool] | None = None,
     cross_reason: str | None = None,
 ) -> list[LayerPlan]:
-    """Plan the layers of a decoder.
+    """Plan the layers of a decoder's cache, which are those of the decoder, and of its further passes.
 
     Full attention is packed, also beside a recurrent branch, and so are layers with an indexer where no token
     is evicted. A sliding or chunked layer whose window is at least the model's context never
@@ -99,8 +103,10 @@ def plan_layers(
         kwargs = [kwargs] * len(layer_types)
     context = getattr(config, "max_position_embeddings", None)
     crossing = frozenset(getattr(config, "cross_attention_layers", None) or ())
+    served = [*range(len(layer_types)), *repeated_layers(config)]
     plans = []
-    for layer_idx, (kind, dense_kwargs) in enumerate(zip(layer_types, kwargs, strict=True)):
+    for layer_idx, of_model in enumerate(served):
+        kind, dense_kwargs = layer_types[of_model], kwargs[of_model]
         window = dense_kwargs.get("sliding_window")
         windowed = kind in _WINDOWED_KINDS
         if layer_idx in crossing:
@@ -120,7 +126,7 @@ def plan_layers(
             plan = LayerPlan(kind, dense_kwargs)
         if plan.dense_reason is None and layer_idx in skipped:
             plan = replace(plan, dense_reason="skip_layers")
-        plans.append(plan)
+        plans.append(plan if layer_idx == of_model else replace(plan, repeats=of_model))
     return plans
 
 

@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 
 from ..models.facts import decoder_config, split_model_or_config
 from ..models.layer_plan import key_value_heads
+from ..models.loops import repeated_layers
 
 __all__ = ["DEFAULT_BUDGET", "RetainingHeadsConfig", "default_hidden_dim", "model_name", "model_shape"]
 
@@ -155,8 +156,14 @@ def model_shape(config: Any) -> dict[str, int]:
     """Return the numbers of a decoder that heads must agree with.
 
     Raises:
-        ValueError: If layers differ in them.
+        ValueError: If layers differ in them, or are passed through several times.
     """
+    if repeated_layers(config):
+        raise ValueError(
+            f"Retaining heads are for models that pass through every layer once, and {type(config).__name__} "
+            "passes through some several times. Allowed for it are backends that need no heads, such as "
+            "'kvzip'."
+        )
     layers = {key_value_heads(config, index) for index in range(config.num_hidden_layers)}
     if len(layers) != 1:
         raise ValueError(

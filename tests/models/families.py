@@ -22,6 +22,15 @@ from kvcache_plugins.testing.models import _COMMON, _FAMILIES, _initialise
 _LINEAR = ["linear_attention", "full_attention"]
 _SLIDING = ["sliding_attention", "full_attention"]
 _LATENT: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4}
+_INKLING: dict[str, Any] = {
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "rel_extent": 64,
+    "unpadded_vocab_size": 128,
+    "n_layers_per_attn_res_block": 2,
+}
 _EMBEDDED_LAYERS: dict[str, Any] = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16}
 
 _SIZES: dict[str, Any] = {
@@ -101,6 +110,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v32": _LATENT,
     "dots3_note_text": _LATENT,
+    "dory": {"layer_types": _SLIDING, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 3},
     "exaone_moe": {"layer_types": _SLIDING},
     "gemma3n_text": {
         **_EMBEDDED_LAYERS,
@@ -114,7 +124,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": _LATENT,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"]},
+    "inkling2_loop_text": {**_INKLING, "loop_layer_index_start": 2, "loop_layer_index_end": 4},
+    "inkling2_text": _INKLING,
     "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"]},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -151,6 +162,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "hc_lowrank": 8,
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "sarvam_mla": _LATENT,
     "roc_bert": {"shape_vocab_size": 128, "pronunciation_vocab_size": 128},
     "xmod": {"default_language": "en_XX"},
     "youtu": _LATENT,
