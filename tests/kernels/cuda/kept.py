@@ -1,5 +1,8 @@
 """What tests compile is kept in pytest's cache, under a name that says what it depends on, while it is used.
 
+What takes longest and depends on nothing of the checkout, such as where it lies, is kept for all checkouts of
+a user, beside the kernels that are built at their first use.
+
 Whoever finds a file there renews its modification time, and whoever asks for a folder removes what nobody has
 found there for some days: objects of sources that have changed since, mostly.
 """
@@ -14,12 +17,15 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["DAYS", "folder", "is_there", "remove_unused"]
+from kvcache_plugins.kernels.builds import user_directory
+
+__all__ = ["DAYS", "folder", "is_there", "remove_unused", "shared_folder"]
 
 DAYS = 3
 """Without use: a weekend."""
 _SUFFIXES = (".new", ".o", ".ptx", ".so", ".txt")
 """Of what is compiled, or was being compiled; locks stay, which somebody may hold."""
+_SHARED = user_directory() / "tests"
 
 
 def folder(config: pytest.Config, name: str) -> Path | None:
@@ -28,6 +34,19 @@ def folder(config: pytest.Config, name: str) -> Path | None:
     if cache is None:
         return None
     found = Path(cache.mkdir(name))
+    remove_unused(found)
+    return found
+
+
+def shared_folder(name: str) -> Path | None:
+    """A folder for all checkouts of this user, without what is no longer used, if there can be one."""
+    found = _SHARED / name
+    try:
+        found.mkdir(parents=True, exist_ok=True)
+    except OSError:  # of a user without a home, or with one that is full
+        return None
+    if not os.access(found, os.W_OK):
+        return None
     remove_unused(found)
     return found
 

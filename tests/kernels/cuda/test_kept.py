@@ -94,3 +94,14 @@ def test_objects_and_libraries_are_used(tmp_path: Path, monkeypatch: pytest.Monk
     kept.remove_unused(builds)
     emulation.compiled(found, source, builds)
     assert len(runs) == 3
+
+
+def test_a_folder_of_all_checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_SHARED", tmp_path / "cache" / "tests")
+    found = kept.shared_folder("nvcc")
+    assert found == tmp_path / "cache" / "tests" / "nvcc" and found.is_dir()
+    aged(found / "a.o", kept.DAYS + 1)
+    assert kept.shared_folder("nvcc") == found and names(found) == set()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kept, "_SHARED", tmp_path / "file" / "tests")  # which is no directory
+    assert kept.shared_folder("nvcc") is None

@@ -1,4 +1,4 @@
-"""What nvcc makes of the device files, once for all tests: it is most of what they compile.
+"""What nvcc makes of the device files, once for all tests and checkouts: it is most of what they compile.
 
 One call per file, for every architecture nvcc knows. It leaves the machine code with the host's, what ptxas
 says of it, and the PTX of one architecture, which the PTX machine interprets.
@@ -53,8 +53,14 @@ def known_architectures(toolkit: Toolkit) -> tuple[str, ...]:
     return tuple(real for real in ARCHITECTURES if f"compute_{real}" in done.stdout)
 
 
+@cache
+def _shared() -> Path | None:
+    return kept.shared_folder("nvcc")
+
+
 def translated(toolkit: Toolkit, file: Path, folder: Path) -> Translation:
-    """Compile a device file, unless that is in `folder`."""
+    """Compile a device file, unless that has been done; into `folder` where checkouts cannot share one."""
+    folder = _shared() or folder
     known = known_architectures(toolkit)
     flags = [*_FLAGS, *(f"-gencode=arch=compute_{ARCHITECTURES[real]},code=sm_{real}" for real in known)]
     read = [path.read_text() for path in emulation.included(file)]
