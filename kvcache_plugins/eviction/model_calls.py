@@ -86,7 +86,7 @@ class CallWatchingCache(TokenWatchingCache):
     """A cache that is told, at the end of every call, of the tokens, states and logits."""
 
     def attach(self, model: nn.Module) -> None:
-        if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        if not _has_head(model):
             raise ValueError(
                 f"The backend {self.backend!r} needs a model with a language-model head, got "
                 f"{type(model).__name__}."
@@ -131,6 +131,10 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     cache._call = _Call(model, token_ids)
 
 
+def _has_head(model: nn.Module) -> bool:
+    return getattr(model, "get_output_embeddings", lambda: None)() is not None
+
+
 def _serves(part: nn.Module, model: nn.Module) -> bool:
     """Whether a call of `part` belongs to that of `model`, which began before."""
     return part is not model and any(module is part for module in model.modules())
@@ -148,7 +152,8 @@ def _after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         raise cache._unsupported("`input_ids`", "`inputs_embeds`")
     states = _output(output, "last_hidden_state")
     with storing():
-        cache.take_tokens(decoder, token_ids, states, is_alone=call is None or call.model is decoder)
+        is_alone = call is None or (call.model is decoder and not _has_head(decoder))
+        cache.take_tokens(decoder, token_ids, states, is_alone=is_alone)
     cache._call = None if call is None else replace(call, token_ids=token_ids, states=states)
 
 
