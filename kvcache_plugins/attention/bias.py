@@ -91,7 +91,9 @@ def per_head(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 
 def _remembered(mask: Tensor, length: int, beside: LogitBias, hidden: int) -> LogitBias:
     """What `_converted` returns for one query: of many it would be large."""
-    if mask.is_inference():  # whether it was written to cannot be known
+    # whether one of inference mode was written to cannot be known, and what others leave here while a call is
+    # compiled would be missed when it runs
+    if mask.is_inference() or torch.compiler.is_compiling():
         return _converted(mask, length, beside, hidden)
     of = (length, beside.is_causal, beside.window, hidden)
     number = id(mask)

@@ -165,3 +165,20 @@ def test_hidden_slots_are_fp32_whatever_the_default_dtype(dtype: torch.dtype) ->
         torch.set_default_dtype(before)
     assert bias is not None and bias.dtype == torch.float32
     assert bias.flatten().tolist() == [-torch.inf] * 2 + [0.0] * 6
+
+
+@pytest.mark.no_poison
+def test_what_is_compiled_remembers_nothing() -> None:
+    # masks of other calls come and go meanwhile, and compiled code would look for those it was made with
+    kept, mask = mask_of(3), mask_of(2)
+    logit_bias(AttentionOptions(mask=kept), 1, 6)
+    seen = set(bias._seen)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda m: logit_bias(AttentionOptions(mask=m), 1, 6).bias, backend="eager")
+    found = compiled(mask)
+    assert torch.equal(found == -torch.inf, ~mask)
+    assert set(bias._seen) == seen
+    del kept
+    gc.collect()
+    assert torch.equal(compiled(mask_of(1)) == -torch.inf, ~mask_of(1))
+    torch.compiler.reset()
