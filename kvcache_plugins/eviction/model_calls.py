@@ -40,6 +40,9 @@ class _Call:
     token_ids: Tensor | None
     states: Tensor | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # copies of a cache that was interrupted in a call take no model with them
+
 
 class TokenWatchingCache(EvictingCache, ABC):
     """A cache that is told, when a decoder has read tokens, which ones."""

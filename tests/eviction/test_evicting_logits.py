@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import threading
 from typing import Any
 
@@ -215,3 +217,20 @@ def test_a_cache_for_the_decoder_alone_leaves_calls_of_the_whole_model_alone() -
     whole = kvp.build_cache(again, asked["sirllm"]["cache_config"])
     with pytest.raises(UnsupportedOperationError, match="a call of LlamaModel alone"):
         again.model(tokens, **as_argument(whole))
+
+
+@pytest.mark.parametrize("backend", ["sirllm", "kvzip"])
+def test_copies_of_an_interrupted_cache_take_no_model_along(backend: str) -> None:
+    model = tiny_model("llama")
+    cache: Any = kvp.build_cache(model, {"backend": backend, "budget": 24})
+    hook = model.lm_head.register_forward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(TOKENS, **as_argument(cache))
+    hook.remove()
+    assert cache._call.model is model
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert copied._call is None
+
+
+def _interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
