@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .reference import AttentionOptions, four_dimensional
 
-__all__ = ["LogitBias", "logit_bias", "per_head"]
+__all__ = ["LogitBias", "logit_bias", "per_head", "sinks_for_kernels"]
 
 
 class LogitBias(NamedTuple):
@@ -85,8 +85,17 @@ def logit_bias(
 
 
 def per_head(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    """Sink logits or slopes as the kernels take them: fp32 `(Hq,)` on `device`."""
+    """Slopes as the kernels take them: fp32 `(Hq,)` on `device`."""
     return None if tensor is None else tensor.detach().reshape(-1).float().to(device).contiguous()
+
+
+def sinks_for_kernels(
+    sink_logits: Tensor | None, device: torch.device, queries: slice = slice(None)
+) -> Tensor | None:
+    """Sink logits of some queries as the kernels take them: fp32 `(Hq,)` or `(B, Hq, q)` on `device`."""
+    if sink_logits is None or sink_logits.dim() != 3:
+        return per_head(sink_logits, device)
+    return sink_logits[:, :, queries].detach().float().to(device).contiguous()
 
 
 def _remembered(mask: Tensor, length: int, beside: LogitBias, hidden: int) -> LogitBias:

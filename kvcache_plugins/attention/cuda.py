@@ -16,7 +16,7 @@ from ..kernels.layout import Side
 from ..kernels.ops import decode_attention
 from ..layers.records import RecordLayout
 from ..layers.view import StreamView
-from .bias import logit_bias, per_head
+from .bias import logit_bias, per_head, sinks_for_kernels
 from .decoded import DecodedView
 from .description import describe, first_sinks
 from .flash import why_no_flash
@@ -111,6 +111,6 @@ def attend_on_device(
         is_causal=is_causal,
         window=window,
         softcap=options.softcap or 0.0,
-        sink_logits=per_head(options.sink_logits, device),
+        sink_logits=sinks_for_kernels(options.sink_logits, device),
         alibi_slopes=per_head(options.alibi_slopes, device),
     )

@@ -113,8 +113,8 @@ def forward_over_handles(
         attention_mask (`torch.Tensor`, *optional*): `(B, 1 or Hq, q, T)`, `(B, T)` as the flash functions
             get, or the `BlockMask` of flex attention.
         scaling (`float`, *optional*): Factor of the logits.
-        kwargs: `softcap`, `s_aux`, `sliding_window`, `position_bias`, `alibi_slopes`, `is_causal`, and
-            `indices`, the slots `(B, q, k)` an indexer has chosen, are honoured.
+        kwargs: `softcap`, `s_aux`, `sinks`, `sliding_window`, `position_bias`, `alibi_slopes`, `is_causal`,
+            and `indices`, the slots `(B, q, k)` an indexer has chosen, are honoured.
 
     Returns:
         `tuple[torch.Tensor, None]`: `(B, q, Hq, Dv)`, and no attention weights.
@@ -217,6 +217,11 @@ def _chosen(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
     return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -torch.inf)
 
 
+def _sink_logits(of_heads: Tensor | None, of_queries: Tensor | None) -> Tensor | None:
+    """Sink logits by either name: `s_aux` `(Hq,)` of gpt-oss, `sinks` `(B, Hq, q, 1)` of Inkling 2."""
+    return of_heads if of_queries is None else of_queries.squeeze(-1)
+
+
 def attention_options(
     module: nn.Module,
     query: Tensor,
@@ -256,7 +261,7 @@ def attention_options(
         is_causal=bool(is_causal and requested and query.shape[2] > 1),
         sliding_window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
-        sink_logits=kwargs.get("s_aux"),
+        sink_logits=_sink_logits(kwargs.get("s_aux"), kwargs.get("sinks")),
         alibi_slopes=kwargs.get("alibi_slopes"),
         position_bias=kwargs.get("position_bias"),
     )

@@ -36,6 +36,8 @@ _SAID_BY_MASK = ("is_causal", "sliding_window")
 _SCALES = (0.3, 3.0, 30.0)
 """Sizes of the queries compared: weights about equal, peaked, and logits that a softcap bends."""
 _TOKENS = 6
+_OF_QUERIES = {"position_bias": _TOKENS, "sinks": 1}
+"""Arguments `(B, Hq, q, n)` that differ from call to call, and `n` in a comparison, which makes some up."""
 _TOLERANCE = 1e-3
 
 _obstacles: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
@@ -141,10 +143,14 @@ def _compare(eager: AttentionFunction, call: _Call) -> str | None:
         return "the model does not tell its attention function whether attention weights are asked for"
     generator = torch.Generator().manual_seed(0)
 
-    def numbers(states: Tensor, tokens: int) -> Tensor:
-        shape = (1, states.shape[1], tokens, states.shape[3])
+    def numbers(states: Tensor, tokens: int, width: int | None = None) -> Tensor:
+        shape = (1, states.shape[1], tokens, width or states.shape[3])
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(query.device)
 
+    others = dict(call.others)
+    for name, width in _OF_QUERIES.items():
+        if isinstance(given := others.get(name), Tensor) and given.dim() == 4:
+            others[name] = numbers(given, len(_SCALES), width)
     scales = torch.tensor(_SCALES, dtype=torch.float32, device=query.device)[:, None]
     queries, keys = numbers(query, len(_SCALES)) * scales, numbers(call.key, _TOKENS)
     values = numbers(call.value, _TOKENS)
@@ -156,10 +162,10 @@ def _compare(eager: AttentionFunction, call: _Call) -> str | None:
             added = torch.zeros(mask.shape, dtype=torch.float32, device=query.device)
             mask = added.masked_fill(~mask, torch.finfo(torch.float32).min)
     try:
-        made, _ = eager(module, queries, keys, values, mask, **call.others)
+        made, _ = eager(module, queries, keys, values, mask, **others)
     except (RuntimeError, TypeError, ValueError) as error:
         return f"it cannot be compared with ours ({type(error).__name__})"
-    options = attention_options(module, queries, _TOKENS, mask, **call.others)
+    options = attention_options(module, queries, _TOKENS, mask, **others)
     found = attend(queries, DenseView(keys), DenseView(values), options).transpose(1, 2)
     is_same = made.shape == found.shape and torch.allclose(
         made.float(), found, rtol=0.0, atol=_TOLERANCE * float(values.abs().max())

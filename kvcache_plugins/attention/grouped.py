@@ -45,5 +45,5 @@ def _of_heads(options: AttentionOptions, chosen: Tensor, query_heads: int) -> At
     for name in ("sink_logits", "alibi_slopes"):
         tensor = getattr(options, name)
         if tensor is not None:
-            changed[name] = tensor.index_select(0, chosen)
+            changed[name] = tensor.index_select(1 if tensor.dim() == 3 else 0, chosen)
     return replace(options, **changed) if changed else options

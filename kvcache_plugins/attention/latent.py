@@ -22,7 +22,7 @@ from ..kernels.selection import native_is_unavailable
 from ..layers.expanded import Expansion
 from ..layers.view import StreamView
 from ..models.latent import LatentProjection
-from .bias import LogitBias, logit_bias, per_head
+from .bias import LogitBias, logit_bias, sinks_for_kernels
 from .cuda import can_attend_tiles_on_device
 from .decoded import DecodedView
 from .description import describe, first_sinks
@@ -218,7 +218,6 @@ def _attend_in_passes(
     assert isinstance(latents, DecodedView) and isinstance(rotated, DecodedView)
     assert options.scaling is not None
     scaling, query_length = options.scaling, query.shape[2]
-    sink_logits = per_head(options.sink_logits, query.device)
 
     def attend_pass(start: int, stop: int) -> Tensor:
         hidden = query_length - stop if added.is_causal else 0
@@ -234,7 +233,7 @@ def _attend_in_passes(
             is_causal=added.is_causal,
             window=added.window,
             softcap=options.softcap or 0.0,
-            sink_logits=sink_logits,
+            sink_logits=sinks_for_kernels(options.sink_logits, query.device, slice(start, stop)),
         )
         return projection.lift(sums).to(query.dtype)
 

@@ -17,7 +17,7 @@ from ..kernels.ops import decode_attention
 from ..kernels.selection import native_is_unavailable
 from ..layers.handle import KVHandle
 from ..layers.view import StreamView
-from .bias import LogitBias, logit_bias, per_head
+from .bias import LogitBias, logit_bias, per_head, sinks_for_kernels
 from .cuda import attend_on_device, why_not_fast
 from .decoded import DecodedView
 from .description import describe, first_sinks
@@ -148,9 +148,7 @@ def _attend_in_passes(
     query_length = query.shape[2]
     bias, is_causal, window = added
     sink_start = first_sinks(tokens, keys, values)
-    sink_logits, alibi_slopes = (
-        per_head(tensor, query.device) for tensor in (options.sink_logits, options.alibi_slopes)
-    )
+    alibi_slopes = per_head(options.alibi_slopes, query.device)
 
     def attend_pass(start: int, stop: int) -> Tensor:
         hidden = query_length - stop if is_causal else 0
@@ -166,7 +164,7 @@ def _attend_in_passes(
             is_causal=is_causal,
             window=window,
             softcap=options.softcap or 0.0,
-            sink_logits=sink_logits,
+            sink_logits=sinks_for_kernels(options.sink_logits, query.device, slice(start, stop)),
             alibi_slopes=alibi_slopes,
         )
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import AttentionOptions, TokenView, adjust_logits, cut_tiles, first_visible_slot
+from .reference import (
+    AttentionOptions,
+    TokenView,
+    adjust_logits,
+    cut_tiles,
+    first_visible_slot,
+    sink_column,
+)
 
 __all__ = ["received_attention"]
 
@@ -49,7 +56,7 @@ def _received(query: Tensor, keys: TokenView, options: AttentionOptions, counted
 
     total = query.new_full((batch_size, query_heads, query_length), -torch.inf, dtype=torch.float32)
     if options.sink_logits is not None:
-        total = total.logaddexp(options.sink_logits.float()[None, :, None])
+        total = total.logaddexp(sink_column(options.sink_logits).float()[..., 0])
     for start, stop in tiles:
         total = total.logaddexp(logits(start, stop).logsumexp(-1))
     # A query that sees nothing gives nothing; nor does one that is not counted.

@@ -5,8 +5,8 @@ length. All query heads of a group share one pass over the keys and values; noth
 is checked against this file.
 
 Per logit, in this order: `z = scaling * q.k`, softcap `z = cap * tanh(z / cap)`, ALiBi
-`z - slope * distance`, position bias, mask. Sink logits add `exp(sink)` to the denominator and no value
-(gpt-oss).
+`z - slope * distance`, position bias, mask. Sink logits add `exp(sink)` to the denominator and no value, one
+for every head (gpt-oss) or for every query (Inkling 2).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ __all__ = [
     "cut_tiles",
     "first_visible_slot",
     "four_dimensional",
+    "sink_column",
 ]
 
 _TILE_VALUES = 1 << 21
@@ -88,7 +89,8 @@ class AttentionOptions:
         is_causal (`bool`): Query `i` of `q` sees the slots up to `T - q + i`.
         sliding_window (`int`, *optional*): A query in slot `s` sees slots above `s - sliding_window`.
         softcap (`float`, *optional*): Bound of the logits.
-        sink_logits (`torch.Tensor` of shape `(Hq,)`, *optional*): Extra logits without a value.
+        sink_logits (`torch.Tensor` of shape `(Hq,)` or `(B, Hq, q)`, *optional*): Extra logits without a
+            value, of every head or of every query.
         alibi_slopes (`torch.Tensor` of shape `(Hq,)`, *optional*): Linear position bias per head.
         position_bias (`torch.Tensor`, *optional*): Additive, broadcastable to `(B, Hq, q, T)`.
     """
@@ -188,11 +190,16 @@ def _columns(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _add_sinks(best: Tensor, total: Tensor, output: Tensor, sink_logits: Tensor) -> tuple[Tensor, Tensor]:
-    sinks = sink_logits.to(best)[None, :, None, None]
+    sinks = sink_column(sink_logits).to(best)
     new_best = torch.maximum(best, sinks)
     shift = new_best.masked_fill(new_best == -torch.inf, 0.0)
     decay = (best - shift).exp()
     return total * decay + (sinks - shift).exp(), output * decay
+
+
+def sink_column(sink_logits: Tensor) -> Tensor:
+    """Sink logits as `(B or 1, Hq, q or 1, 1)`, a further column of the logits."""
+    return sink_logits[..., None] if sink_logits.dim() == 3 else sink_logits[None, :, None, None]
 
 
 def first_visible_slot(window: int | None, length: int, query_length: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .reference import AttentionOptions, adjust_logits
+from .reference import AttentionOptions, adjust_logits, sink_column
 
 __all__ = ["strongest_attention"]
 
@@ -60,7 +60,8 @@ def _strongest(
         logits = adjust_logits(logits, 0, length, length, masked)
         total = logits.logsumexp(-1, keepdim=True)
         if options.sink_logits is not None:
-            total = total.logaddexp(options.sink_logits.float()[None, :, None, None])
+            sinks = sink_column(options.sink_logits).float()
+            total = total.logaddexp(sinks if sinks.shape[2] == 1 else sinks[:, :, tile])
         total.masked_fill_(~counted[:, None, tile, None], torch.inf)
         weights = logits.sub_(total).view(batch_size, kv_heads, -1, length)
         strongest = strongest.maximum(weights.amax(2))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .flash import attend_flash
-from .reference import AttentionOptions, first_visible_slot, four_dimensional
+from .reference import AttentionOptions, first_visible_slot, four_dimensional, sink_column
 
 __all__ = ["TileSource", "Visibility", "attend_tiles", "can_attend_tiles"]
 
@@ -204,8 +204,8 @@ class _Merged:
         old_total.copy_(torch.logaddexp(old_total, total))
 
     def add_sinks(self, sink_logits: Tensor) -> None:
-        """Merge logits `(Hq,)` that have no value."""
-        sinks = sink_logits.detach().float().view(1, *self.total.shape[1:3], 1)
+        """Merge logits `(Hq,)` or `(B, Hq, q)` that have no value."""
+        sinks = sink_column(sink_logits.detach().float())[..., 0].unflatten(1, self.total.shape[1:3])
         self.output *= _share(self.total, self.total - sinks)[..., None]
 
 

@@ -64,12 +64,13 @@ def attend_dense(
         logits = logits.masked_fill(slots <= query_slots - window, -torch.inf)
     best = logits.amax(-1, keepdim=True)
     if sink_logits is not None:
-        best = torch.maximum(best, sink_logits[None, :, None, None])
+        sinks = sink_logits[..., None] if sink_logits.dim() == 3 else sink_logits[None, :, None, None]
+        best = torch.maximum(best, sinks)
     best = best.masked_fill(best == -torch.inf, 0.0)
     weights = (logits - best).exp()
     total = weights.sum(-1, keepdim=True)
     if sink_logits is not None:
-        total = total + (sink_logits[None, :, None, None] - best).exp()
+        total = total + (sinks - best).exp()
     # a slot no query sees may hold anything
     values = torch.where((weights > 0).any(2).unflatten(1, (kv_heads, -1)).any(2)[..., None], values, 0.0)
     output = weights.view(batch_size, kv_heads, -1, length) @ values

@@ -130,7 +130,8 @@ def attend_latents(
         is_causal (`bool`): Query `i` of `q` sees the slots up to `T - q + i`.
         window (`int`): And those above `T - q + i - window`; 0 is no window.
         softcap (`float`): Bound of the logits; 0 is none.
-        sink_logits (`torch.Tensor` of shape `(H,)`, *optional*): fp32, extra logits without a value.
+        sink_logits (`torch.Tensor` of shape `(H,)` or `(B, H, q)`, *optional*): fp32, extra logits without a
+            value.
 
     Returns:
         `torch.Tensor` of shape `(B, H, q, R)`: fp32, sums of latents; zeros where nothing is visible.
@@ -185,7 +186,8 @@ def decode_attention(
         is_causal (`bool`): Query `i` of `q` sees the slots up to `T - q + i`.
         window (`int`): And those above `T - q + i - window`; 0 is no window.
         softcap (`float`): Bound of the logits; 0 is none.
-        sink_logits (`torch.Tensor` of shape `(Hq,)`, *optional*): fp32, extra logits without a value.
+        sink_logits (`torch.Tensor` of shape `(Hq,)` or `(B, Hq, q)`, *optional*): fp32, extra logits without
+            a value.
         alibi_slopes (`torch.Tensor` of shape `(Hq,)`, *optional*): fp32, linear position bias.
 
     Returns:

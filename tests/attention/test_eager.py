@@ -174,9 +174,13 @@ def plain_eager(
         logits = softcap * torch.tanh(logits / softcap)
     if mask is not None:
         logits = logits + mask
+    if (bias := kwargs.get("position_bias")) is not None:
+        logits = logits + bias
     if (sinks := getattr(module, "sinks", kwargs.get("s_aux"))) is not None:
         sinks = sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, sinks], dim=-1)
+    elif (sinks := kwargs.get("sinks")) is not None:
+        logits = torch.cat([logits, getattr(module, "more", 1) * sinks], dim=-1)
     weights = logits.softmax(-1)[..., : key.shape[2]]
     return (weights @ value).transpose(1, 2), weights
 
@@ -198,6 +202,8 @@ def handles(kernel: str = "auto") -> tuple[Tensor, Tensor, Any]:
             True,
         ),
         ({"sinks": torch.tensor([0.5, 3.0, -2.0, 1.0])}, {}, False),
+        ({}, {"position_bias": torch.randn(2, 4, 1, 101), "sinks": torch.randn(2, 4, 1, 1)}, True),
+        ({"more": 2}, {"sinks": torch.randn(2, 4, 1, 1)}, False),
         ({"factor": 1.01}, {}, False),
         ({"softcap": 50.0}, {}, False),
         ({"softcap": 50.0}, {"softcap": 50.0}, True),

@@ -164,6 +164,7 @@ VARIANTS: dict[str, Variant] = {
     "sinks-that-take-all": lambda q: same(sink_logits=torch.full((HEADS_Q,), 30.0)),
     "sinks-that-take-nothing": lambda q: same(sink_logits=torch.full((HEADS_Q,), -1e4)),
     "sinks-and-window": lambda q: same(sink_logits=torch.randn(HEADS_Q), is_causal=True, sliding_window=9),
+    "sinks-of-queries": lambda q: same(sink_logits=torch.randn(B, HEADS_Q, q) * 3, mask=_random_mask(q)),
     "alibi": lambda q: same(alibi_slopes=torch.linspace(0.01, 0.5, HEADS_Q), is_causal=True),
     "alibi-softcap-sinks-padding": lambda q: same(
         alibi_slopes=torch.linspace(0.01, 0.5, HEADS_Q),

@@ -131,10 +131,11 @@ def test_windows(window: int, padded: bool) -> None:
     check(query, key, value, is_causal=True, sliding_window=window, mask=mask)
 
 
+@pytest.mark.parametrize("shape", [(6,), (2, 6, 20)], ids=["of-heads", "of-queries"])
 @pytest.mark.parametrize("size", [0.0, 3.0, 30.0, -1e4])
-def test_sink_logits(size: float) -> None:
+def test_sink_logits(size: float, shape: tuple[int, ...]) -> None:
     arguments = step(build_layer(CASES["kivi-default"], 200), 20, 3)
-    check(*arguments, is_causal=True, sink_logits=torch.randn(6) + size)
+    check(*arguments, is_causal=True, sink_logits=torch.randn(shape) + size)
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

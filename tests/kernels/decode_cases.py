@@ -62,7 +62,7 @@ LOGIT_OPTIONS: list[dict[str, Any]] = [
     {"scaling": 0.5},
     {"sink_logits": True},
     {"alibi_slopes": True},
-    {"position_bias": True},
+    {"position_bias": True, "sink_logits": "of queries"},
     {"sink_logits": True, "alibi_slopes": True, "softcap": 20.0, "sliding_window": 100},
 ]
 
@@ -160,10 +160,11 @@ def masks(batch_size: int, heads: int, query_length: int, length: int) -> dict[s
 
 
 def attention_options(options: dict[str, Any], query_length: int, length: int) -> AttentionOptions:
-    """Eight heads' options, with tensors where `options` say that there are some."""
+    """Options of two rows of eight heads, with tensors where `options` say that there are some."""
     options = dict(options)
     if options.get("sink_logits"):
-        options["sink_logits"] = torch.randn(8) + 2
+        shape = (2, 8, query_length) if options["sink_logits"] == "of queries" else (8,)
+        options["sink_logits"] = torch.randn(shape) + 2
     if options.get("alibi_slopes"):
         options["alibi_slopes"] = 2.0 ** -torch.arange(1.0, 9.0)
     if options.get("position_bias"):

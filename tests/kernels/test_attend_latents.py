@@ -346,6 +346,8 @@ def _changed(layout: list[int], field: int, number: int) -> list[int]:
         (lambda a: {"bias": torch.zeros(2, 1, 1, 7)}, "Invalid shape of bias"),
         (lambda a: {"bias": a["bias"].double()}, "Invalid bias of attend_latents"),
         (lambda a: {"sink_logits": torch.zeros(4)}, "Invalid shape of sink_logits"),
+        (lambda a: {"sink_logits": torch.zeros(2, 5, 9)}, "Invalid shape of sink_logits"),
+        (lambda a: {"sink_logits": torch.zeros(5, 2, 2).transpose(0, 1)}, "Invalid strides of sink_logits"),
         (lambda a: {"sink_logits": torch.zeros(5).double()}, "Invalid dtype of sink_logits"),
         (lambda a: {"sink_start": torch.zeros(3, dtype=torch.int64)}, "Invalid shape of sink_start"),
         (lambda a: {"sink_start": torch.zeros(2)}, "Invalid dtype of sink_start"),

@@ -32,8 +32,8 @@ def naive_attention(
         scaling: Factor of the dot product, `D ** -0.5` by default.
         mask: `torch.Tensor` that broadcasts to `(B, Hq, Q, T)`: boolean (True = may attend) or additive.
         softcap: `z` becomes `softcap * tanh(z / softcap)`.
-        sinks: `torch.Tensor` of shape `(Hq,)`: one extra logit per head that takes probability but has no
-            value.
+        sinks: `torch.Tensor` of shape `(Hq,)` or `(B, Hq, Q)`: one extra logit per head, or per query, that
+            takes probability but has no value.
         alibi_slopes: `torch.Tensor` of shape `(Hq,)`: adds `slope * (key slot - query slot)`.
         sliding_window: A query sees only the last `sliding_window` slots up to and including its own.
         is_causal: A query does not see slots after its own.
@@ -76,7 +76,8 @@ def naive_attention(
                 logits = (logits + added).masked_fill(added == float("-inf"), float("-inf"))
 
             if sinks is not None:
-                sink = sinks[head].double().cpu().expand(query_length, 1)
+                own = sinks[head] if sinks.dim() == 1 else sinks[row, head][:, None]
+                sink = own.double().cpu().expand(query_length, 1)
                 logits = torch.cat([logits, sink], dim=-1)  # [Q, T + 1]
             # Softmax of a row of -inf is NaN; such a query has nothing to read.
             nothing = (logits == float("-inf")).all(dim=-1, keepdim=True)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_plugins.attention.bias import logit_bias, per_head
+from kvcache_plugins.attention.bias import logit_bias, per_head, sinks_for_kernels
 from kvcache_plugins.attention.description import describe, first_sinks
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.kernels import compiler
@@ -221,7 +221,7 @@ def attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOpti
         is_causal,
         window,
         options.softcap or 0.0,
-        per_head(options.sink_logits, query.device),
+        sinks_for_kernels(options.sink_logits, query.device),
         per_head(options.alibi_slopes, query.device),
     )
     return output

@@ -155,7 +155,8 @@ def test_group_ratios(group: int, query_length: int) -> None:
     [
         {"sliding_window": 150},
         {"softcap": 5.0},
-        {"sink_logits": True, "alibi_slopes": True, "softcap": 20.0, "sliding_window": 100},
+        {"sink_logits": (8,), "alibi_slopes": True, "softcap": 20.0, "sliding_window": 100},
+        {"sink_logits": (2, 8, 3)},
         {"mask": True},
     ],
     ids=str,
@@ -165,7 +166,8 @@ def test_options(options: dict[str, Any]) -> None:
     query, key, value = step(layer, 3, 4)
     options = dict(options)
     if "sink_logits" in options:
-        options["sink_logits"] = torch.randn(8, device="cuda") + 2
+        options["sink_logits"] = torch.randn(options["sink_logits"], device="cuda") + 2
+    if "alibi_slopes" in options:
         options["alibi_slopes"] = 2.0 ** -torch.arange(1.0, 9.0, device="cuda")
     if "mask" in options:
         options["mask"] = torch.rand(2, 1, 3, 336, device="cuda") > 0.3

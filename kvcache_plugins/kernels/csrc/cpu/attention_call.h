@@ -9,6 +9,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -71,6 +72,15 @@ at::Tensor prepare_bias(const char* operation, const at::Tensor& bias, at::IntAr
   return bias.expand({bias.size(0), full[1], full[2], full[3]}).contiguous();
 }
 
+// Contiguous fp32 numbers of this shape, or null where there are none.
+const float* check_numbers(const OptionalTensor& numbers, const char* name, at::IntArrayRef shape) {
+  if (!numbers.has_value()) return nullptr;
+  check_tensor(*numbers, name, shape);
+  KVCACHE_CHECK(numbers->scalar_type() == at::kFloat, "dtype", name, "float32", numbers->scalar_type());
+  KVCACHE_CHECK(numbers->is_contiguous(), "strides", name, "contiguous", numbers->strides());
+  return numbers->const_data_ptr<float>();
+}
+
 // Writes the query as contiguous fp32 numbers times `scaling`; returns where they end.
 float* scale_query(const at::Tensor& query, float scaling, float* out) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, query.scalar_type(), "decode_attention", [&] {
@@ -123,14 +133,12 @@ at::Tensor attend(const AttentionCall& call) {
   const int64_t group = query_heads / kv_heads, rows = group * query_length;
 
   const int64_t* starts = check_sink_start(call.sink_start, batch);
-  for (const auto& [tensor, name] :
-       {std::pair{&call.sink_logits, "sink_logits"}, std::pair{&call.alibi_slopes, "alibi_slopes"}}) {
-    if (!tensor->has_value()) continue;
-    check_tensor(**tensor, name, {query_heads});
-    KVCACHE_CHECK((*tensor)->scalar_type() == at::kFloat, "dtype", name, "float32", (*tensor)->scalar_type());
-  }
-  const float* slopes = call.alibi_slopes.has_value() ? call.alibi_slopes->const_data_ptr<float>() : nullptr;
-  const float* logits = call.sink_logits.has_value() ? call.sink_logits->const_data_ptr<float>() : nullptr;
+  const std::array<int64_t, 1> of_heads{query_heads};
+  const std::array<int64_t, 3> of_queries{batch, query_heads, query_length};
+  const bool are_sinks_of_queries = call.sink_logits.has_value() && call.sink_logits->dim() == 3;
+  const float* slopes = check_numbers(call.alibi_slopes, "alibi_slopes", of_heads);
+  const float* logits = check_numbers(call.sink_logits, "sink_logits",
+                                      are_sinks_of_queries ? at::IntArrayRef(of_queries) : at::IntArrayRef(of_heads));
   at::Tensor biases;
   if (call.bias.has_value()) {
     biases = prepare_bias(call.operation, *call.bias, {batch, query_heads, query_length, length});
@@ -193,8 +201,8 @@ at::Tensor attend(const AttentionCall& call) {
     scalar_t* out = output.mutable_data_ptr<scalar_t>();
     for (size_t t = 0, row = 0; t < tasks.size(); t += splits) {
       for (int32_t r = 0; r < tasks[t].queries; ++r, ++row, out += output_dim) {
-        const int64_t head = row / query_length % query_heads;
-        merge(&tasks[t], splits, r, output_dim, logits != nullptr ? logits[head] : kNothing, out);
+        const int64_t place = are_sinks_of_queries ? row : row / query_length % query_heads;
+        merge(&tasks[t], splits, r, output_dim, logits != nullptr ? logits[place] : kNothing, out);
       }
     }
   });

@@ -81,7 +81,8 @@ struct AttentionArguments {
   int64_t window;
   const float* bias;  // fp32, strides in elements, 0 where broadcast
   int64_t bias_batch_stride, bias_head_stride, bias_token_stride;
-  const float *sink_logits, *alibi;
+  const float *sink_logits, *alibi;  // of every query head
+  int32_t are_sinks_of_queries;      // sink logits are of every query: [batch][query head][query token]
   // The plan: which thread block attends to which 64-slot blocks.
   int32_t fast_begin, fast_end, fast_splits;           // packed blocks, by tensor cores
   int64_t fast_stop;                                   // their last slots may be left to `general`: those from here on

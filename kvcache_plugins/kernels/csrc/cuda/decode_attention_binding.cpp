@@ -3,6 +3,8 @@
 // so it can be captured in a CUDA graph.
 #include <ATen/ops/empty.h>
 
+#include <array>
+
 #include "binding_inputs.h"
 #include "known_formats.h"
 #include "splits.h"
@@ -181,6 +183,15 @@ int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& devic
   return columns;
 }
 
+// Contiguous fp32 numbers of this shape, or null where there are none.
+const float* check_numbers(const OptionalTensor& numbers, const char* name, at::IntArrayRef shape) {
+  if (!numbers.has_value()) return nullptr;
+  check_tensor(*numbers, name, shape);
+  check_dtype(*numbers, name, at::kFloat);
+  KVCACHE_CHECK(numbers->is_contiguous(), "strides", name, "contiguous", numbers->strides());
+  return numbers->const_data_ptr<float>();
+}
+
 at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, at::TensorList key_segments,
                             at::TensorList value_segments, const c10::List<OptionalTensor>& key_extras,
                             const c10::List<OptionalTensor>& value_extras, const OptionalTensor& sink_start,
@@ -216,13 +227,12 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, 
   a.inverse_softcap = softcap > 0 ? static_cast<float>(1 / softcap) : 0.0f;
   a.is_causal = is_causal;
   a.window = window;
-  for (const auto& [tensor, name, pointer] :
-       {std::tuple{&sink_logits, "sink_logits", &a.sink_logits}, {&alibi_slopes, "alibi_slopes", &a.alibi}}) {
-    if (!tensor->has_value()) continue;
-    check_tensor(**tensor, name, {query_heads});
-    check_dtype(**tensor, name, at::kFloat);
-    *pointer = (*tensor)->const_data_ptr<float>();
-  }
+  const std::array<int64_t, 1> of_heads{query_heads};
+  const std::array<int64_t, 3> of_queries{batch, query_heads, query_length};
+  a.are_sinks_of_queries = sink_logits.has_value() && sink_logits->dim() == 3;
+  a.alibi = check_numbers(alibi_slopes, "alibi_slopes", of_heads);
+  a.sink_logits = check_numbers(sink_logits, "sink_logits",
+                                a.are_sinks_of_queries ? at::IntArrayRef(of_queries) : at::IntArrayRef(of_heads));
   if (bias.has_value()) {
     const int64_t full[4] = {batch, query_heads, query_length, length};
     KVCACHE_CHECK(bias->dim() == 4, "rank", "bias", 4, bias->dim());

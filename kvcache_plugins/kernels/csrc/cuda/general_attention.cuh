@@ -189,9 +189,10 @@ KVCACHE_DEVICE void merge_splits(const AttentionArguments& a, uint8_t* shared) {
   const int value_dim = a.value.head_dim, splits = a.splits(), thread = static_cast<int>(threadIdx.x);
   const int64_t row = blockIdx.x;  // batch, kv head, head of the group, query token
   const int query_head = static_cast<int>(blockIdx.x) / a.query_length % (a.records.heads * a.group);
+  const int64_t place = a.are_sinks_of_queries ? row : query_head;  // of its sink logit
   const float* sums = a.partial_sums + 2 * row * splits;
   const float* outputs = a.partial_outputs + row * splits * value_dim;
-  const float sink = a.sink_logits != nullptr ? a.sink_logits[query_head] * kLog2E : -infinity();
+  const float sink = a.sink_logits != nullptr ? a.sink_logits[place] * kLog2E : -infinity();
   float* weights = reinterpret_cast<float*>(shared);
   float* parts = weights + splits;
   float best = sink;
