@@ -7,9 +7,10 @@ products in TF32), and it draws no number from the user's generators.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from .layout import FORMATS, Side, SideLayout
 from .level_sample import random_levels
 from .ops import append_tokens, decode_attention, decode_tokens, encode_tokens, gather_tokens
 
-__all__ = ["Sample", "find_deviation", "samples"]
+__all__ = ["Sample", "find_deviation", "find_deviations", "samples"]
 
 _BLOCKS = 6
 _EXACT = 37
@@ -42,6 +43,8 @@ _CALLS = (
 or more, half precision or fp32: each has a kernel of its own."""
 _BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 """Largest relative deviation, root mean square. Broken layouts deviate by about 1."""
+_TOLD = 3
+"""Deviations that are told to a user; how many more there are is said."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +99,46 @@ def samples(
 
 
 def find_deviation(device: torch.device) -> str | None:
-    """Run the kernels on a device; return what is wrong with them, or `None`."""
+    """Run the kernels on a device; return what is wrong with them, or `None`.
+
+    Raises:
+        RuntimeError: If one cannot be run, with what it was to do.
+    """
+    found = find_deviations(device)
+    if not found:
+        return None
+    more = f"; and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
+    return "; ".join(found[:_TOLD]) + more
+
+
+def find_deviations(device: torch.device) -> list[str]:
+    """Run the kernels on a device; return everything that is wrong with them.
+
+    Raises:
+        RuntimeError: If one cannot be run, with what it was to do.
+    """
+    found = []
     with _undisturbed(device):
-        made = {size: list(samples(torch.float32, *size)) for size in {call[1:3] for call in _CALLS}}
-        for dtype, head_dim, blocks, tokens in _CALLS:
-            for sample in made[head_dim, blocks]:
-                deviation = _attention_deviation(sample, dtype, tokens, device)
-                if deviation is not None:
-                    return f"{sample.name}, {head_dim} channels, {tokens} queries, {dtype}: {deviation}"
-        for sample in (*samples(torch.float32), *samples(torch.float32, 512, 2)):
-            deviation = _tokens_deviation(sample.to(device))
-            if deviation is not None:
-                return f"{sample.name}: {deviation}"
-        return _encoding_deviation(device) or _step_deviation(device)
+        for name, deviation in _checks(device):
+            try:
+                said = deviation()
+            except Exception as error:
+                raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
+            if said is not None:
+                found.append(f"{name}: {said}")
+    return found
+
+
+def _checks(device: torch.device) -> Iterator[tuple[str, Callable[[], str | None]]]:
+    made = {size: list(samples(torch.float32, *size)) for size in {call[1:3] for call in _CALLS}}
+    for dtype, head_dim, blocks, tokens in _CALLS:
+        for sample in made[head_dim, blocks]:
+            name = f"{sample.name}, {head_dim} channels, {tokens} queries, {dtype}"
+            yield name, partial(_attention_deviation, sample, dtype, tokens, device)
+    for sample in (*samples(torch.float32), *samples(torch.float32, 512, 2)):
+        yield sample.name, partial(_tokens_deviation, sample, device)
+    yield "encoding", partial(_encoding_deviation, device)
+    yield "appending", partial(_step_deviation, device)
 
 
 @contextmanager
@@ -118,6 +148,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         stack.enter_context(torch.random.fork_rng(devices=[]))  # numbers are drawn on the CPU only
+        torch.default_generator.manual_seed(0)
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(torch.device("cpu"))
         stack.callback(torch.set_default_dtype, dtype)
@@ -151,7 +182,8 @@ def _attend_exactly(query: Tensor, keys: Tensor, values: Tensor, softcap: float)
     return output
 
 
-def _tokens_deviation(sample: Sample) -> str | None:
+def _tokens_deviation(sample: Sample, device: torch.device) -> str | None:
+    sample = sample.to(device)
     for side, is_key in ((sample.keys, True), (sample.values, False)):
         got = decode_tokens(
             sample.records, side, is_key=is_key, start=5, stop=side.length - 3, dtype=torch.float32

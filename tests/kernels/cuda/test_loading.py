@@ -292,8 +292,7 @@ _OPERATORS = ("append_tokens", "decode_attention", "decode_tokens", "encode_toke
 def test_the_check_of_broken_kernels(name: str, emulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the kernel read codes of the record beside the right one."""
     emulate(monkeypatch)
-    if name != "decode_attention":  # which comes first, and takes longest
-        monkeypatch.setattr(cuda_check, "_CALLS", ())
+    monkeypatch.setattr(cuda_check, "_CALLS", cuda_check._CALLS[5:6] if name == "decode_attention" else ())
     working = getattr(cuda_check, name)
 
     def broken(*args: Any, **options: Any) -> Any:
@@ -306,8 +305,32 @@ def test_the_check_of_broken_kernels(name: str, emulated: Path, monkeypatch: pyt
         return result
 
     monkeypatch.setattr(cuda_check, name, broken)
-    deviation = cuda_check.find_deviation(torch.device("cpu"))
-    assert deviation is not None and ("deviates" in deviation or "differ" in deviation)
+    found = cuda_check.find_deviations(torch.device("cpu"))
+    assert found and all("deviates" in deviation or "differ" in deviation for deviation in found)
+    if name == "decode_attention":
+        formats = len(list(cuda_check.samples(torch.float16, 128, 2)))
+        assert len(found) == formats and all("3 queries, torch.float16: attention" in said for said in found)
+
+
+def test_deviations_are_told_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [f"{i} bit: differs" for i in range(9)]
+    monkeypatch.setattr(cuda_check, "find_deviations", lambda device: found)
+    said = "0 bit: differs; 1 bit: differs; 2 bit: differs"
+    assert cuda_check.find_deviation(DEVICE) == f"{said}; and 6 more"
+    del found[3:]
+    assert cuda_check.find_deviation(DEVICE) == said
+    found.clear()
+    assert cuda_check.find_deviation(DEVICE) is None
+
+
+def test_a_kernel_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode_attention(query: torch.Tensor, *args: Any, **options: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(cuda_check, "decode_attention", decode_attention)
+    said = r"^2 bit, 32 tokens, 128 channels, 2 queries, torch.bfloat16: RuntimeError: CUDA error: an illegal"
+    with pytest.raises(RuntimeError, match=said):
+        cuda_check.find_deviations(torch.device("cpu"))
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
