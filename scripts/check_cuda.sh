@@ -3,9 +3,11 @@
 #
 #   scripts/check_cuda.sh [stage ...]     stages: build attention generate tests sanitize; all of them by default
 #
-# Run in the repository root. What is written goes to $OUT (default outputs/cuda): check.log, attention/ and
-# generate/ (results.json and a picture each). After LIMIT seconds (default 590) no stage goes on, so where a
-# command may take ten minutes, ask for a few stages at a time: "build attention tests", "generate", "sanitize".
+# Run in the repository root. What is written goes to $OUT (default outputs/cuda): check.log, and results.json with a
+# picture in attention_1/, attention_$BATCH/ and generate/. After LIMIT seconds (default 590) no stage goes on, so where
+# a command may take ten minutes, ask for a few stages at a time: "build attention tests", "generate", "sanitize".
+# Where the build's check finds formats that deviate, the others are measured and tested all the same; where a kernel
+# breaks, memcheck tells of it at once, and nothing else is run.
 # DEVICE, PRESET, CONTEXT (tokens of one layer), PROMPT (tokens of generate), BATCH (rows of both) and LAYERS (of
 # the model that generates) shorten it.
 set -u
@@ -20,83 +22,136 @@ done
 [ -d kvcache_plugins ] || { echo "run this in the root of the repository" >&2; exit 2; }
 "$PYTHON" -c "import torch; raise SystemExit(not torch.cuda.is_available())" || {
   echo "$PYTHON has no torch that sees a GPU" >&2; exit 2; }
-export KVCACHE_CUDA_KERNELS=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-export PATH=${CUDA_HOME:-/usr/local/cuda}/bin:$PATH
+WORK=$(mktemp -d)
+trap 'rm -rf "$WORK"' EXIT
+export KVCACHE_CUDA_KERNELS=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export PYTHONPATH=$PWD:$WORK${PYTHONPATH:+:$PYTHONPATH} PATH=${CUDA_HOME:-/usr/local/cuda}/bin:$PATH
 mkdir -p "$OUT"
 LOG=$OUT/check.log
+DEVIATES=3 # status of a build whose check found deviations
 failed=0
+kernels=right # or: deviate, broken
 : > "$LOG"
 
-# run NAME SECONDS LINES command...: everything is logged, the last lines are shown
+# Uses kernels whatever their check found: "python -m kvcache_unchecked SCRIPT ...", or as a plugin of pytest.
+cat > "$WORK/kvcache_unchecked.py" << 'PYTHON'
+import runpy, sys
+from kvcache_plugins.kernels import cuda_loader
+
+
+def unchecked(device):
+    cuda_loader.build()
+    cuda_loader._checked.add(cuda_loader._index(device))
+
+
+cuda_loader.check = unchecked
+if __name__ == "__main__":
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+PYTHON
+
+# run NAME SECONDS LINES command...: everything is logged, the last lines are shown; $status is how it ended
 run() {
-  local name=$1 limit=$2 lines=$3 begun=$SECONDS part code
+  local name=$1 limit=$2 lines=$3 begun=$SECONDS part
   shift 3
   local left=$((LIMIT - SECONDS))
-  [ "$left" -lt 15 ] && { echo "== $name: no time left"; failed=1; return; }
+  [ "$left" -lt 15 ] && { echo "== $name: no time left"; failed=1; status=1; return; }
   [ "$left" -lt "$limit" ] && limit=$left
-  part=$(mktemp)
-  timeout "$limit" "$@" > "$part" 2>&1
-  code=$?
-  [ "$code" -ne 0 ] && failed=1
-  { echo "== $name: status $code, $((SECONDS - begun)) s"; cat "$part"; } >> "$LOG"
-  echo "== $name: status $code, $((SECONDS - begun)) s"
+  part=$WORK/output
+  timeout -s INT -k 10 "$limit" "$@" > "$part" 2>&1 # interrupted, Python says where it was, and pytest what failed
+  status=$?
+  [ "$status" -ne 0 ] && failed=1
+  { echo "== $name: status $status, $((SECONDS - begun)) s"; cat "$part"; } >> "$LOG"
+  echo "== $name: status $status, $((SECONDS - begun)) s"
   tail -n "$lines" "$part"
-  rm -f "$part"
 }
 
 build() {
-  run build 200 20 env -u KVCACHE_CUDA_KERNELS "$PYTHON" -c "
+  run build 200 60 env -u KVCACHE_CUDA_KERNELS "$PYTHON" -c "
 import time, torch
-from kvcache_plugins.kernels import cuda_loader
+from kvcache_plugins.kernels import cuda_check, cuda_loader
 started = time.time()
 print(cuda_loader.build(), round(time.time() - started, 1), 's to build')
-started = time.time()
-serve = cuda_loader.try_load(torch.device('cuda', 0))
+started, device = time.time(), torch.device('cuda', 0)
+serve = cuda_loader.try_load(device)
 print('check passed:', serve, round(time.time() - started, 1), 's')
 print(cuda_loader.status())
-raise SystemExit(not serve)"
+if not serve:
+    print(*cuda_check.find_deviations(device), sep='\n')
+    raise SystemExit($DEVIATES)"
+  case $status in
+    0) ;;
+    "$DEVIATES") kernels=deviate ;;
+    *) kernels=broken; library && sanitizer memcheck 200 ;;
+  esac
+}
+
+# serve NAME: whether a stage may be run with these kernels
+serve() {
+  [ "$kernels" = broken ] && { echo "== $1: not run, as the kernels are broken"; failed=1; return 1; }
+  return 0
 }
 
 attention() {
-  run attention 300 80 "$PYTHON" scripts/benchmark.py attention --device "$DEVICE" --preset "$PRESET" \
-    --dtype bf16 --batch_sizes 1 "$BATCH" --lengths "$CONTEXT" --output "$OUT/attention" --cache_config \
-    '{"backend": "int8"}' '{"backend": "int4"}' '{"backend": "float8"}' \
-    '{"backend": "kivi", "nbits": 4}' '{"backend": "kivi", "nbits": 4, "q_group_size": 64}' \
-    '{"backend": "kivi", "nbits": 2}' \
-    '{"backend": "kivi", "nbits": 4, "rope_mode": "block"}' \
-    '{"backend": "kivi", "nbits": 4, "q_group_size": 64, "rope_mode": "block"}' \
-    '{"backend": "kivi", "nbits": 2, "rope_mode": "block"}' \
-    '{"backend": "kvquant", "nbits": 4, "calibration": "normal_float"}'
+  serve attention || return
+  local batch script=(scripts/benchmark.py)
+  [ "$kernels" = deviate ] && script=(-m kvcache_unchecked scripts/benchmark.py)
+  for batch in 1 "$BATCH"; do # what one finds stays if the other fails
+    run "attention, batch of $batch" 200 40 "$PYTHON" "${script[@]}" attention --device "$DEVICE" --preset "$PRESET" \
+      --dtype bf16 --batch_sizes "$batch" --lengths "$CONTEXT" --output "$OUT/attention_$batch" --cache_config \
+      '{"backend": "int8"}' '{"backend": "int4"}' '{"backend": "float8"}' \
+      '{"backend": "kivi", "nbits": 4}' '{"backend": "kivi", "nbits": 4, "q_group_size": 64}' \
+      '{"backend": "kivi", "nbits": 2}' \
+      '{"backend": "kivi", "nbits": 4, "rope_mode": "block"}' \
+      '{"backend": "kivi", "nbits": 4, "q_group_size": 64, "rope_mode": "block"}' \
+      '{"backend": "kivi", "nbits": 2, "rope_mode": "block"}' \
+      '{"backend": "kvquant", "nbits": 4, "calibration": "normal_float"}'
+  done
 }
 
 generate() {
+  serve generate || return
+  [ "$kernels" = deviate ] && { echo "== generate: not run, as the kernels deviate"; failed=1; return; }
   run generate 570 40 "$PYTHON" scripts/benchmark.py generate --device "$DEVICE" --preset "$PRESET" \
     --dtype bf16 --batch_sizes "$BATCH" --lengths "$PROMPT" --max_new_tokens 48 --output "$OUT/generate" \
-    ${LAYERS:+--num_layers "$LAYERS"} --cache_config '{"backend": "int8"}' '{"backend": "int4"}' '{"backend": "float8"}' \
+    ${LAYERS:+--num_layers "$LAYERS"} --time_limit 100 --cache_config \
+    '{"backend": "int8"}' '{"backend": "int4"}' '{"backend": "float8"}' \
     '{"backend": "kivi", "nbits": 4}' '{"backend": "kivi", "nbits": 2}' \
     '{"backend": "kivi", "nbits": 4, "rope_mode": "block"}'
 }
 
 tests() {
-  export KVCACHE_REQUIRE_CUDA=1
-  run tests 300 25 "$PYTHON" -m pytest -m cuda -q --maxfail=10 -p no:cacheprovider \
-    tests/kernels/cuda/test_device.py tests/models/test_generation_on_a_gpu.py \
-    tests/evaluation/test_benchmark_device.py tests/retaining/test_heads.py
+  serve tests || return
+  local plugin=()
+  [ "$kernels" = deviate ] && plugin=(-p kvcache_unchecked)
+  run tests 400 60 env KVCACHE_REQUIRE_CUDA=1 "$PYTHON" -m pytest -m cuda -v --tb=short --durations=15 --maxfail=60 \
+    -p no:cacheprovider ${plugin[@]+"${plugin[@]}"} tests/kernels/cuda/test_device.py \
+    tests/evaluation/test_benchmark_device.py tests/retaining/test_heads.py tests/models/test_generation_on_a_gpu.py
+}
+
+# library: the build, in $library
+library() {
+  run library 200 1 "$PYTHON" -c "from kvcache_plugins.kernels import cuda_loader; print(cuda_loader.build())"
+  library=$(tail -n 1 "$WORK/output")
+  [ -f "$library" ] || { echo "== there is no build"; failed=1; return 1; }
+}
+
+# sanitizer TOOL SECONDS: the check of the kernels under a tool of compute-sanitizer
+sanitizer() {
+  # torch's own kernels are left alone: they are many, and each would take its time to instrument; but what they
+  # write must be seen to have been written. What the driver refuses torch is its affair.
+  local options=(--error-exitcode 9)
+  [ "$1" = initcheck ] || options+=(--kernel-name kernel_substring=kvcache)
+  [ "$1" = memcheck ] && options+=(--report-api-errors no)
+  # without torch's cache of memory, a stray access leaves an allocation
+  run "$1" "$2" 30 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" "${options[@]}" \
+    "$PYTHON" -m kvcache_plugins.kernels.cuda_trial "$library"
 }
 
 sanitize() {
-  local tool library
-  library=$("$PYTHON" -c "from kvcache_plugins.kernels import cuda_loader; print(cuda_loader.build())" | tail -n 1)
-  if [ ! -f "$library" ]; then echo "== sanitize: there is no build"; failed=1; return; fi
-  export PYTORCH_NO_CUDA_MEMORY_CACHING=1  # a stray access then leaves an allocation
-  for tool in memcheck racecheck synccheck initcheck; do
-    # torch's own kernels are left alone: they are many, and each would take its time to instrument; but what they
-    # write must be seen to have been written
-    local chosen=(--kernel-name kernel_substring=kvcache)
-    [ "$tool" = initcheck ] && chosen=()
-    run "$tool" 180 8 compute-sanitizer --tool "$tool" "${chosen[@]}" --error-exitcode 9 \
-      "$PYTHON" -m kvcache_plugins.kernels.cuda_trial "$library"
-  done
+  library || return
+  local tool
+  for tool in memcheck racecheck synccheck initcheck; do sanitizer "$tool" 180; done
 }
 
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv,noheader

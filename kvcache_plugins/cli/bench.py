@@ -61,6 +61,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     generate.add_argument("--max_new_tokens", type=int, metavar="N", help="tokens to generate (default: 64)")
     generate.add_argument("--repeats", type=int, metavar="N", help="processes per point (default: 1)")
     generate.add_argument(
+        "--time_limit",
+        type=float,
+        metavar="S",
+        help="seconds a process may take; a cache that takes longer counts as failed (default: none)",
+    )
+    generate.add_argument(
         "--memory_gb",
         type=float,
         metavar="X",

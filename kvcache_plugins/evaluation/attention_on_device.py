@@ -32,7 +32,7 @@ from .progress import Progress
 from .speed_options import AttentionOptions
 from .timing import Spread, time_in_turn
 
-__all__ = ["measure_on_device"]
+__all__ = ["failure", "measure_on_device"]
 
 _LEAST_TOKENS = 64
 """Tokens appended at least to know the time of one; a window moves up every few tokens."""
@@ -146,9 +146,14 @@ def _listed(failures: list[dict[str, Any]], cache_config: dict[str, Any], where:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split())[:_LONGEST_REASON]
-        reason = f"failed at {where}: {type(error).__name__}: {said}"
-        failures.append({"cache_config": cache_config, "reason": reason, "is_failure": True})
+        failures.append(failure(cache_config, where, error))
+
+
+def failure(cache_config: dict[str, Any], where: str, error: Exception) -> dict[str, Any]:
+    """Describe why a cache failed at a point: an entry of `skipped`."""
+    said = " ".join(str(error).split())[:_LONGEST_REASON]
+    reason = f"failed at {where}: {type(error).__name__}: {said}"
+    return {"cache_config": cache_config, "reason": reason, "is_failure": True}
 
 
 def _candidate(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .attention_layers import find_layer
-from .attention_on_device import measure_on_device
+from .attention_on_device import failure, measure_on_device
 from .attention_on_host import measure_on_host
 from .attention_states import AttentionShape, heads_of, layer_config
 from .caches import new_cache, split_available
@@ -38,7 +38,8 @@ __all__ = ["measure_attention"]
 def measure_attention(options: AttentionOptions, progress: Progress = silent) -> dict[str, Any]:
     """Time every cache at every length and batch size.
 
-    On a GPU a cache that fails is noted under `skipped`, as `is_failure`; on a CPU it ends the run.
+    On a GPU a cache that fails is noted under `skipped`, as `is_failure`, and what fails while all are timed
+    in turn ends the run there, with the points before it; on a CPU the first failure ends the run.
 
     Args:
         options (`AttentionOptions`): What to measure.
@@ -82,9 +83,15 @@ def measure_attention(options: AttentionOptions, progress: Progress = silent) ->
                 rows = measure_on_host(config, options, measured, shape, where, progress)
             else:
                 bandwidth = settings["copy_gb_per_s"]
-                rows, failures = measure_on_device(
-                    config, options, measured, shape, timer, bandwidth, where, progress
-                )
+                try:
+                    rows, failures = measure_on_device(
+                        config, options, measured, shape, timer, bandwidth, where, progress
+                    )
+                except Exception as error:  # after which a GPU may answer no more
+                    if not results:
+                        raise
+                    skipped += [failure(cache_config, where, error) for cache_config in measured]
+                    break
                 skipped += failures
             for row in rows:
                 row["seconds"] = (time.perf_counter() - started) / len(rows)  # measured together

@@ -47,7 +47,7 @@ def make_job(
     device: torch.device,
     max_new_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Say what a worker is to measure.
+    """Say what a worker is to measure, and how long it may take.
 
     Args:
         options (`GenerationOptions`): Of the whole run.
@@ -68,6 +68,7 @@ def make_job(
         "device": str(device),
         "max_new_tokens": options.max_new_tokens if max_new_tokens is None else max_new_tokens,
         "threads": options.threads,
+        "time_limit": options.time_limit,
     }
 
 
@@ -95,7 +96,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     Raises:
         DidNotFitError: If the process was killed, which the system does when memory runs out, or was refused
             memory.
-        WorkerError: If it failed otherwise; the message ends with what it said last.
+        WorkerError: If it failed otherwise; the message ends with what it said last. Or if it had not ended
+            in its time.
     """
     # Found wherever the caller was started from, and with it the tools installed beside the interpreter:
     # quanto compiles an extension with ninja, which often is not on the PATH.
@@ -105,20 +107,24 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         question, answer = Path(folder, "job.json"), Path(folder, "answer.json")
         question.write_text(json.dumps(job), encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, "-m", _WORKER, str(question), str(answer), str(os.getpid())],
-            env={**os.environ, "PYTHONPATH": search, "PATH": path},
-            capture_output=True,
-            text=True,
-            errors="replace",  # compilers and drivers may say anything
-            check=False,
-        )
+        name = cache_label(job["cache_config"])
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", _WORKER, str(question), str(answer), str(os.getpid())],
+                env={**os.environ, "PYTHONPATH": search, "PATH": path},
+                capture_output=True,
+                text=True,
+                errors="replace",  # compilers and drivers may say anything
+                timeout=job.get("time_limit"),
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise WorkerError(f"{name} had not ended after {error.timeout:g} s (--time_limit)") from error
         said = " ".join(done.stderr.split()[-40:])
         if done.returncode in _KILLED:
             raise DidNotFitError("did not fit: the process was killed, as happens when memory runs out")
         if done.returncode == OUT_OF_MEMORY:
             raise DidNotFitError(f"did not fit: {said}")
         if done.returncode != 0:
-            name = cache_label(job["cache_config"])
             raise WorkerError(f"{name} ended with {done.returncode}: {said or 'nothing'}")
         return read_json(answer) | {"seconds": time.perf_counter() - started}

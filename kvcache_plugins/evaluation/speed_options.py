@@ -19,6 +19,8 @@ _BLOCK_ROPE: tuple[dict[str, Any], ...] = (
 )
 _MOST_LAYERS = 1000
 """Far beyond any model; the configuration of a preset lists its layers one by one."""
+_MOST_SECONDS = 10**7
+"""Some months."""
 _MOST_GB = 10**9
 """Far beyond any machine; as many bytes as 64 bits can count."""
 
@@ -98,6 +100,7 @@ class GenerationOptions(SpeedOptions):
         num_layers (`int`, *optional*): Layers of a preset; all of them by default.
         max_new_tokens (`int`): Tokens to generate.
         repeats (`int`): Processes per point, in rounds over all caches.
+        time_limit (`float`, *optional*): Seconds that a process may take; a cache that takes longer failed.
         memory_gb (`float`, *optional*): Memory in units of 10^9 bytes; the largest context whose model and
             cache fit it is predicted for every cache.
         verify_memory (`bool`): Generate at those lengths too, and report the peak.
@@ -108,6 +111,7 @@ class GenerationOptions(SpeedOptions):
     max_new_tokens: int = 64
     repeats: int = 1
     num_layers: int | None = None
+    time_limit: float | None = None
     memory_gb: float | None = None
     verify_memory: bool = False
 
@@ -121,11 +125,10 @@ class GenerationOptions(SpeedOptions):
                 raise ValueError(f"--num_layers must be at most {_MOST_LAYERS}, got {self.num_layers}.")
             if self.preset is None:
                 raise ValueError("--num_layers needs --preset, whose layers it counts.")
-        if self.memory_gb is not None:
-            is_number = isinstance(self.memory_gb, (int, float)) and not isinstance(self.memory_gb, bool)
-            if not is_number or not 0 < self.memory_gb <= _MOST_GB:
-                raise ValueError(
-                    f"--memory_gb must be a number above 0 and at most {_MOST_GB}, got {self.memory_gb!r}."
-                )
+        for name, most in (("time_limit", _MOST_SECONDS), ("memory_gb", _MOST_GB)):
+            given = getattr(self, name)
+            is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+            if given is not None and not (is_number and 0 < given <= most):
+                raise ValueError(f"--{name} must be a number above 0 and at most {most}, got {given!r}.")
         if self.verify_memory and self.memory_gb is None:
             raise ValueError("--verify_memory needs --memory_gb, the memory to verify.")

@@ -560,6 +560,16 @@ def test_a_process_that_fails_says_why() -> None:
         generation_process.run_job(job)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a script of the shell")
+def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    said = r"^int8 had not ended after 0\.2 s \(--time_limit\)$"
+    with pytest.raises(generation_speed.WorkerError, match=said):
+        generation_process.run_job({"cache_config": {"backend": "int8"}, "time_limit": 0.2})
+
+
 def test_random_model_is_the_one_promised() -> None:
     config = generation_worker.model_config(None)
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (8, 8, 2)
@@ -608,6 +618,7 @@ def test_random_model_is_the_one_promised() -> None:
         (["generate", "--memory_gb", "0"], ["--memory_gb", "above 0", "0.0"]),
         (["generate", "--memory_gb", "nan"], ["--memory_gb", "nan"]),
         (["generate", "--memory_gb", "1e300"], ["--memory_gb", "at most 1000000000", "1e+300"]),
+        (["generate", "--time_limit", "0"], ["--time_limit", "above 0", "0.0"]),
         (["generate", "--verify_memory"], ["--verify_memory", "--memory_gb"]),
         (["generate", *_caches({"backend": "int8", "budget": 3})], ["budget"]),
         (["generate", "--output", str(ROOT / "README.md")], ["--output", "README.md"]),

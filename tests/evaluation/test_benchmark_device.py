@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 import time
 import types
@@ -384,6 +383,22 @@ def test_a_cache_that_fails_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) 
     assert all(entry["is_failure"] for entry in document["skipped"])
 
 
+def test_the_points_before_a_failure_of_the_gpu_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address gone astray is told when whatever is timed next waits for the device."""
+    measure = attention_speed.measure_on_device
+
+    def fail(config: Any, options: Any, caches: Any, shape: Any, *others: Any) -> Any:
+        if shape.batch_size > 1:
+            raise RuntimeError("an illegal address")
+        return measure(config, options, caches, shape, *others)
+
+    monkeypatch.setattr(attention_speed, "measure_on_device", fail)
+    document = _measured(monkeypatch, PlayedTimer(), {"backend": "int8"}, {"backend": "int4"})
+    assert [row["label"] for row in document["results"]] == ["dense", "int8", "int4"]
+    reason = "failed at 300 tokens x 2: RuntimeError: an illegal address"
+    assert [(entry["reason"], entry["is_failure"]) for entry in document["skipped"]] == [(reason, True)] * 2
+
+
 def test_transformers_own_caches_are_timed_as_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     document = _measured(monkeypatch, PlayedTimer(), {"backend": "fp8"})
     if document["skipped"]:
@@ -519,23 +534,6 @@ def test_a_preset_generates_with_as_many_layers_as_asked_for() -> None:
     assert answers[1]["kv_bytes"] == 2 * answers[0]["kv_bytes"]
     assert answers[0]["device_peak_bytes"] is None
     assert len(answers[0]["step_ms"]) == 8 - 1 - generation_worker.WARM_UP_STEPS
-
-
-# ---- the script ----
-
-
-def test_check_script_names_its_stages(tmp_path: Path) -> None:
-    script = ROOT / "scripts" / "check_cuda.sh"
-    done = subprocess.run(
-        ["bash", str(script), "bench"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={"PATH": "/usr/bin:/bin"},
-    )
-    assert done.returncode == 2
-    assert "bench" in done.stderr
-    assert all(stage in done.stderr for stage in ("build", "attention", "generate", "tests", "sanitize"))
 
 
 # ---- a real GPU ----

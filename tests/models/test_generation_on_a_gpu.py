@@ -1,7 +1,8 @@
 """`generate()` on a GPU: the tokens of the CPU, by the CUDA kernels alone, however it drives a cache.
 
-In fp32, where codes and logits agree to about 1e-6, and with a trained model: other tokens would take a tie, which
-random weights have many of. So do key norms, of tokens that come twice; `keydiff` judges keys by where they are too.
+In fp32, where codes and logits agree to about 1e-6, and with a trained model: other tokens would take a tie,
+which random weights have many of. So do key norms, of tokens that come twice; `keydiff` judges keys by where
+they are too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ CACHES: dict[str, dict[str, Any]] = {
         "rope_mode": "block",
     },
     "kvquant": {"backend": "kvquant", "nbits": 3, "calibration": "normal_float"},
-    "keydiff-int8": {"backend": "keydiff", "budget": 96, "storage": {"backend": "int8"}, "residual_length": 16},
+    "keydiff-int8": {
+        "backend": "keydiff",
+        "budget": 96,
+        "storage": {"backend": "int8"},
+        "residual_length": 16,
+    },
     "keydiff-dense": {"backend": "keydiff", "budget": 96},
     "streaming-int4": {"backend": "streaming_llm", "budget": 96, "storage": {"backend": "int4"}},
 }
@@ -215,16 +221,15 @@ def _next_turn(model: PreTrainedModel, cache: KVCache, tokens: torch.Tensor) -> 
     )
 
 
-def _warm_up(model: PreTrainedModel) -> None:
+def _warm_up(model: PreTrainedModel, ids: torch.Tensor) -> None:
     """See to it that the workspaces of the libraries, which stay, are there before anything is counted."""
-    ids = torch.arange(5, 85, device="cuda").expand(2, -1)
     model.generate(ids, **as_argument(build_cache(model, CACHES["int8"])), max_new_tokens=2)
     gc.collect()
 
 
 def test_what_an_offloaded_cache_has_on_the_gpu_is_counted_and_given_back(deeper: PreTrainedModel) -> None:
-    _warm_up(deeper)
     ids = torch.randint(5, 100, (4, 700), generator=torch.Generator().manual_seed(0), device="cpu").cuda()
+    _warm_up(deeper, ids)
     cache = build_cache(deeper, CACHES["int8"] | {"offload": True})
     before = torch.cuda.memory_allocated()
 
@@ -256,7 +261,7 @@ def test_what_an_offloaded_cache_has_on_the_gpu_is_counted_and_given_back(deeper
 def test_an_offloaded_cache_leaves_the_gpu(deeper: PreTrainedModel) -> None:
     ids = torch.randint(5, 100, (2, 2500), generator=torch.Generator().manual_seed(0), device="cpu").cuda()
     taken, tokens, reports = [], [], []
-    _warm_up(deeper)
+    _warm_up(deeper, ids)
     for offload in (False, True):
         gc.collect()
         before = torch.cuda.memory_allocated()

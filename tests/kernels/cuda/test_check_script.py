@@ -1,0 +1,95 @@
+"""`scripts/check_cuda.sh` with a Python, a sanitizer and a GPU that are played: what it runs, and what not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+STAGES = ("build", "attention", "generate", "tests", "sanitize")
+PYTHON = """#!/bin/bash
+echo "$*" | head -n 2 | tr '\\n' ' ' >> "$PLAYED/calls"
+echo >> "$PLAYED/calls"
+case "$*" in
+  *try_load*) echo "2 bit: deviates"; exit "$PLAYED_STATUS" ;;
+  *cuda_loader.build*) echo "$PLAYED/calls" ;;
+esac
+"""
+SANITIZER = """#!/bin/bash
+echo "sanitizer $*" >> "$PLAYED/calls"
+"""
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="a script of the shell")
+
+
+def run(tmp_path: Path, *stages: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    for name, text in {"python": PYTHON, "compute-sanitizer": SANITIZER, "nvidia-smi": "#!/bin/sh\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "PYTHON": str(tmp_path / "python"),
+        "OUT": str(tmp_path / "out"),
+        "CUDA_HOME": str(tmp_path),
+        "PLAYED": str(tmp_path),
+        "PLAYED_STATUS": str(status),
+    }
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / "check_cuda.sh"), *stages],
+        cwd=ROOT, capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+
+
+def calls(tmp_path: Path, word: str) -> list[str]:
+    return [line for line in (tmp_path / "calls").read_text().splitlines() if word in line]
+
+
+def test_an_unknown_stage_is_told_the_known_ones(tmp_path: Path) -> None:
+    done = run(tmp_path, "bench")
+    assert done.returncode == 2
+    assert all(stage in done.stderr for stage in ("bench", *STAGES))
+
+
+def test_every_stage(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [
+        f"--output {tmp_path}/out/attention_{n} " in c
+        for n, c in zip((1, 8), calls(tmp_path, "benchmark.py attention"), strict=True)
+    ] == [True, True]
+    assert len(calls(tmp_path, "benchmark.py generate")) == len(calls(tmp_path, "-m pytest -m cuda")) == 1
+    assert not calls(tmp_path, "kvcache_unchecked")
+    tools = [line.split("--tool ")[1].split()[0] for line in calls(tmp_path, "sanitizer")]
+    assert tools == ["memcheck", "racecheck", "synccheck", "initcheck"]
+    assert "== tests: status 0" in (tmp_path / "out" / "check.log").read_text()
+
+
+def test_formats_that_are_right_are_measured_beside_some_that_deviate(tmp_path: Path) -> None:
+    done = run(tmp_path, "build", "attention", "generate", "tests", status=3)
+    assert done.returncode == 1
+    assert "2 bit: deviates" in done.stdout
+    assert len(calls(tmp_path, "-m kvcache_unchecked scripts/benchmark.py attention")) == 2
+    assert "-p kvcache_unchecked" in calls(tmp_path, "-m pytest")[0]
+    assert not calls(tmp_path, "benchmark.py generate")
+    assert "generate: not run, as the kernels deviate" in done.stdout
+
+
+def test_a_kernel_that_breaks_is_looked_at_and_nothing_else_is_run(tmp_path: Path) -> None:
+    done = run(tmp_path, "build", "attention", "generate", "tests", status=1)
+    assert done.returncode == 1
+    assert ["--tool memcheck" in line for line in calls(tmp_path, "sanitizer")] == [True]
+    assert not calls(tmp_path, "benchmark.py") + calls(tmp_path, "-m pytest")
+    assert done.stdout.count("not run, as the kernels are broken") == 3
+
+
+def test_no_stage_is_begun_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.run(
+        ["bash", "-c", "LIMIT=10 exec bash scripts/check_cuda.sh tests"],
+        cwd=ROOT, capture_output=True, text=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": "true", "OUT": str(tmp_path / "out")},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "== tests: no time left" in done.stdout
