@@ -1,4 +1,4 @@
-"""`scripts/check_cuda.sh` with a Python, a sanitizer and a GPU that are played: what it runs, and what not."""
+"""`scripts/check_cuda.sh` with a Python, a sanitizer and a GPU that are played: what it runs and what not."""
 
 from __future__ import annotations
 
