@@ -128,7 +128,7 @@ def test_layers_on_several_devices(name: str, models: tuple[PreTrainedModel, Pre
         "model.embed_tokens": first,
         "model.rotary_emb": first,
         "model.norm": last,
-        "lm_head": last,
+        "lm_head": first,  # whose weights are those of the embedding
     }
     model = accelerate.dispatch_model(model, device_map)
     tokens, cache = _generated(model, CACHES[name])
