@@ -110,8 +110,8 @@ MUTATIONS = {
     ),
     "a bias that has ended": Mutation(
         "fast_attention.cuh",
-        "if (slot >= a.fast_stop) {",
-        "if (slot < 0) {",
+        "if (slot < end) biases",
+        "if (slot < kBlockTokens) biases",
         "attend_8_rows",
         "layers",
         OUTSIDE,

@@ -77,7 +77,9 @@ class Attention(NamedTuple):
     conflicts: float = 0
     """Of a block. What they are where outliers are laid down depends on the outliers."""
     list_sectors: float = 0
-    """Of lists of outliers, beside the record."""
+    """Of lists of outliers, or of a mask, beside the record."""
+    is_masked: bool = False
+    """Whether there is one, of which nothing is known on a GPU."""
 
 
 class Blocks(NamedTuple):
@@ -117,7 +119,7 @@ ATTENTION = {
     "kivi 4bit g32": Attention(3.25, kivi(4, 32), conflicts=16),
     "kivi 2bit g64": Attention(2.85, kivi(2, 64)),
     "kivi 3bit g64": Attention(3.85, kivi(3, 64)),
-    "kivi 4bit g64": Attention(3, kivi(4, 64)),
+    "kivi 4bit g64": Attention(3.05, kivi(4, 64)),
     "kivi 2bit g32 D64": Attention(4.55, kivi(2, 32), 64, conflicts=8),
     "kivi 3bit g32 D64": Attention(5.85, kivi(3, 32), 64, conflicts=8),
     "kivi 4bit g64 D64": Attention(4.4, kivi(4, 64), 64),
@@ -129,20 +131,23 @@ ATTENTION = {
     "kvquant 3bit D64": Attention(12.4, kvquant(3), 64, conflicts=26, list_sectors=20),
     "kvquant 3bit D256": Attention(8.55, kvquant(3), 256, conflicts=112, list_sectors=63),
     "kvquant 3bit without outliers": Attention(7.7, kvquant(3, 0.0)),
+    "int8 masked": Attention(3.75, INT8, list_sectors=32, is_masked=True),
+    "kivi 2bit g32 masked": Attention(3.3, kivi(2, 32), conflicts=16, list_sectors=32, is_masked=True),
 }
 
 
 def attend(library: ctypes.CDLL, name: str) -> Blocks:
-    _, options, head_dim, *_ = ATTENTION[name]
+    case = ATTENTION[name]
     found: list[Kernel] = []
     for length in LENGTHS:
         torch.manual_seed(0)
         layer = build_layer(
-            options, length, batch_size=1, kv_heads=HEADS, head_dim=head_dim, dtype=torch.bfloat16
+            case.options, length, batch_size=1, kv_heads=HEADS, head_dim=case.head_dim, dtype=torch.bfloat16
         )
         query, key, value = step(layer, 1, 4)
+        mask = (torch.arange(key.shape[2]) > 0)[None, None, None] if case.is_masked else None
         kernels = access_counts.count(
-            library, partial(emulation.attend, query, key, value, AttentionOptions())
+            library, partial(emulation.attend, query, key, value, AttentionOptions(mask=mask))
         )
         del kernels["merge_kernel"]
         found += kernels.values()

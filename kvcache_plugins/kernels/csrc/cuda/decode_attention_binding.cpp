@@ -162,6 +162,7 @@ int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& devic
     a.fast_stop = packed;
     a.fast_end = static_cast<int32_t>((packed + kBlockTokens - 1) / kBlockTokens);
     a.general_begin = static_cast<int32_t>(std::max(first, packed / kBlockTokens));
+    if (packed == a.length) a.general_end = a.general_begin;  // the last block, too, is left to the fast path alone
     a.whole_end = static_cast<int32_t>(packed / kBlockTokens);
     if (a.softcap <= 0 && a.alibi == nullptr && a.bias == nullptr) {
       const int64_t seen = a.is_causal != 0 ? std::min(packed, a.length - a.query_length + 1) : packed;

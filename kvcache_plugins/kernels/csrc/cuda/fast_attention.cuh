@@ -7,7 +7,7 @@
 // least 30 KB a multiprocessor are on the way (two units of 4 to 8 KB per warp, 8 to 16 warps); not measured. On its
 // way through the machine code for sm_90, a warp takes 1370 instructions for a block of KIVI's 2 bits (groups of 32,
 // 128 channels): 780 in the loops of the products, 120 from logits to weights, 230 for copies, 240 for all else. Where
-// the compiler knows the format (known_formats.h) they are 1120.
+// the compiler knows the format (known_formats.h) they are 1120. A mask or another bias takes some 410 more (as PTX).
 #pragma once
 
 #include "fast_keys.cuh"
@@ -209,22 +209,36 @@ KVCACHE_DEVICE void place_tokens(const AttentionArguments& a, const KeyUnit& uni
   }
 }
 
-// Applies to logits what is more than a product: masks, biases, and that slots end.
+// Applies to logits what is more than a product: masks, biases, and that slots end. All biases of a row are asked for
+// before one is waited for. Columns without a row do as the first row: nobody reads what becomes of them.
 template <int kColumns>
-KVCACHE_DEVICE void adjust(const AttentionArguments& a, const Rows& rows, int64_t start, float (&c)[kColumns][4][4]) {
+KVCACHE_DEVICE void adjust(const AttentionArguments& a, const Rows& rows, int block, float (&c)[kColumns][4][4]) {
   const int lane = opaque_lane(), g = lane / 4, t = lane % 4;
+  const int end = a.tokens_of(block);
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int column = 0; column < 2; ++column) {
+      const int row = 8 * n + 2 * t + column;
+      RowInBlock mine(a, rows, row < rows.count ? row : 0, block * kBlockTokens);
+      mine.newest = mine.newest < end ? mine.newest : end - 1;
+      float biases[4][2] = {};
+      if (mine.bias != nullptr) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = 8 * n + 2 * t + i % 2;
-        const int64_t slot = start + 16 * k + 2 * g + i / 2;
-        if (slot >= a.fast_stop) {
-          c[n][k][i] = -infinity();  // and no bias is read: it may end before the block does
-        } else if (row < rows.count) {
-          c[n][k][i] = adjusted(a, rows, row, slot, c[n][k][i] * kLn2);
+        for (int k = 0; k < 4; ++k) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int slot = 16 * k + 2 * g + i;
+            if (slot < end) biases[k][i] = mine.bias[slot];  // it may end before the block does
+          }
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& logit = c[n][k][2 * i + column];
+          logit = mine.adjusted(a, 16 * k + 2 * g + i, biases[k][i], logit * kLn2);
         }
       }
     }
@@ -237,7 +251,7 @@ template <int kColumns, int kTiles>
 KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, int block, float (&c)[kColumns][4][4],
                           WarpState<kColumns, kTiles>& state, uint2* weights) {
   const int lane = opaque_lane();
-  if (block < a.plain_begin || block >= a.plain_end) adjust(a, rows, static_cast<int64_t>(block) * kBlockTokens, c);
+  if (block < a.plain_begin || block >= a.plain_end) adjust(a, rows, block, c);
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
     float best[2] = {-infinity(), -infinity()};
@@ -427,7 +441,7 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
       value.shrink = state.raise_exponent(scale_exponent(value));
       multiply_values(a.value, value, state.output, state.minima);
     }
-    if (static_cast<unsigned>(block - ring.begin) / kWarps % kFoldBlocks == kFoldBlocks - 1)
+    if (static_cast<unsigned>(block) / kWarps % kFoldBlocks == kFoldBlocks - 1)
       fold_minima(a.value, value, state);
   }
   copy_wait<0>();

@@ -81,9 +81,11 @@ KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, 
       sum[0] = fmaf(query[d], key[d], sum[0]);
       sum[1] = fmaf(query[next * key_dim + d], key[d], sum[1]);
     }
-    for (int j = 0; j <= next; ++j)
+    for (int j = 0; j <= next; ++j) {
+      const RowInBlock mine(a, rows, row + j, start);
       m.scores[(row + j) * kBlockTokens + token] =
-          token < first ? -infinity() : adjusted(a, rows, row + j, start + token, sum[j]);
+          token < first ? -infinity() : mine.adjusted(a, token, mine.bias_of(token), sum[j]);
+    }
   }
   block_barrier();
   for (int row = thread / 32; row < rows.count; row += threads / 32) soften(m, row, count);

@@ -40,20 +40,37 @@ KVCACHE_DEVICE float hyperbolic_tangent(float x) {
 #endif
 }
 
-// A logit, in units of log 2, from a product `q.k` times scaling; -inf where the slot is hidden.
-KVCACHE_DEVICE float adjusted(const AttentionArguments& a, const Rows& rows, int row, int64_t slot, float z) {
-  const int64_t query_slot = a.length - a.query_length + rows.query_token(a, row);
-  const int head = rows.query_head(a, row);
-  if (a.softcap > 0.0f) z = a.softcap * hyperbolic_tangent(z * a.inverse_softcap);
-  if (a.alibi != nullptr) z += a.alibi[head] * static_cast<float>(slot - query_slot);
-  if (a.bias != nullptr) {
-    const float bias = a.bias[rows.batch * a.bias_batch_stride + head * a.bias_head_stride +
-                              rows.query_token(a, row) * a.bias_token_stride + slot];
-    z = bias == -infinity() ? bias : z + bias;
+// A query row in one block, whose first slot is `start`: what may change its logits there, worked out once for all of
+// them. Slots are counted from `start`, and fit 32 bits as everywhere.
+struct RowInBlock {
+  const float* bias;   // of the block's slots; null without one
+  float slope;         // of ALiBi
+  int query_slot;      // before the block, in it, or behind it
+  int oldest, newest;  // visible slots
+
+  KVCACHE_DEVICE RowInBlock(const AttentionArguments& a, const Rows& rows, int row, int start) {
+    int head = rows.head * a.group + rows.first + row, token = 0;
+    if (a.query_length > 1) {  // by a division, which takes as long as all else here
+      head = rows.query_head(a, row);
+      token = rows.query_token(a, row);
+    }
+    query_slot = static_cast<int>(a.length) - a.query_length + token - start;
+    newest = a.is_causal != 0 ? query_slot : kBlockTokens;
+    const int64_t left = query_slot - a.window;  // the newest slot that the window has left
+    oldest = a.window <= 0 || left < 0 ? 0 : left < kBlockTokens ? static_cast<int>(left) + 1 : kBlockTokens;
+    slope = a.alibi != nullptr ? a.alibi[head] : 0.0f;
+    bias = a.bias == nullptr ? nullptr
+                             : a.bias + rows.batch * a.bias_batch_stride + head * a.bias_head_stride +
+                                   token * a.bias_token_stride + start;
   }
-  if (a.is_causal != 0 && slot > query_slot) z = -infinity();
-  if (a.window > 0 && slot <= query_slot - a.window) z = -infinity();
-  return z * kLog2E;
-}
+  KVCACHE_DEVICE float bias_of(int slot) const { return bias != nullptr ? bias[slot] : 0.0f; }
+  // A logit, in units of log 2, from a product `q.k` times scaling and the slot's bias; -inf where it is hidden.
+  KVCACHE_DEVICE float adjusted(const AttentionArguments& a, int slot, float added, float z) const {
+    if (a.softcap > 0.0f) z = a.softcap * hyperbolic_tangent(z * a.inverse_softcap);
+    if (a.alibi != nullptr) z += slope * static_cast<float>(slot - query_slot);
+    z = added == -infinity() ? added : z + added;
+    return slot < oldest || slot > newest ? -infinity() : z * kLog2E;
+  }
+};
 
 }  // namespace kvcache
