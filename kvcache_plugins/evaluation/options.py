@@ -163,7 +163,7 @@ def check_directory(name: str, directory: Path) -> None:
         ValueError: Naming the option, the directory and what stands against it.
     """
     try:
-        exists = directory.exists()
+        exists = _exists(directory)
     except OSError as error:  # too long a name, or links in a circle
         raise ValueError(
             f"--{name} must be a directory, got {str(directory)!r}: {error.strerror}."
@@ -177,6 +177,15 @@ def check_directory(name: str, directory: Path) -> None:
             f"--{name} must be a directory that can be written to, got {str(directory)!r}: nothing can be "
             f"written to {str(there)!r}."
         )
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is such a path; `Path.exists` keeps quiet about other errors since Python 3.14."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def check_unused(options: Any, names: Iterable[str], why: str) -> None:
