@@ -61,7 +61,10 @@ class LongBenchOptions(ModelOptions):
             raise ValueError(f"--data_dir must be a directory, got {self.data_dir!r}.")
         if self.tasks is not None and (isinstance(self.tasks, str) or not self.tasks):
             raise ValueError(f"--tasks must be one or more names, got {self.tasks!r}.")
-        find_tasks(self.tasks, longbench_e=self.longbench_e)
+        try:
+            find_tasks(self.tasks, longbench_e=self.longbench_e)
+        except ValueError as error:
+            raise ValueError(f"--tasks: {error}") from error
         if self.max_length is not None:
             check_count("max_length", self.max_length, 2)  # each half keeps a token
         if self.limit is not None:

@@ -94,14 +94,23 @@ def read_templates(path: Path) -> dict[str, str]:
 
 def _tasks_of(options: LongBenchOptions) -> list[Task]:
     tasks = find_tasks(options.tasks, longbench_e=options.longbench_e)
-    if options.tasks is None and options.data_dir is not None:
-        present = [task for task in tasks if _path(options, task).exists()]
-        if not present:
-            raise ValueError(
-                f"--data_dir holds no {_path(options, tasks[0]).name} nor the file of another task, got "
-                f"{options.data_dir!r}."
-            )
+    if options.data_dir is None:
+        return tasks
+    known = find_tasks(None, longbench_e=options.longbench_e)
+    present = [task for task in known if _path(options, task).exists()]
+    if not present:
+        raise ValueError(
+            f"--data_dir holds no {_path(options, tasks[0]).name} nor the file of another task, got "
+            f"{options.data_dir!r}."
+        )
+    if options.tasks is None:
         return present
+    missing = [_path(options, task).name for task in tasks if task not in present]
+    if missing:
+        raise ValueError(
+            f"--tasks must be among those that --data_dir {options.data_dir!r} has files of, "
+            f"{', '.join(task.name for task in present)}; it holds no {', '.join(missing)}."
+        )
     return tasks
 
 

@@ -151,6 +151,15 @@ def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
         _load(data_dir=str(tmp_path))
 
 
+def test_tasks_without_a_file_are_named_before_any_is_run(data: Path) -> None:
+    write_rows(data / "trec.jsonl", [row(0, "trec")])
+    said = r"--tasks must be among those .* has files of, .*trec.*; it holds no qasper.jsonl, lsht.jsonl\.$"
+    with pytest.raises(ValueError, match=said):
+        _load(data_dir=str(data), tasks=["trec", "lsht", "qasper"])
+    with pytest.raises(ValueError, match=r"^--tasks: Unknown LongBench task 'nope'"):
+        _load(data_dir=str(data), tasks=["nope"])
+
+
 def test_classes_are_needed_where_classes_are_asked_for(data: Path) -> None:
     write_rows(data / "trec.jsonl", [row(0, "trec")])
     with pytest.raises(ValueError, match=r"trec.jsonl, row 1: all_classes must be list, got None"):
