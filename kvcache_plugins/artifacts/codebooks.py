@@ -241,7 +241,7 @@ def _read(folder: Path, written: tuple[int, ...]) -> Codebooks:
         raise ArtifactError(f"{folder / _FACTS} lacks {missing}.")
     for name, kind in _NEEDED.items():
         if not isinstance(facts[name], kind):
-            expected = getattr(kind, "__name__", str(kind))
+            expected = kind.__name__ if isinstance(kind, type) else str(kind)
             raise ArtifactError(f"{folder / _FACTS}: {name} must be of type {expected}, got {facts[name]!r}.")
     known = all(isinstance(bits, int) for bits in facts["nbits"])
     if not known or not 0 <= facts["outlier_fraction"] <= 0.1 or facts["sink_length"] < 0:
