@@ -85,7 +85,7 @@ def logit_bias(
 
 
 def per_head(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    """Slopes as the kernels take them: fp32 `(Hq,)` on `device`."""
+    """One number for every query head as the kernels take them: fp32 `(Hq,)` on `device`."""
     return None if tensor is None else tensor.detach().reshape(-1).float().to(device).contiguous()
 
 
