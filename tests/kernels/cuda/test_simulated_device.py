@@ -23,7 +23,7 @@ DEVICE_TESTS = (
 )
 # What is run: arguments of pytest, the environment, and how many tests pass at least.
 RUNS: dict[str, tuple[list[str], dict[str, str], int]] = {
-    "device": (["-m", "cuda", *DEVICE_TESTS], {"KVCACHE_SIMULATION_MOST": "3"}, 40),
+    "device": (["-m", "cuda", *DEVICE_TESTS], {"KVCACHE_SIMULATION_MOST": "2"}, 40),
     "conformance": (
         ["tests/backends/test_conformance.py"],
         {"KVCACHE_SIMULATION_MOST": "4", "KVCACHE_SIMULATION_DEFAULT": "1"},
