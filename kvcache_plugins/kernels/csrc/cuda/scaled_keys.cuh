@@ -5,9 +5,9 @@
 //
 // so that scales meet the queries, of which there are fewer than of codes, and minima are a product of their own with
 // one row per group. What is left to do for a code is to be masked out of its word: as an fp16 number that is
-// subnormal, code 2^-24 (or a little larger: `place_of`), which tensor cores multiply exactly (found of V100, T4 and A100
-// in PeerJ Comput. Sci. 7:e330; promised nowhere, so the check on a device would tell of another). Scales per token, and
-// all powers of two, are applied to the products.
+// subnormal, code 2^-24 (or a little larger: `place_of`), which tensor cores multiply exactly (found of V100, T4 and
+// A100 in PeerJ Comput. Sci. 7:e330; promised nowhere, so the check on a device would tell of another). Scales per
+// token, and all powers of two, are applied to the products.
 //
 // 0.9 to 1 instruction per code of 2, 4 or 8 bits without metadata per channel, 1.3 to 1.5 with one row of them, 1.4 to
 // 1.7 with two, 1.6 to 2.1 with four; of 3 bits 0.8 more. By count in the machine code for sm_90; not measured.
