@@ -106,14 +106,13 @@ def test_nothing_is_read_but_by_the_kernels(
     assert set(report.kernel) == ({"dense"} if name.endswith("dense") else {"cuda"}), report.kernel_reasons
 
 
-@pytest.mark.parametrize("name", ["int8", "kivi-4bit", "kvquant", "keydiff-int8"])
+@pytest.mark.parametrize("name", ["int8", "kivi-2bit-block", "kvquant", "keydiff-int8"])
 def test_latents_are_decoded_by_the_kernels(name: str) -> None:
     model = small_model("minicpm3")
     tokens, cache = _generated(copy.deepcopy(model).cuda(), CACHES[name])
     report = cache.report()
     assert (set(report.kernel), report.fallback_reads) == ({"cuda"}, 0)
-    is_equal = (tokens.cpu() == _generated(model, CACHES[name])[0]).all(1)
-    assert is_equal.any(), "these weights are random: of one row a tie may have been taken otherwise"
+    assert torch.equal(tokens.cpu(), _generated(model, CACHES[name])[0])
 
 
 @pytest.mark.parametrize("name", ["int8", "kivi-2bit-block", "keydiff-int8"])

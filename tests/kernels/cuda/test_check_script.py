@@ -85,7 +85,7 @@ def test_a_kernel_that_breaks_is_looked_at_and_nothing_else_is_run(tmp_path: Pat
     assert done.stdout.count("not run, as the kernels are broken") == 3
 
 
-def test_no_stage_is_begun_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stage_is_begun_without_time(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", "LIMIT=10 exec bash scripts/check_cuda.sh tests"],
         cwd=ROOT, capture_output=True, text=True,
