@@ -4,6 +4,10 @@ A prefilled document can be stored once and continued many times. Codes, metadat
 written as they are, so a loaded cache continues bit for bit where the saved one stood. Both files carry the
 same random name, so that a folder of which only one was replaced is not taken for a cache, and the second the
 checksums of the tensors: a flipped bit would otherwise be read as another key or value.
+
+An artifact that the options name (a calibration, retaining heads) is not copied. Where it lies is written as
+an absolute path, too, and what codes are read by (levels, ranges, scales) as checksums: codes of a
+calibration that has been replaced meanwhile would be read as other keys and values.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from .artifacts.files import read_json, read_tensors, write_json, write_tensors
 from .artifacts.folders import replacing
+from .artifacts.named import named_artifacts, paths_of_artifacts, with_artifacts_at
 from .cache import KVCache, build_cache
 from .errors import ArtifactError, UnsupportedOperationError
 from .layers.base import PackedLayer
@@ -36,6 +41,7 @@ __all__ = ["FORMAT_VERSION", "load_cache", "save_cache"]
 FORMAT_VERSION = 2
 _TENSORS, _FACTS = "cache.safetensors", "cache.json"
 _PAIR, _SUMS = "saved_as", "checksums"
+_PATHS, _STATIC_SUMS = "artifact_paths", "artifact_checksums"
 
 
 def save_cache(cache: KVCache, directory: str | os.PathLike[str]) -> None:
@@ -51,17 +57,19 @@ def save_cache(cache: KVCache, directory: str | os.PathLike[str]) -> None:
         layer_tensors, facts = (
             layer.state() if isinstance(layer, PackedLayer) else _dense_state(layer_idx, layer)
         )
-        layers.append(facts)
+        layers.append(facts | {_STATIC_SUMS: _static_sums(layer)})
         tensors |= {f"layers.{layer_idx}.{name}": _on_host(t) for name, t in layer_tensors.items()}
+    options = cache.config.to_dict()
     facts = {
         "format_version": FORMAT_VERSION,
         "backend": cache.backend,
-        "options": cache.config.to_dict(),
+        "options": options,
         "model": _fingerprint(cache.model_config),
         "layers": layers,
         "reads_long_text": cache.reads_long_text,
         _PAIR: uuid.uuid4().hex,
         _SUMS: {name: _checksum(tensor) for name, tensor in tensors.items()},
+        _PATHS: paths_of_artifacts(options),
     }
     with replacing(directory) as folder:
         write_tensors(folder / _TENSORS, tensors, {_PAIR: facts[_PAIR]})
@@ -77,7 +85,8 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
             tensors go to its device.
 
     Raises:
-        ArtifactError: If files are missing or damaged, or were saved for a model of another shape.
+        ArtifactError: If files are missing or damaged, or were saved for a model of another shape or with
+            another calibration.
     """
     folder = Path(directory)
     model, config = split_model_or_config(model_or_config)
@@ -97,8 +106,9 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
     if facts["model"] != expected:
         raise ArtifactError(f"{folder} was saved for the model {facts['model']}, not for {expected}.")
     try:
-        cache = build_cache(model_or_config, {"backend": facts["backend"], **facts["options"]})
-    except (TypeError, ValueError) as error:
+        options = with_artifacts_at(facts["options"], facts.get(_PATHS, {}))
+        cache = build_cache(model_or_config, {"backend": facts["backend"], **options})
+    except (AttributeError, TypeError, ValueError) as error:
         raise ArtifactError(f"{folder / _FACTS}: {error}") from error
     if facts["reads_long_text"]:
         if model is None:
@@ -121,6 +131,12 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
                 _check_lengths(layer)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ArtifactError(f"{folder} does not hold all of layer {layer_idx}: {error!r}.") from error
+        sums = _static_sums(layer)
+        if facts["layers"][layer_idx].get(_STATIC_SUMS, sums) != sums:  # absent in those of earlier versions
+            raise ArtifactError(
+                f"{folder}: layer {layer_idx} was packed with another calibration than is now in "
+                f"{sorted(named_artifacts(options))}. Allowed is the one it was packed with."
+            )
     return cache
 
 
@@ -140,6 +156,18 @@ def _check_sums(path: Path, tensors: dict[str, Tensor], sums: Any) -> None:
     for name, tensor in tensors.items():
         if not isinstance(sums, dict) or sums.get(name) != _checksum(tensor):
             raise ArtifactError(f"{path} is damaged: {name} is not what was saved.")
+
+
+def _static_sums(layer: Any) -> dict[str, int]:
+    """Checksums of what an artifact gave a layer to read its codes by; nothing for one that holds none."""
+    if not isinstance(layer, PackedLayer) or not layer.is_initialized:
+        return {}
+    return {
+        f"{stream.side}_{name}": _checksum(_on_host(tensor))
+        for part in layer.uniform_layers
+        for stream in part.streams
+        for name, tensor in stream.codec.static_state().items()
+    }
 
 
 def _check_lengths(layer: PackedLayer) -> None:

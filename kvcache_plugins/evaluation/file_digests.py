@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..artifacts.named import named_artifacts
+
 __all__ = ["CacheNames", "digest_files", "digest_folder", "model_settings"]
 
 _FILES = (
@@ -21,8 +23,6 @@ _FILES = (
 """Weights, and what says how to use them; not the pictures, cards and checkpoints that may lie beside."""
 _RESULTS = "results*"
 """Nor what was measured with them."""
-_ARTIFACTS = ("heads", "calibration", "weights")
-"""Options that name a folder or a file."""
 _WHOLE = 64 * 2**20
 """Bytes up to which a file is read whole."""
 _STEP, _PIECE = 4 * 2**20, 4096
@@ -102,11 +102,13 @@ class CacheNames:
 
     def __init__(self, cache_configs: Iterable[dict[str, Any]]) -> None:
         self._caches = list(cache_configs)
-        places = {place for cache_config in self._caches for place in _artifacts(cache_config)}
+        places = {place for cache_config in self._caches for place in named_artifacts(cache_config)}
         digests = {place: _digest(Path(place)) for place in places}
         self._names = {}
         for cache_config in self._caches:
-            found = [digest for place in _artifacts(cache_config) if (digest := digests[place]) is not None]
+            found = [
+                digest for place in named_artifacts(cache_config) if (digest := digests[place]) is not None
+            ]
             self._names[_options(cache_config)] = " ".join([_options(cache_config), *found])
 
     def __getitem__(self, cache_config: Mapping[str, Any]) -> str:
@@ -127,13 +129,3 @@ class CacheNames:
 
 def _options(cache_config: Mapping[str, Any]) -> str:
     return json.dumps(cache_config, sort_keys=True)
-
-
-def _artifacts(value: Any) -> Iterator[str]:
-    """Yield the places of files among options, those of layers, of a storage and of a pool included."""
-    if isinstance(value, Mapping):
-        for option, part in value.items():
-            if option in _ARTIFACTS and isinstance(part, str):
-                yield part
-            else:
-                yield from _artifacts(part)

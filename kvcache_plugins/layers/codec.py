@@ -122,6 +122,10 @@ class Codec(ABC):
     def load_batch_state(self, state: dict[str, Tensor]) -> None:
         """Replace what `batch_state` returns."""
 
+    def static_state(self) -> dict[str, Tensor]:
+        """Tensors of an artifact by which codes are read. A saved cache needs the same, and has no copy."""
+        return {}
+
     def with_padding(self, padding: Padding) -> Codec:
         """The codec of a stream that has moved its tokens and has other pads; this one stays as it is."""
         return self
@@ -167,6 +171,9 @@ class _ScaleOnlyCodec(Codec):
     def __init__(self, granularity: Granularity, static_scale: Tensor | None = None) -> None:
         self.granularity, self.static_scale = granularity, static_scale
         self.metadata_names = () if static_scale is not None else ("scale",)
+
+    def static_state(self) -> dict[str, Tensor]:
+        return {} if self.static_scale is None else {"scale": self.static_scale}
 
     def _choose_scale(self, states: Tensor, valid: Tensor | None) -> Tensor:
         if self.static_scale is None:
@@ -242,6 +249,9 @@ class WrappedCodec(Codec):
     @property
     def unit_tokens(self) -> int:
         return self.inner.unit_tokens
+
+    def static_state(self) -> dict[str, Tensor]:
+        return self.inner.static_state()
 
 
 class RotatedCodec(WrappedCodec):

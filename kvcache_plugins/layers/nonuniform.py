@@ -56,6 +56,9 @@ class NonUniformCodec(Codec):
     def is_gatherable(self) -> bool:
         return True  # codes and ranges are of one token, and lists can be written anew
 
+    def static_state(self) -> dict[str, Tensor]:
+        return {"levels": self.levels}
+
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self.codebook.device != device:
             self.codebook, self.levels = self.codebook.to(device), self.levels.to(device)
@@ -138,6 +141,11 @@ class ChannelNonUniformCodec(NonUniformCodec):
     def load_batch_state(self, state: dict[str, Tensor]) -> None:
         if self.is_learnt:
             self.scale, self.offset = state.get("scale"), state.get("offset")
+
+    def static_state(self) -> dict[str, Tensor]:
+        if self.is_learnt or self.scale is None or self.offset is None:
+            return super().static_state()
+        return {**super().static_state(), "scale": self.scale, "offset": self.offset}
 
     def _set_range(self, lower: Tensor, upper: Tensor) -> None:
         # A channel that never moves has no range; its number is the offset, whatever the code.
