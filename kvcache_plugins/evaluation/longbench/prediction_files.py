@@ -123,7 +123,7 @@ def read_predictions(path: Path, task: Task, *, longbench_e: bool = False) -> li
 
 def find_predictions(
     directory: Path, tasks: Iterable[str] | None = None, *, longbench_e: bool = False
-) -> list[tuple[dict[str, Any], dict[str, Path]]]:
+) -> list[tuple[str, dict[str, Any], dict[str, Path]]]:
     """Find files of predictions.
 
     Args:
@@ -132,8 +132,8 @@ def find_predictions(
         longbench_e (`bool`): Only tasks of LongBench-E, whose files may also be called `<task>_e.jsonl`.
 
     Returns:
-        `list`: Of the cache (`{"backend": "unknown"}` where no `cache.json` says which) and its files by
-        task. The dense one comes first.
+        `list`: Of a label, the cache and its files by task; the dense one comes first. Where no `cache.json`
+        says which cache it is, that is `{"backend": "unknown"}`, labelled by the name of the folder.
 
     Raises:
         ValueError: If there is no directory, no file, a named task has none, or a file is of no task.
@@ -156,13 +156,13 @@ def find_predictions(
         if files and missing:
             raise ValueError(f"{folder} has no predictions of {', '.join(missing)}.")
         if present:
-            found.append((_cache_of(folder), present))
+            found.append((*_cache_of(folder), present))
     if not found:
         raise ValueError(
             f"--score_only found no <task>.jsonl in {str(directory)!r} or in its folders; tasks are "
             f"{', '.join(wanted)}."
         )
-    return sorted(found, key=lambda entry: entry[0] != DENSE)
+    return sorted(found, key=lambda entry: entry[1] != DENSE)
 
 
 def _has_rows(path: Path) -> bool:
@@ -170,14 +170,14 @@ def _has_rows(path: Path) -> bool:
         return file.readline().endswith(b"\n")  # not the half of one that an interruption has left
 
 
-def _cache_of(folder: Path) -> dict[str, Any]:
+def _cache_of(folder: Path) -> tuple[str, dict[str, Any]]:
     path = folder / _CACHE_FILE
     if not path.exists():
-        return {"backend": "unknown"}
+        return folder.resolve().name, {"backend": "unknown"}
     cache_config = read_json(path).get("cache_config")
     if not isinstance(cache_config, dict) or not isinstance(cache_config.get("backend"), str):
         raise ValueError(f"{path} must hold a cache_config that names a backend, got {cache_config!r}.")
-    return cache_config
+    return cache_label(cache_config), cache_config
 
 
 def _line(row: Mapping[str, Any]) -> str:

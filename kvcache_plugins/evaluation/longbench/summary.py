@@ -35,17 +35,15 @@ def score_directory(
         ValueError: If there is nothing to score, or a file is not as it should be.
     """
     results = []
-    for cache_config, paths in find_predictions(directory, tasks, longbench_e=longbench_e):
+    for label, cache_config, paths in find_predictions(directory, tasks, longbench_e=longbench_e):
         rows = {}
         for task in find_tasks(paths):
             check_metric(task.metric)
             rows[task] = read_predictions(paths[task.name], task, longbench_e=longbench_e)
-        results.append(
-            {"cache_config": cache_config, "label": cache_label(cache_config)} | _scores(rows, longbench_e)
-        )
+        results.append({"cache_config": cache_config, "label": label} | _scores(rows, longbench_e))
     settings = {
         "score_only": True,
-        "directory": directory.name,
+        "directory": directory.resolve().name,
         "tasks": None if tasks is None else list(tasks),
         "longbench_e": longbench_e,
     }

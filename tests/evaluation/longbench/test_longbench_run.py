@@ -324,6 +324,20 @@ def test_files_of_other_programs_are_scored_without_a_model(tmp_path: Path) -> N
     assert (tmp_path / "longbench.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_folders_of_other_programs_are_told_apart_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, pred in (("llama-kivi", "cat"), ("llama-full", "dog")):
+        row = {"pred": pred, "answers": ["cat"], "all_classes": None, "length": 4000}
+        write_rows(tmp_path / "pred" / name / "qasper.jsonl", [row])
+    monkeypatch.chdir(tmp_path / "pred")  # of which "." is no name
+    assert main(["eval", "longbench", "--score_only", ".", "--output", "../out", "--no_plots"]) == 0
+    scores = {result["label"]: result["average"] for result in read_results(tmp_path / "out")["results"]}
+    assert scores == {"llama-full": 0.0, "llama-kivi": 100.0}
+    shown = capsys.readouterr().out
+    assert "llama-full   llama-kivi" in shown and "predictions in pred;" in shown
+
+
 def test_only_scores_of_files_may_lack_the_dense_cache(finished: Path) -> None:
     document = read_results(finished)
     del document["results"][0]
