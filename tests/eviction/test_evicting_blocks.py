@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.eviction.feeding import EVICTING, bound_cache, feed, ids, model_of
 
-BUDGET, SLACK, TOTAL = 24, 64, 300
+BUDGET, TOTAL = 24, 300
 # After the prompt of one token, room is made once 89 tokens are held, and from 24 on again after 65.
 BLOCKS = [1, 88, *[65] * 3, TOTAL - 89 - 3 * 65]
 

@@ -20,7 +20,6 @@ class Task:
 
     Args:
         name (`str`): As the benchmark's files are called.
-        language (`str`): `"en"`, `"zh"` or `"code"`.
         metric (`str`): Name in `METRICS`.
         max_new_tokens (`int`): Length of an answer at most.
         has_chat_template (`bool`): Whether the prompt is put into the model's chat template. Few-shot and
@@ -30,7 +29,6 @@ class Task:
     """
 
     name: str
-    language: str
     metric: str
     max_new_tokens: int
     has_chat_template: bool
@@ -39,28 +37,28 @@ class Task:
 
 
 _ROWS = (
-    # name, language, metric, new tokens, chat template, first line only, LongBench-E
-    ("narrativeqa", "en", "qa_f1", 128, True, False, False),
-    ("qasper", "en", "qa_f1", 128, True, False, True),
-    ("multifieldqa_en", "en", "qa_f1", 64, True, False, True),
-    ("multifieldqa_zh", "zh", "qa_f1_zh", 64, True, False, False),
-    ("hotpotqa", "en", "qa_f1", 32, True, False, True),
-    ("2wikimqa", "en", "qa_f1", 32, True, False, True),
-    ("musique", "en", "qa_f1", 32, True, False, False),
-    ("dureader", "zh", "rouge_zh", 128, True, False, False),
-    ("gov_report", "en", "rouge", 512, True, False, True),
-    ("qmsum", "en", "rouge", 512, True, False, False),
-    ("multi_news", "en", "rouge", 512, True, False, True),
-    ("vcsum", "zh", "rouge_zh", 512, True, False, False),
-    ("trec", "en", "classification", 64, False, True, True),
-    ("triviaqa", "en", "qa_f1", 32, False, True, True),
-    ("samsum", "en", "rouge", 128, False, True, True),
-    ("lsht", "zh", "classification", 64, False, True, False),
-    ("passage_count", "en", "count", 32, True, False, True),
-    ("passage_retrieval_en", "en", "retrieval", 32, True, False, True),
-    ("passage_retrieval_zh", "zh", "retrieval_zh", 32, True, False, False),
-    ("lcc", "code", "code_similarity", 64, False, False, True),
-    ("repobench-p", "code", "code_similarity", 64, False, False, True),
+    # name, metric, new tokens, chat template, first line only, LongBench-E
+    ("narrativeqa", "qa_f1", 128, True, False, False),
+    ("qasper", "qa_f1", 128, True, False, True),
+    ("multifieldqa_en", "qa_f1", 64, True, False, True),
+    ("multifieldqa_zh", "qa_f1_zh", 64, True, False, False),
+    ("hotpotqa", "qa_f1", 32, True, False, True),
+    ("2wikimqa", "qa_f1", 32, True, False, True),
+    ("musique", "qa_f1", 32, True, False, False),
+    ("dureader", "rouge_zh", 128, True, False, False),
+    ("gov_report", "rouge", 512, True, False, True),
+    ("qmsum", "rouge", 512, True, False, False),
+    ("multi_news", "rouge", 512, True, False, True),
+    ("vcsum", "rouge_zh", 512, True, False, False),
+    ("trec", "classification", 64, False, True, True),
+    ("triviaqa", "qa_f1", 32, False, True, True),
+    ("samsum", "rouge", 128, False, True, True),
+    ("lsht", "classification", 64, False, True, False),
+    ("passage_count", "count", 32, True, False, True),
+    ("passage_retrieval_en", "retrieval", 32, True, False, True),
+    ("passage_retrieval_zh", "retrieval_zh", 32, True, False, False),
+    ("lcc", "code_similarity", 64, False, False, True),
+    ("repobench-p", "code_similarity", 64, False, False, True),
 )
 
 TASKS: dict[str, Task] = {row[0]: Task(*row) for row in _ROWS}
