@@ -219,8 +219,15 @@ class BackendConfig:
                         f"{name}: {option!r} cannot be set for a single layer."
                         f"{suggest(str(option), allowed)} Allowed are {allowed}, got {option}={value!r}."
                     )
-            if self._layer_index("layer_overrides", key, num_layers) == layer_idx:
-                merged.update(override)
+            if self._layer_index("layer_overrides", key, num_layers) != layer_idx:
+                continue
+            for option, value in override.items():
+                if merged.get(option, value) != value:
+                    raise ValueError(
+                        f"{name}: layer {layer_idx} is named twice, also with {option}={merged[option]!r}. "
+                        f"Allowed is one of them, got {option}={value!r}."
+                    )
+            merged.update(override)
         return replace(self, **merged, layer_overrides={}, skip_layers=()) if merged else self
 
     def _layer_index(self, name: str, index: object, num_layers: int) -> int:

@@ -188,6 +188,15 @@ def test_two_overrides_of_one_layer_add_up() -> None:
     assert (config.for_layer(1, 2).nbits, config.for_layer(1, 2).smooth) == (8, 0.5)
 
 
+def test_two_overrides_of_one_layer_do_not_contradict_each_other() -> None:
+    said = r"ShelfConfig\.layer_overrides\['-1'\]: layer 1 is named twice, also with nbits=8.*got nbits=2"
+    config = ShelfConfig(layer_overrides={"1": {"nbits": 8}, "-1": {"nbits": 2}})
+    with pytest.raises(ValueError, match=said):
+        config.for_layer(1, 2)
+    same = ShelfConfig(layer_overrides={"1": {"nbits": 8}, "-1": {"nbits": 8}})
+    assert same.for_layer(1, 2).nbits == 8
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
