@@ -361,12 +361,12 @@ def comparison(document: dict[str, Any]) -> Table:
     """Show one row per cache: the dense one, ours, and transformers' own."""
     table = Table(box=box.SIMPLE_HEAD)
     rows = [*document["results"], *document["skipped"]]
-    labels = [cache_label(row["cache_config"]) for row in rows]
+    labels = [row.get("label") or cache_label(row["cache_config"]) for row in rows]
     table.add_column("backend", min_width=min(40, max(map(len, [*labels, OTHERS]))))
     for title, _ in COLUMNS:
         table.add_column(title, justify="right", no_wrap=True)
     previous = None
-    for row in rows:
+    for row, label in zip(rows, labels, strict=True):
         group = owner(row)
         if previous not in (None, group):
             table.add_section()
@@ -378,7 +378,7 @@ def comparison(document: dict[str, Any]) -> Table:
             cells = [short if len(short) <= len("not installed") else "see below"]
         else:
             cells = [text(row) for _, text in COLUMNS]
-        table.add_row(Text(cache_label(row["cache_config"])), *cells)
+        table.add_row(Text(label), *cells)
     return table
 
 

@@ -31,7 +31,7 @@ import torch
 
 from ..artifacts.files import json_text, read_json, replaced
 from .earlier import set_aside
-from .labels import DENSE
+from .labels import DENSE, told_apart
 
 __all__ = [
     "RESULTS_FILE",
@@ -75,7 +75,7 @@ def build_document(
     Raises:
         ValueError: If the results do not follow the schema.
     """
-    document = {
+    document: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "task": task,
         "settings": dict(settings),
@@ -84,7 +84,7 @@ def build_document(
         "environment": environment(device, threads),
     }
     check_document(document)
-    return document
+    return document | {"results": told_apart(document["results"])}
 
 
 def check_document(document: Mapping[str, Any]) -> None:

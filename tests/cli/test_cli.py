@@ -583,6 +583,12 @@ def test_cache_configs_are_collected_and_backends_lower_cased() -> None:
         ({"backend": "quanto", "axis_key": 0, "axis_value": -1}, "quanto axis_key=0 axis_value=-1"),
         ({"backend": "int8", "granularity": "group"}, "int8 granularity=group"),
         ({"backend": "kvquant", "calibration": "name/of/artifact/"}, "kvquant calibration=artifact"),
+        ({"backend": "kivi", "skip_layers": [0, 1]}, "kivi skip_layers=[0, 1]"),
+        ({"backend": "knorm", "pool": {"weights": "some/file"}}, "knorm pool={'weights': 'some/file'}"),
+        (
+            {"backend": "int4", "layer_overrides": {str(layer): {"nbits": 8} for layer in range(32)}},
+            "int4 layer_overrides[32]#f9c4",
+        ),
     ],
 )
 def test_cache_label(cache_config: dict[str, object], label: str) -> None:

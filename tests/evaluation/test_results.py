@@ -13,7 +13,7 @@ import pytest
 from kvcache_plugins.artifacts import files
 from kvcache_plugins.errors import ArtifactError
 from kvcache_plugins.evaluation import results
-from kvcache_plugins.evaluation.labels import DENSE, dense_first
+from kvcache_plugins.evaluation.labels import DENSE, cache_label, dense_first
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -178,3 +178,12 @@ def test_dense_comes_first_and_every_cache_once() -> None:
     assert dense_first([int8, DENSE, {"backend": "int4"}, dict(int8)]) == [DENSE, int8, {"backend": "int4"}]
     dense_first([])[0]["backend"] = "changed"
     assert dense_first([]) == [{"backend": "dense"}]
+
+
+def test_caches_of_one_label_are_told_apart() -> None:
+    caches = [DENSE, *({"backend": "locret", "heads": heads} for heads in ("a/run", "b/run/", "b/last"))]
+    rows = [{"cache_config": c, "label": cache_label(c), "length": n} for n in (1, 2) for c in caches]
+    document = results.build_document("bench generate", rows, settings={})
+    labels = [row["label"] for row in document["results"]]
+    assert labels == ["dense", "locret heads=a/run", "locret heads=b/run/", "locret heads=last"] * 2
+    assert [row["label"] for row in rows[1:3]] == ["locret heads=run"] * 2

@@ -44,11 +44,12 @@ _COLUMNS = {"pred": (str,), "answers": (list,), "all_classes": (list, type(None)
 def folder_name(cache_config: dict[str, Any]) -> str:
     """Return a name for the folder of a cache that every file system takes, another for every cache.
 
-    It is the label of the cache where that can be a name; otherwise what is left of it and a hash.
+    It is the label of the cache where that says all and can be a name; otherwise what is left of it and a
+    hash.
     """
     label = cache_label(cache_config)
     name = re.sub(r"[^A-Za-z0-9._=-]+", "_", label).strip("_.")[:60]
-    if name == label.replace(" ", "_"):
+    if name == cache_label(cache_config, whole_paths=True).replace(" ", "_"):
         return name
     digest = hashlib.sha256(json.dumps(cache_config, sort_keys=True).encode()).hexdigest()
     return f"{name}_{digest[:8]}"

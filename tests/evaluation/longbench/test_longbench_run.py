@@ -376,6 +376,11 @@ def test_folders_have_names_that_every_file_system_takes() -> None:
         {"backend": "streaming", "budget": 0.5, "storage": {"backend": "int8"}},
         {"backend": "streaming", "budget": 0.5, "storage": {"backend": "int4"}},
         {"backend": "kvquant", "calibration": "../some where/" + 300 * "x"},
+        # of which labels show the same
+        {"backend": "kvquant", "calibration": "first/run"},
+        {"backend": "kvquant", "calibration": "second/run"},
+        {"backend": "h2o", "budget": 9, "storage": {"backend": "int8", "calibration": "first/run"}},
+        {"backend": "h2o", "budget": 9, "storage": {"backend": "int8", "calibration": "second/run"}},
     ]
     names = [folder_name(config) for config in configs]
     assert names[:2] == ["dense", "kivi_2-bit_q_group_size=64"]
