@@ -57,6 +57,7 @@ class LocretConfig(EvictingConfig):
 class LocretLayer(EvictingLayer):
     """Worth of a token: what its retaining head makes of its query, key and value projections."""
 
+    reads_model = True
     config: LocretConfig
 
     def __init__(self, config: BackendConfig, layer_idx: int, facts: LayerFacts) -> None:

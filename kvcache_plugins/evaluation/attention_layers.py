@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from ..cache import KVCache
+from ..eviction.layer import EvictingLayer
 from ..layers.base import PackedLayer
 from ..layers.crossing import CrossAttentionLayer
 from ..layers.handle import KVHandle
@@ -60,7 +61,7 @@ def find_layer(cache: Any, cache_config: dict[str, Any]) -> Any:
     """Return the first layer a cache packs that attends to all tokens.
 
     Raises:
-        ValueError: If there is none, or if it would be offloaded.
+        ValueError: If there is none, or if it would be offloaded or needs a model to evict.
     """
     if not isinstance(cache, KVCache):
         return cache.layers[0]
@@ -71,6 +72,13 @@ def find_layer(cache: Any, cache_config: dict[str, Any]) -> Any:
             "models."
         )
     for layer in cache.packed_layers:
+        if isinstance(layer, EvictingLayer) and (layer.scored_after != "update" or layer.reads_model):
+            raise ValueError(
+                f"--cache_config {cache_config!r}: {cache.backend!r} chooses by what a model shows it, and "
+                "`bench attention` measures one layer without a model. Allowed are backends that judge a "
+                "token by its key and value, such as 'knorm', or the storage alone; `bench generate` "
+                "measures whole models."
+            )
         if not isinstance(layer, (CrossAttentionLayer, WindowedLayer)):
             return layer
     raise ValueError(

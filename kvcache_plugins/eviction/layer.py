@@ -44,6 +44,7 @@ class EvictingLayer(PackedLayer):
     Attributes:
         scored_after (`str`): `"update"` if a token can be judged by itself when it arrives, `"attention"` if
             queries must have been seen, `"forward"` if the model must have finished.
+        reads_model (`bool`): Whether a token is judged by more than its key and value when it arrives.
         accumulates (`bool`): Whether every query counts, not just those after which something is evicted.
         counts_all_queries (`bool`): Whether what is kept does not depend on how many tokens came in the last
             call.
@@ -56,6 +57,7 @@ class EvictingLayer(PackedLayer):
     """
 
     scored_after: ClassVar[str] = "update"
+    reads_model: ClassVar[bool] = False
     accumulates: ClassVar[bool] = False
     counts_all_queries: ClassVar[bool] = True
     config: EvictingConfig

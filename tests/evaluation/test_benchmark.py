@@ -40,6 +40,8 @@ from kvcache_plugins.evaluation.timing import HostStopwatch, Spread, StepTimer, 
 from tests.kernels import fresh_process
 
 ROOT = Path(__file__).resolve().parents[2]
+BUNDLED = str(ROOT / "examples" / "models" / "tiny-llama-books")
+LOCRET = {"backend": "locret", "heads": f"{BUNDLED}-locret", "budget": 99}
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
 DENSE = {"backend": "dense"}
 
@@ -604,6 +606,9 @@ def test_random_model_is_the_one_promised() -> None:
         (["attention", *_caches({"backend": "kivi", "nbits": 5})], ["nbits", "5"]),
         (["attention", *_caches({"backend": "int8", "skip_layers": list(range(32))})], ["skip_layers"]),
         (["attention", *_caches({"backend": "int8", "offload": True})], ["offload must be false"]),
+        (["attention", *_caches({"backend": "h2o", "budget": 99})], ["'h2o' chooses by", "bench generate"]),
+        (["attention", *_caches({"backend": "sirllm", "budget": 99})], ["'sirllm' chooses by", "'knorm'"]),
+        (["attention", "--model", BUNDLED, *_caches(LOCRET)], ["'locret' chooses by", "without a model"]),
         (["attention", "--config", "no_such.yaml"], ["no_such.yaml"]),
         (["generate", "--max_new_tokens", "3"], ["--max_new_tokens", ">= 8", "3"]),
         (["generate", "--lengths", "0"], ["--lengths", "0"]),
