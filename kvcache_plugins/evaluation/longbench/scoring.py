@@ -63,4 +63,10 @@ def average(scores: Mapping[str, float]) -> float:
 
 def _row_scores(task: Task, rows: _Rows) -> list[float]:
     all_classes = rows[-1]["all_classes"]
-    return [row_score(task, row["pred"], row["answers"], all_classes) for row in rows]
+    scores = []
+    for number, row in enumerate(rows, 1):
+        try:
+            scores.append(row_score(task, row["pred"], row["answers"], all_classes))
+        except ValueError as error:
+            raise ValueError(f"Row {number} of {task.name} cannot be scored: {error}") from error
+    return scores

@@ -364,6 +364,11 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert "line 1 lacks length" in error("--longbench_e")
     assert "has no predictions of lcc" in error("--tasks", "lcc", "qasper")
     assert "leave out --model" in error("--model", "some/model")
+    answers = ("Paragraph 2", "the second one")
+    rows = [{"pred": "2", "answers": [answer], "all_classes": None} for answer in answers]
+    write_rows(tmp_path / "pred" / "passage_retrieval_en.jsonl", rows)
+    said = "Row 2 of passage_retrieval_en cannot be scored: The reference must name a paragraph"
+    assert said in error("--tasks", "passage_retrieval_en")
     write_rows(tmp_path / "pred" / "qaspar.jsonl", [{}])
     assert "Did you mean 'qasper'" in error()
     assert not (tmp_path / "out").exists()
