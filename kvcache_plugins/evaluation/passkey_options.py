@@ -115,6 +115,13 @@ class PasskeyOptions(ModelOptions):
             raise ValueError(f"--question must ask for the key, got {self.question!r}.")
         if not is_single:
             self._check_facts()
+            return
+        for name in ("needle", "question"):
+            if "{name}" in getattr(self, name):
+                raise ValueError(
+                    f"--{name} must hold {{name}} with several --facts only, whose keys have names, got "
+                    f"{getattr(self, name)!r}."
+                )
 
     def _default(self, name: str, value: Any) -> None:
         """Set an option that was not given."""

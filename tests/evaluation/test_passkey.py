@@ -284,6 +284,8 @@ def test_a_failure_of_transformers_is_noted_and_ours_stops_the_run(
         (["--lengths", "20"], "--lengths must be above"),
         (["--trials", "100000000"], "2 --lengths make 400,000,000 prompts of 85,600,000,000 tokens in all"),
         (["--needle", " The pass key is lost."], "--needle must hold {key}"),
+        (["--needle", " The code of {name} is {key}."], "--needle must hold {name} with several --facts"),
+        (["--question", " What is {name}'s code?"], "--question must hold {name} with several"),
         (["--filler_files", "{tmp}/missing.txt"], "missing.txt"),
         (["--filler_files", "{tmp}/empty.txt"], "empty.txt"),
         (["--filler_files", "{tmp}/short.txt"], "The filler has"),
