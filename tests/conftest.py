@@ -205,10 +205,11 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def eager_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The eager attention of models is given decoded tensors, as something to compare with."""
-    from kvcache_plugins.attention import eager
+    """The eager attention of models multiplies decoded tensors, as something to compare with."""
+    from kvcache_plugins.attention import eager, products
 
     monkeypatch.setattr(eager, "_wanted_weights", lambda *_: "a test compares with it")
+    monkeypatch.setattr(products, "_multiplied", lambda *_: None)
 
 
 # -- uninitialised memory

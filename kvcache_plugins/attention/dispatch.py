@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,14 @@ from torch.nn.attention.flex_attention import create_mask
 
 from ..layers.expanded import ExpandedHandle
 from ..layers.gradients import refusing_gradients
-from ..layers.handle import KVHandle, intercept
+from ..layers.handle import KVHandle
+from ..layers.handle_view import HandleView
 from ..layers.heads import GroupedHandle
+from ..layers.lazy import LazyTensor, intercept
 from ..layers.view import joined
+from . import products  # noqa: F401  # registers the products that models write out
 from .exact import reads_exact_tokens_faster
-from .grouped import attend_groups
+from .grouped import attend_groups, options_of_heads
 from .latent import attend_latents
 from .masks import fitted, mask_fits
 from .native import attend_handles
@@ -41,6 +44,7 @@ __all__ = [
 ]
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+Handle: TypeAlias = KVHandle | HandleView
 
 
 @intercept(F.scaled_dot_product_attention)
@@ -57,7 +61,7 @@ def _scaled_dot_product_attention(
     """Torch's signature; reached when at least one argument is a handle."""
     handles = _as_handles(key, value)
     if handles is None or dropout_p > 0.0:
-        query, key, value = (x.dense() if isinstance(x, KVHandle) else x for x in (query, key, value))
+        query, key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (query, key, value))
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -73,15 +77,20 @@ def _scaled_dot_product_attention(
     return _attend(query, *handles, AttentionOptions(scaling=scale, mask=mask))
 
 
-def _as_handles(key: Tensor, value: Tensor) -> tuple[KVHandle, KVHandle] | None:
+def _as_handles(key: Tensor, value: Tensor) -> tuple[Handle, Handle] | None:
     """Both as handles; `None` if they are not, or cannot be attended to together."""
+    if isinstance(key, HandleView) and isinstance(value, HandleView):
+        return (key, value) if key.seen == value.seen and key.has_heads_as_stored else None
     if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)):
         return None
     # of latents, both must come of one call; other handles have no expansion
     return (key, value) if getattr(key, "expansion", None) is getattr(value, "expansion", None) else None
 
 
-def _attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor:
+def _attend(query: Tensor, key: Handle, value: Handle, options: AttentionOptions) -> Tensor:
+    if isinstance(key, HandleView) and isinstance(value, HandleView):
+        return _attend_repeated(query, key, value, options)
+    assert isinstance(key, KVHandle) and isinstance(value, KVHandle)
     options = fitted(options, key, query.shape[2])
     with torch.no_grad():
         if isinstance(key, ExpandedHandle):
@@ -94,11 +103,21 @@ def _attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOpt
     return refusing_gradients(output, query, *key.sources, *value.sources)
 
 
+def _attend_repeated(query: Tensor, key: HandleView, value: HandleView, options: AttentionOptions) -> Tensor:
+    """Attend over heads that a model has repeated for its query heads (JetMoE), from each head only once."""
+    order = key.query_order(query.shape[1])
+    if order is None:
+        return _attend(query, key.handle, value.handle, options)
+    options = options_of_heads(options, order, query.shape[1])
+    output = _attend(query.index_select(1, order), key.handle, value.handle, options)
+    return output.index_select(1, order.argsort())
+
+
 def forward_over_handles(
     module: nn.Module,
     query: Tensor,
-    key: KVHandle,
-    value: KVHandle,
+    key: Handle,
+    value: Handle,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     **kwargs: Any,
@@ -138,7 +157,7 @@ def attention_forward(
     handles = _as_handles(key, value)
     if handles is not None:
         return forward_over_handles(module, query, *handles, attention_mask, scaling, **kwargs)
-    key, value = (x.dense() if isinstance(x, KVHandle) else x for x in (key, value))
+    key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
     options = attention_options(module, query, key.shape[2], attention_mask, scaling, **kwargs)
     is_plain = (options.softcap, options.sink_logits, options.alibi_slopes) == (None, None, None)
     if is_plain or (dropout > 0.0 and module.training):
@@ -170,12 +189,14 @@ def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
         if handles is None or _needs_dropout(module, kwargs):
             return original(module, query, key, value, *args, **kwargs)
         if (
-            not isinstance(key, (ExpandedHandle, GroupedHandle))
-            and _is_exact(*handles)
-            and mask_fits(handles[0], *args, **kwargs)
-            and not reads_exact_tokens_faster(query, handles[0].layer.config.kernel)
+            isinstance(key, KVHandle)
+            and isinstance(value, KVHandle)
+            and not isinstance(key, (ExpandedHandle, GroupedHandle))
+            and _is_exact(key, value)
+            and mask_fits(key, *args, **kwargs)
+            and not reads_exact_tokens_faster(query, key.layer.config.kernel)
         ):
-            return _original_over_exact(original, module, query, *handles, *args, **kwargs)
+            return _original_over_exact(original, module, query, key, value, *args, **kwargs)
         return forward_over_handles(module, query, *handles, *args, **kwargs)
 
     return forward

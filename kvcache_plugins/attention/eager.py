@@ -7,7 +7,8 @@ computes is the family's own affair: GPT-2 may scale by the layer's number, othe
 compared, for every attention module, with what ours makes of a few numbers and the same arguments; a module
 that computes anything else goes on as before, and the layer says why.
 
-It returns attention weights, which ours does not have. Whoever asks for them gets them, from decoded tensors.
+It returns attention weights, which ours does not have. Whoever asks for them gets them from the model's own
+function, whose products then read the packed codes one after the other (`attention.products`).
 """
 
 from __future__ import annotations
@@ -66,19 +67,21 @@ def wrap_eager_function(eager: AttentionFunction) -> AttentionFunction:
         obstacle = _wanted_weights(module, kwargs) or _difference(eager, call)
         if obstacle is None:
             return over_handles(module, query, key, value, mask, **others)
-        layer, reason = key.layer, f"decoded whole for attn_implementation='eager': {obstacle}"
-        is_packed = max(key.tokens.packed_length, value.tokens.packed_length) > 0
-        if is_packed and layer.config.kernel == "native":
-            raise native_is_unavailable(f"layer {layer.layer_idx}", reason)
+        layer = key.layer
         if not mask_fits(key, mask):
             raise UnsupportedOperationError(
                 f"Layer {layer.layer_idx} holds {key.tokens.length} tokens, and the model's mask is for "
                 f"{mask.shape[-1]}, as of other layers; attn_implementation='eager' cannot attend to it so: "
                 f"{obstacle}. model.set_attn_implementation('kvcache_plugins') can."
             )
+        reads = layer.fallback_reads
         result = eager(module, query, key, value, *args, **kwargs)
-        if is_packed:
-            layer.kernel, layer.kernel_reason = "torch", reason
+        if max(key.tokens.packed_length, value.tokens.packed_length) > 0:
+            is_decoded = layer.fallback_reads > reads
+            how = "decoded whole" if is_decoded else "multiplied apart"
+            layer.kernel_reason = f"{how} for attn_implementation='eager': {obstacle}"
+            if is_decoded and layer.config.kernel == "native":
+                raise native_is_unavailable(f"layer {layer.layer_idx}", layer.kernel_reason)
         if layer.observes_queries:
             with torch.no_grad():
                 options = attention_options(module, query, key.tokens.length, mask, **others)

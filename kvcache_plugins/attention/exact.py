@@ -9,7 +9,7 @@ from ..kernels import loader
 
 __all__ = ["reads_exact_tokens_faster"]
 
-_MOST_QUERIES = 8
+MOST_QUERIES = 8
 
 
 def reads_exact_tokens_faster(states: Tensor, kernel: str) -> bool:
@@ -27,6 +27,6 @@ def reads_exact_tokens_faster(states: Tensor, kernel: str) -> bool:
         states.is_cpu
         and kernel != "torch"
         and states.dtype in (torch.bfloat16, torch.float16)
-        and states.shape[2] <= _MOST_QUERIES
+        and states.shape[2] <= MOST_QUERIES
         and loader.try_load()
     )

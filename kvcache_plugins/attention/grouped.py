@@ -12,7 +12,7 @@ from .masks import fitted
 from .native import attend_handles
 from .reference import AttentionOptions
 
-__all__ = ["attend_groups"]
+__all__ = ["attend_groups", "options_of_heads"]
 
 
 def attend_groups(
@@ -28,15 +28,15 @@ def attend_groups(
     for (group, keys), (_, values) in zip(key.parts, value.parts, strict=True):
         chosen = group.query_heads(query_heads // key.shape[1])
         part = query.index_select(1, chosen)
-        own = fitted(_of_heads(options, chosen, query_heads), keys, query_length)
+        own = fitted(options_of_heads(options, chosen, query_heads), keys, query_length)
         output.index_copy_(1, chosen, attend_handles(part, keys, values, own))
         keys.layer.attended(part, keys.tokens, own)
     key.layer.attended(query, key.tokens, options)
     return output
 
 
-def _of_heads(options: AttentionOptions, chosen: Tensor, query_heads: int) -> AttentionOptions:
-    """Options of some of the query heads."""
+def options_of_heads(options: AttentionOptions, chosen: Tensor, query_heads: int) -> AttentionOptions:
+    """Options of some of `query_heads` query heads, int64 `(n,)`, or of all in another order."""
     changed: dict[str, Any] = {}
     for name in ("mask", "position_bias"):
         tensor = getattr(options, name)

@@ -32,7 +32,7 @@ from .tiles import attend_tiles, can_attend_tiles
 __all__ = ["LatentKeys", "attend_latents", "latent_keys"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PASS_QUERIES = 64
+PASS_QUERIES = 64
 """Query tokens that the kernel takes at once."""
 _BIASED_QUERIES = 8
 """Query tokens up to which each may have a bias of its own: of more, it would take more memory than codes."""
@@ -213,7 +213,7 @@ def _attend_in_passes(
     options: AttentionOptions,
     added: LogitBias,
 ) -> Tensor:
-    """Attend by the kernel, `_PASS_QUERIES` query tokens at a time, each over what it may see."""
+    """Attend by the kernel, `PASS_QUERIES` query tokens at a time, each over what it may see."""
     latents, rotated = tokens.parts
     assert isinstance(latents, DecodedView) and isinstance(rotated, DecodedView)
     assert options.scaling is not None
@@ -238,8 +238,8 @@ def _attend_in_passes(
         return projection.lift(sums).to(query.dtype)
 
     passes = [
-        attend_pass(start, min(start + _PASS_QUERIES, query_length))
-        for start in range(0, query_length, _PASS_QUERIES)
+        attend_pass(start, min(start + PASS_QUERIES, query_length))
+        for start in range(0, query_length, PASS_QUERIES)
     ]
     return passes[0] if len(passes) == 1 else torch.cat(passes, dim=2)
 

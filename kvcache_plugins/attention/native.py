@@ -24,13 +24,13 @@ from .description import describe, first_sinks
 from .reference import AttentionOptions, attend
 from .tiles import attend_tiles, can_attend_tiles
 
-__all__ = ["attend_handles"]
+__all__ = ["MOST_QUERIES", "PASS_QUERIES", "attend_handles", "has_fast_passes"]
 
-_MOST_QUERIES = 8
+MOST_QUERIES = 8
 """Query tokens up to which one pass over the codes is bound by reading them, on any processor."""
 _MOST_PACKED_QUERIES = 16
 """The same where the heads of a group come as query tokens of one head."""
-_PASS_QUERIES = 64
+PASS_QUERIES = 64
 """Query tokens of one of several passes: as many rows as the kernels take at once."""
 _UNREADABLE = "no native kernel reads these codecs or head sizes"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,7 +80,7 @@ def _attend_on_cpu(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
     keys, values = sides
     query_length, length = query.shape[2], key.tokens.length
     is_decode = _is_decode(query, key, options)
-    if is_decode or _has_fast_passes(query.dtype):
+    if is_decode or has_fast_passes(query.dtype):
         hidden, window = key.tokens.first, key.layer.window
         added = logit_bias(options, query_length, length, hidden=hidden, window=window)
         # of many queries, rows of a bias each would take more memory than the codes do
@@ -117,7 +117,7 @@ def _is_served(query: Tensor, key: KVHandle) -> bool:
     return newest.device == query.device and query.device.type in ("cpu", "cuda") and query.dtype in _DTYPES
 
 
-def _has_fast_passes(dtype: torch.dtype) -> bool:
+def has_fast_passes(dtype: torch.dtype) -> bool:
     """Whether passes of the decode kernel beat dense attention for any number of queries.
 
     With 64 queries of 32 heads over 8192 tokens of 8 kv heads of 128 channels (one thread of a Zen 5 core),
@@ -134,7 +134,7 @@ def _has_fast_passes(dtype: torch.dtype) -> bool:
 def _is_decode(query: Tensor, key: KVHandle, options: AttentionOptions) -> bool:
     """Whether the queries are so few that one pass over the codes serves them best."""
     query_length = query.shape[2]
-    if query_length <= _MOST_QUERIES:
+    if query_length <= MOST_QUERIES:
         return True
     is_packed = query.shape[1] == key.shape[1] and not options.is_causal and options.sliding_window is None
     return is_packed and query_length <= _MOST_PACKED_QUERIES
@@ -143,7 +143,7 @@ def _is_decode(query: Tensor, key: KVHandle, options: AttentionOptions) -> bool:
 def _attend_in_passes(
     query: Tensor, tokens: StreamView, keys: Side, values: Side, options: AttentionOptions, added: LogitBias
 ) -> Tensor:
-    """Attend by the decode kernel, `_PASS_QUERIES` query tokens at a time, each over what it may see."""
+    """Attend by the decode kernel, `PASS_QUERIES` query tokens at a time, each over what it may see."""
     query = query if query.stride(-1) == 1 else query.contiguous()
     query_length = query.shape[2]
     bias, is_causal, window = added
@@ -169,7 +169,7 @@ def _attend_in_passes(
         )
 
     passes = [
-        attend_pass(start, min(start + _PASS_QUERIES, query_length))
-        for start in range(0, query_length, _PASS_QUERIES)
+        attend_pass(start, min(start + PASS_QUERIES, query_length))
+        for start in range(0, query_length, PASS_QUERIES)
     ]
     return passes[0] if len(passes) == 1 else torch.cat(passes, dim=2)

@@ -142,6 +142,55 @@ def _gather_tokens_shape(*args: object) -> None:
     """Nothing is returned."""
 
 
+def _multiply_keys(
+    query: Tensor,
+    records: Tensor,
+    segments: list[Tensor],
+    extras: list[Tensor | None],
+    sink_start: Tensor | None,
+    layout: list[int],
+    start: int,
+) -> Tensor:
+    side = Side.from_op(layout, segments, extras)
+    keys = decode_side(side, records, is_key=True, sink_start=sink_start)[:, :, start:]
+    logits: Tensor = _grouped(query, keys) @ keys[:, :, None].transpose(-1, -2)
+    return logits.flatten(1, 2)
+
+
+def _multiply_keys_shape(query: Tensor, records: Tensor, *args: object) -> Tensor:
+    segments, layout, start = args[0], args[3], args[4]
+    assert isinstance(segments, (list, tuple)) and isinstance(layout, (list, tuple))
+    length = layout[0] + sum(segment.shape[2] for segment in segments)
+    return query.new_empty((*query.shape[:3], length - start), dtype=torch.float32)
+
+
+def _multiply_values(
+    weights: Tensor,
+    records: Tensor,
+    segments: list[Tensor],
+    extras: list[Tensor | None],
+    sink_start: Tensor | None,
+    layout: list[int],
+    start: int,
+) -> Tensor:
+    side = Side.from_op(layout, segments, extras)
+    values = decode_side(side, records, is_key=False, sink_start=sink_start)[:, :, start:]
+    sums: Tensor = _grouped(weights, values) @ values[:, :, None]
+    return sums.flatten(1, 2).to(weights.dtype)
+
+
+def _multiply_values_shape(weights: Tensor, records: Tensor, *args: object) -> Tensor:
+    layout = args[3]
+    assert isinstance(layout, (list, tuple))
+    return weights.new_empty((*weights.shape[:3], layout[3]))
+
+
+def _grouped(rows: Tensor, states: Tensor) -> Tensor:
+    """Rows `(B, Hq, q, n)` as fp32 `(B, H, group, q, n)`, for states of `H` heads."""
+    grouped: Tensor = rows.float().unflatten(1, (states.shape[1], -1))
+    return grouped
+
+
 DEFAULTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "append_tokens": (_append_tokens, _append_tokens_shape),
     "attend_latents": (_attend_latents, _attend_latents_shape),
@@ -149,5 +198,7 @@ DEFAULTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "decode_tokens": (_decode_tokens, _decode_tokens_shape),
     "encode_tokens": (_encode_tokens, _encode_tokens),
     "gather_tokens": (_gather_tokens, _gather_tokens_shape),
+    "multiply_keys": (_multiply_keys, _multiply_keys_shape),
+    "multiply_values": (_multiply_values, _multiply_values_shape),
 }
 """Implementation and shape of every operator, with the arguments of its schema in order."""

@@ -20,6 +20,8 @@ __all__ = [
     "decode_tokens",
     "encode_tokens",
     "gather_tokens",
+    "multiply_keys",
+    "multiply_values",
 ]
 
 SCHEMAS = {
@@ -52,9 +54,17 @@ SCHEMAS = {
         "(Tensor records_in, Tensor(a!) records_out, Tensor index, int[] key_layout, "
         "int[] value_layout) -> ()"
     ),
+    "multiply_keys": (
+        "(Tensor query, Tensor records, Tensor[] segments, Tensor?[] extras, Tensor? sink_start, "
+        "int[] layout, int start) -> Tensor"
+    ),
+    "multiply_values": (
+        "(Tensor weights, Tensor records, Tensor[] segments, Tensor?[] extras, Tensor? sink_start, "
+        "int[] layout, int start) -> Tensor"
+    ),
 }
-"""Name and signature of every operator; a native library is built for exactly these. `attend_latents` has a
-native implementation on the CPU only."""
+"""Name and signature of every operator; a native library is built for exactly these. `attend_latents` and the
+two products have native implementations on the CPU only."""
 
 
 def append_tokens(
@@ -306,6 +316,50 @@ def gather_tokens(
     torch.ops.kvcache_plugins.gather_tokens(
         records_in, records_out, index, keys.integers(), values.integers()
     )
+
+
+def multiply_keys(
+    query: Tensor, records: Tensor, keys: Side, *, start: int = 0, sink_start: Tensor | None = None
+) -> Tensor:
+    """Multiply queries with packed and exact keys.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, Hq, q, D)`): fp32, bf16 or fp16; up to 64 query tokens.
+        records (`torch.Tensor` of shape `(B, H, N, record_bytes)`): uint8, the packed blocks.
+        keys (`Side`): How to read the keys: `T` tokens.
+        start (`int`): First slot that counts.
+        sink_start (`torch.Tensor` of shape `(B,)`, *optional*): int64, slot of the first sink of every row.
+
+    Returns:
+        `torch.Tensor` of shape `(B, Hq, q, T - start)`: fp32.
+    """
+    logits: Tensor = torch.ops.kvcache_plugins.multiply_keys(
+        query, records, keys.contiguous_rows(), keys.extras, sink_start, keys.layout.integers(), start
+    )
+    return logits
+
+
+def multiply_values(
+    weights: Tensor, records: Tensor, values: Side, *, start: int = 0, sink_start: Tensor | None = None
+) -> Tensor:
+    """Sum packed and exact values by weights.
+
+    Args:
+        weights (`torch.Tensor` of shape `(B, Hq, q, T - start)`): fp32, bf16 or fp16, finite and not
+            negative; up to 64 query tokens.
+        records (`torch.Tensor` of shape `(B, H, N, record_bytes)`): uint8, the packed blocks.
+        values (`Side`): How to read the values: `T` tokens.
+        start (`int`): Slot of the first weight.
+        sink_start (`torch.Tensor` of shape `(B,)`, *optional*): int64, slot of the first sink of every row.
+
+    Returns:
+        `torch.Tensor` of shape `(B, Hq, q, Dv)`: in the dtype of the weights. What has weight 0 counts for
+        nothing, whatever it holds.
+    """
+    sums: Tensor = torch.ops.kvcache_plugins.multiply_values(
+        weights, records, values.contiguous_rows(), values.extras, sink_start, values.layout.integers(), start
+    )
+    return sums
 
 
 def _register() -> None:

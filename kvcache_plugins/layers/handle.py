@@ -7,53 +7,25 @@ for any other operation the handle decodes itself, and the layer counts the read
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from .gradients import refusing_gradients
+from .lazy import LazyTensor
 from .view import StreamView
 
 if TYPE_CHECKING:
     from .base import PackedLayer
 
-__all__ = ["KVHandle", "intercept"]
+__all__ = ["KVHandle"]
 
 _Self = TypeVar("_Self", bound="KVHandle")
-_Interceptor = Callable[..., Any]
-_interceptors: dict[Callable[..., Any], _Interceptor] = {}
-
 _DECODED = "decoded whole: the model multiplies keys or values itself, or asks for them otherwise"
-_METADATA_READS = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_meta", "requires_grad")
-    ),
-    Tensor.__len__,
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_contiguous,
-}
-"""Reads that concern the shape and kind of a tensor and not its content."""
 
 
-def intercept(function: Callable[..., Any]) -> Callable[[_Interceptor], _Interceptor]:
-    """Decorator: let handles reach `function` through the decorated one, called with the same arguments."""
-
-    def decorate(replacement: _Interceptor) -> _Interceptor:
-        _interceptors[function] = replacement
-        return replacement
-
-    return decorate
-
-
-class KVHandle(Tensor):
+class KVHandle(LazyTensor):
     """The keys or values of one layer in one call, of shape `(B, H, T, D)`.
 
     Attributes:
@@ -102,26 +74,3 @@ class KVHandle(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         packed = self.tokens.packed_length
         return f"KVHandle(shape={tuple(self.shape)}, packed_length={packed}, layer={self.layer!r})"
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs = kwargs or {}
-        if func in _METADATA_READS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in _interceptors:
-            return _interceptors[func](*args, **kwargs)
-        if func is torch.Tensor.contiguous and len(args) == 1 and not kwargs:
-            return args[0]
-        return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[no-untyped-def, override]
-        cls, func, types, args=(), kwargs=None
-    ):
-        # Reached only by operations that bypass `__torch_function__`, such as calls from C++.
-        return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs or {}))
-
-
-def _decoded(value: Any) -> Any:
-    return value.dense() if isinstance(value, KVHandle) else value

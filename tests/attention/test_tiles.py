@@ -28,9 +28,9 @@ PADS = torch.tensor([70, 3])
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test runs with one tile, with tiles and parts of 16, and with passes of 16 queries."""
     monkeypatch.setattr(
-        native, "_has_fast_passes", lambda dtype: request.param == "passes" and dtype != torch.float16
+        native, "has_fast_passes", lambda dtype: request.param == "passes" and dtype != torch.float16
     )
-    monkeypatch.setattr(native, "_PASS_QUERIES", 16)
+    monkeypatch.setattr(native, "PASS_QUERIES", 16)
     if request.param == "small":
         monkeypatch.setitem(tiles._TILE_VALUES, "cpu", 1)
         monkeypatch.setattr(tiles, "_PART", 16)
@@ -154,7 +154,7 @@ def test_a_query_that_sees_nothing_gets_zeros(additive: bool, with_sinks: bool) 
 
 
 def test_what_is_not_a_number_stays_visible_where_it_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_has_fast_passes", lambda dtype: False)
+    monkeypatch.setattr(native, "has_fast_passes", lambda dtype: False)
     query, key, value = step(build_layer(CASES["int8-default"], 200), 20, 2)
     query[0, 1, 5] = torch.nan
     got = attend_handles(query, key, value, AttentionOptions(is_causal=True))
@@ -184,7 +184,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 
 
 def test_slots_are_decoded_once_in_bounded_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_has_fast_passes", lambda dtype: False)
+    monkeypatch.setattr(native, "has_fast_passes", lambda dtype: False)
     reads: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     masked: list[bool] = []
     decode, product = decoded.decode_tokens, tiles._attend
@@ -229,11 +229,11 @@ def test_what_changes_logits_is_not_for_tiles(
 ) -> None:
     query, key, value = step(build_layer(CASES["int8-default"], 200), 9, 2)
     given = AttentionOptions(is_causal=True, **options)
-    monkeypatch.setattr(native, "_has_fast_passes", lambda dtype: False)
+    monkeypatch.setattr(native, "has_fast_passes", lambda dtype: False)
     got = attend_handles(query, key, value, given)
     assert key.layer.kernel == "torch"
     assert torch.equal(got, attend(query, key.tokens, value.tokens, given))
-    monkeypatch.setattr(native, "_has_fast_passes", lambda dtype: True)
+    monkeypatch.setattr(native, "has_fast_passes", lambda dtype: True)
     passes = attend_handles(query, key, value, given)
     served = "torch" if options.get("position_bias") is not None else "cpu"
     assert key.layer.kernel == served
@@ -316,4 +316,4 @@ def test_passes_where_they_are_faster_and_exact_enough(
     monkeypatch.undo()  # what the fixture replaced is under test
     monkeypatch.setattr(loader, "instruction_set", lambda: isa)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: with_amx)
-    assert native._has_fast_passes(dtype) is expected
+    assert native.has_fast_passes(dtype) is expected

@@ -1,6 +1,6 @@
 // Runs the attention kernels on random tasks whose buffers are exactly as large as they may read, for the
 // address and undefined-behaviour sanitizers. Unused metadata is NaN. Every kernel must agree with the
-// portable one.
+// portable one. A round is one of attention, of one of its two products by itself, or of attention over latents.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -221,7 +221,49 @@ Task make_task(Arena& arena, bool is_latent) {
   return task;
 }
 
+// Leaves out one half of attention, and the side it reads.
+void halve(Arena& arena, Task& task, bool has_weights) {
+  Side none{};
+  none.format = kvcache::kNonUniform;
+  none.width = none.group_tokens = 1;
+  none.scale_offset = none.minimum_offset = -1;
+  task.first_slot = draw(0, task.length - 1);
+  task.bias = task.alibi = nullptr;
+  task.window = task.softcap = 0;
+  const int64_t numbers = int64_t{task.queries} * (task.length - task.first_slot);
+  float* const floats = arena.floats(numbers);
+  if (!has_weights) {
+    task.value = none;
+    task.logits = floats;
+    return;
+  }
+  for (int64_t i = 0; i < numbers; ++i) floats[i] = draw(0, 3) == 0 ? 0.0f : std::fabs(floats[i]);
+  task.key = none;
+  task.query = nullptr;
+  task.weights = floats;
+}
+
+// What `halve` has left of a kernel: logits, or sums of values.
+std::vector<float> run_half(const Task& prototype, kvcache::Kernel kernel) {
+  Arena arena;
+  Task task = prototype;
+  const int64_t seen = task.length - task.first_slot;
+  const int64_t count = task.queries * (task.logits != nullptr ? seen : task.value.head_dim);
+  float* const out = arena.floats(count);
+  if (task.logits != nullptr) {
+    task.logits = out;
+    std::fill(out, out + count, 0.0f);  // of other tasks
+  } else {
+    task.output = out;
+    task.maximum = arena.floats(task.queries);
+    task.sum = arena.floats(task.queries);
+  }
+  kernel(task);
+  return {out, out + count};
+}
+
 std::vector<float> run(const Task& prototype, kvcache::Kernel kernel, bool is_latent) {
+  if (prototype.logits != nullptr || prototype.weights != nullptr) return run_half(prototype, kernel);
   Arena arena;
   Task task = prototype;
   const int32_t width = is_latent ? task.key.head_dim : task.value.head_dim;
@@ -286,6 +328,7 @@ int main(int argc, char** argv) {
     Arena arena;
     const bool is_latent = round % 3 == 2;
     Task task = make_task(arena, is_latent);
+    if (round % 3 == 1 && round % 2 == 0) halve(arena, task, round % 4 == 0);
     const kvcache::Kernel portable =
         is_latent ? kvcache::attend_latents_portable : kvcache::decode_attention_portable;
     const std::vector<float> expected = run(task, portable, is_latent);

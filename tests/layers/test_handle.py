@@ -81,7 +81,7 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
     "cat": lambda x: torch.cat([x, torch.ones(B, H, 2, x.shape[3])], dim=2),
     "cat-itself": lambda x: torch.cat([x, x], dim=-1),
     "transpose": lambda x: x.transpose(1, 2),
-    "mT-matmul": lambda x: torch.ones(B, H, 1, x.shape[3]) @ x.mT,
+    "matmul": lambda x: x @ torch.ones(x.shape[3], 1),
     "slice": lambda x: x[:, :, -3:],
     "to-float64": lambda x: x.to(torch.float64),
     "expand": lambda x: x[:, :, None].expand(-1, -1, 2, -1, -1),

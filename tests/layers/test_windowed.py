@@ -185,7 +185,7 @@ def test_attention_sees_the_window_and_no_more(
 
 @pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
 def test_tiles_begin_where_the_window_does(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_has_fast_passes", lambda dtype: False)
+    monkeypatch.setattr(native, "has_fast_passes", lambda dtype: False)
     windowed, full = past_its_window(options)
     given, query = states(40), torch.randn(BATCH, 2 * HEADS, 40, DIM)
     key, value = windowed.update(*given)

@@ -34,12 +34,9 @@ MASKS_OF_THEIR_OWN = frozenset({"big_bird", "megatron-bert", "rembert", "roforme
 # Read their whole text at every step, and since Transformers 5.24 hand a cache on all the same.
 READING_ALL = frozenset({"xlm"})
 
-# Multiply keys or values themselves, or ask for them otherwise: GPT-J and CodeGen until Transformers 5.24,
-# Gemma 3n in releases that keep what its layers share outside of the cache.
-DECODED_WHOLE = frozenset(
-    {"big_bird", "bloom", "codegen", "cpmant", "diffllama", "gemma3n_text", "gpt_neo", "gpt_neox_japanese",
-     "gptj", "jetmoe", "megatron-bert", "mpt", "mvp", "rembert", "roformer", "trocr", "xglm"}
-)  # fmt: skip
+# Ask for keys or values as such: DiffLlama cuts its values in two; Gemma 3n hands on what its layers share,
+# in releases that keep that outside of the cache.
+DECODED_WHOLE = frozenset({"diffllama", "gemma3n_text"})
 
 # Decoders that forget their mask after the prompt.
 ATTENDING_TO_PADS = frozenset({"prophetnet"})

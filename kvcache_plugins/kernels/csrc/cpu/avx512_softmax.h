@@ -70,6 +70,18 @@ class OnlineSoftmax {
     }
   }
 
+  // In place of `mask` and `soften`: takes the weights that a call gives for the block at slot `start`.
+  void take(int64_t start, float (*weights)[kBlockTokens]) {
+    for (int r = 0; r < R; ++r) {
+      best_[r] = 0.0f;  // what is merged is not scaled
+      if (r < rows_) {
+        take_weights(task_, first_ + r, start, weights[r]);
+      } else {
+        std::memset(weights[r], 0, sizeof(weights[r]));
+      }
+    }
+  }
+
   // Turns scores into weights relative to the rows' maxima so far; false if no row sees anything of the block.
   bool soften(float (*scores)[kBlockTokens]) {
     __m512 largest[4] = {};

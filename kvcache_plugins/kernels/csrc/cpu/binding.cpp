@@ -136,6 +136,9 @@ at::Tensor attend_latents(const at::Tensor& query, const at::Tensor& records, at
 }
 
 }  // namespace
+
+Kernel best_kernel() { return choose_instruction_set().kernel; }
+
 }  // namespace kvcache
 
 // The instruction set in use, or the reason there is none after "error: ".

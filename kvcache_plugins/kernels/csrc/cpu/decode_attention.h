@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace kvcache {
 
@@ -76,6 +77,12 @@ struct Task {
   const float* alibi;      // [group] slopes, or null: adds slope * (slot - slot of the query)
   const float* bias;       // additive, [queries][length] with the strides below, or null; -inf masks
   int64_t bias_row_stride;
+  // Half of attention, for a model that does the rest itself (multiply_binding.cpp). With `logits`, scores of slots from
+  // `first_slot` on are written there, [queries][length - first_slot], and that is all. With `weights`, laid out so, they
+  // stand in place of what the softmax gives, and neither query nor keys are read.
+  float* logits;
+  const float* weights;
+  int64_t first_slot;
   // results: maximum and sum of exponentials per query row, and the unnormalised output
   float* maximum;          // [queries]; -inf if nothing is visible
   float* sum;              // [queries]
@@ -98,10 +105,31 @@ inline OutlierList outliers_of(const Side& side, int64_t start) {
 inline int outlier_token(int32_t entry) { return entry >> 26 & (kBlockTokens - 1); }
 inline int outlier_channel(int32_t entry) { return entry >> 16 & (kMaxHeadDim - 1); }
 
+// Writes a block's scores of one query row, at slot `start`, to where a call wants them.
+inline void give_logits(const Task& task, int64_t row, int64_t start, const float* scores) {
+  const int64_t low = start > task.first_slot ? start : task.first_slot;
+  const int64_t end = start + kBlockTokens < task.end ? start + kBlockTokens : task.end;
+  if (low >= end) return;
+  float* const logits = task.logits + row * (task.length - task.first_slot);
+  std::memcpy(logits + (low - task.first_slot), scores + (low - start), sizeof(float) * (end - low));
+}
+
+// Reads the weights of a block's slots for one query row; zero where there are none.
+inline void take_weights(const Task& task, int64_t row, int64_t start, float* weights) {
+  const int64_t low = start > task.first_slot ? start : task.first_slot;
+  const int64_t end = start + kBlockTokens < task.end ? start + kBlockTokens : task.end;
+  std::memset(weights, 0, sizeof(float) * kBlockTokens);
+  if (low >= end) return;
+  const float* const given = task.weights + row * (task.length - task.first_slot);
+  std::memcpy(weights + (low - start), given + (low - task.first_slot), sizeof(float) * (end - low));
+}
+
 // One kernel per instruction set; all give the same result up to rounding.
 using Kernel = void (*)(const Task&);
 void decode_attention_portable(const Task& task);
 void decode_attention_avx2(const Task& task);
 void decode_attention_avx512(const Task& task);  // needs F, BW, VL, DQ, VBMI, VNNI, BF16
+
+Kernel best_kernel();  // the best of this processor, or the one KVCACHE_CPU_ISA names (binding.cpp)
 
 }  // namespace kvcache

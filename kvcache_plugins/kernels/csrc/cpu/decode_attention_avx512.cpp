@@ -59,6 +59,7 @@ template <int R>
 struct Pass {
   Pass(const Task& task, int first_row)
       : first(first_row), rows(std::min(R, task.queries - first_row)), softmax(task, first_row) {
+    if (task.weights != nullptr) return;
     const Side& key = task.key;
     const float* data[R];
     for (int r = 0; r < rows; ++r) data[r] = task.query + int64_t(first + r) * key.head_dim;
@@ -94,6 +95,7 @@ class Decoder {
       load_block(start);
       for (auto& pass : passes_) attend(start, *pass);
     }
+    if (task_.logits != nullptr) return;
     for (auto& pass : passes_) pass->softmax.store();
   }
 
@@ -146,16 +148,27 @@ class Decoder {
 
   void attend(int64_t start, Pass<R>& pass) {
     alignas(64) float scores[R][kBlockTokens];
+    if (task_.weights != nullptr) {
+      pass.softmax.take(start, scores);
+      return add(start, pass, scores);
+    }
     if (packed_keys_ > 0 && pass.positioned != nullptr) {
       score_positioned(start, pass, scores);
     } else if (packed_keys_ > 0) {
       score_packed(pass, scores);
     }
     score_exact(start, pass, scores);
+    if (task_.logits != nullptr) {
+      for (int r = 0; r < pass.rows; ++r) give_logits(task_, pass.first + r, start, scores[r]);
+      return;
+    }
     pass.softmax.mask(start, scores);
-    if (!pass.softmax.soften(scores)) return;
-    add_exact(start, pass, scores);
-    if (packed_values_ > 0) add_packed(start, pass, scores);
+    if (pass.softmax.soften(scores)) add(start, pass, scores);
+  }
+
+  void add(int64_t start, Pass<R>& pass, float (*weights)[kBlockTokens]) {
+    add_exact(start, pass, weights);
+    if (packed_values_ > 0) add_packed(start, pass, weights);
   }
 
   template <int B, int PARTS>
@@ -349,7 +362,9 @@ class Decoder {
 }  // namespace avx512
 
 void decode_attention_avx512(const Task& task) {
-  if (!avx512::covers_key(task.key) || !avx512::covers_value(task.value)) {
+  const bool is_covered = (task.weights != nullptr || avx512::covers_key(task.key)) &&
+                          (task.logits != nullptr || avx512::covers_value(task.value));
+  if (!is_covered) {
     decode_attention_avx2(task);
     return;
   }

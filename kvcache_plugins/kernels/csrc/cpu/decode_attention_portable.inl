@@ -10,6 +10,8 @@
 // Whatever a masked or unused slot holds must not reach the result: its score is replaced, not shifted, and
 // its value is left out where it is not finite (0 * NaN).
 
+#include <algorithm>
+
 #include "portable_softmax.inl"
 #include "record_fetcher.h"
 
@@ -112,10 +114,13 @@ void run(const Task& task) {
   RecordFetcher fetcher;
   const int queries = task.queries;
   const int key_dim = task.key.head_dim, value_dim = task.value.head_dim, value_width = task.value.padded_dim;
-  const Decoder decode_key = choose_decoder(task.key, true), decode_value = choose_decoder(task.value, false);
+  const bool has_weights = task.weights != nullptr, wants_logits = task.logits != nullptr;
+  const Decoder decode_key = has_weights ? nullptr : choose_decoder(task.key, true);
+  const Decoder decode_value = wants_logits ? nullptr : choose_decoder(task.value, false);
   std::memset(ws.tile, 0, sizeof(float) * kBlockTokens * larger(key_dim, value_width));
   for (int r = 0; r < queries; ++r) {
-    task.maximum[r] = -kInfinity;
+    if (wants_logits) break;
+    task.maximum[r] = has_weights ? 0.0f : -kInfinity;  // what is merged is not scaled, or nothing yet
     task.sum[r] = 0.0f;
     std::memset(ws.output + r * value_width, 0, value_width * sizeof(float));
   }
@@ -125,7 +130,9 @@ void run(const Task& task) {
     fetch_records(task, start, fetcher);
     const uint8_t* const key_record = task.key.records + block * task.key.record_bytes;
     const uint8_t* const value_record = task.value.records + block * task.value.record_bytes;
-    if (!is_whole(task.key, start) || !keys.score(start, key_record, ws.scores, fetcher, ws)) {
+    const bool is_scored = has_weights || (is_whole(task.key, start) &&
+                                           keys.score(start, key_record, ws.scores, fetcher, ws));
+    if (!is_scored) {
       load_block(task.key, true, decode_key, start, count, ws);
       multiply(task.query, key_dim, ws.tile, kBlockTokens, queries, key_dim, kBlockTokens, ws.scores, kBlockTokens,
                false);
@@ -133,9 +140,17 @@ void run(const Task& task) {
     bool is_hidden = false;
     for (int r = 0; r < queries; ++r) {
       float* scores = ws.scores + r * kBlockTokens;
-      is_hidden |= adjust(task, r, start, count, scores);
-      soften(task, r, value_width, scores, ws.output + r * value_width);
+      if (wants_logits) {
+        give_logits(task, r, start, scores);
+      } else if (has_weights) {
+        take_weights(task, r, start, scores);
+        is_hidden |= std::count(scores, scores + count, 0.0f) > 0;
+      } else {
+        is_hidden |= adjust(task, r, start, count, scores);
+        soften(task, r, value_width, scores, ws.output + r * value_width);
+      }
     }
+    if (wants_logits) continue;
     if (is_whole(task.value, start) &&
         values.add(start, value_record, ws.scores, fetcher, ws, ws.output, value_width))
       continue;
@@ -143,7 +158,7 @@ void run(const Task& task) {
     if (is_hidden) separate_non_finite(task, count, ws);
     multiply(ws.scores, kBlockTokens, ws.tile, value_width, queries, count, value_width, ws.output, value_width, true);
   }
-  for (int r = 0; r < queries; ++r) {
+  for (int r = 0; r < queries && !wants_logits; ++r) {
     std::memcpy(task.output + static_cast<int64_t>(r) * value_dim, ws.output + r * value_width,
                 value_dim * sizeof(float));
   }
