@@ -143,7 +143,7 @@ def test_reads_that_decoded_are_counted() -> None:
     assert "8 times" in str(cache.report())
     assert set(cache.report().kernel) == {"torch"}
     assert set(cache.report().kernel_reasons.values()) == {
-        "decoded whole: the model multiplies keys or values itself, or asks for them otherwise"
+        "decoded whole: the model asks for keys or values by other means than attention and products"
     }
 
 

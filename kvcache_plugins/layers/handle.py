@@ -1,8 +1,9 @@
 """What `update` returns instead of a dense tensor: a tensor without data that knows the layer it stands for.
 
 A handle has the shape, dtype and device of the keys (or values) attention would have received, and goes
-through unmodified modelling code. An attention function that knows handles reads the packed tokens directly;
-for any other operation the handle decodes itself, and the layer counts the read: slow, never wrong.
+through unmodified modelling code. An attention function that knows handles reads the packed tokens directly,
+and so does a product of matrices (`attention.products`); for any other operation the handle decodes itself,
+and the layer counts the read: slow, never wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["KVHandle"]
 
 _Self = TypeVar("_Self", bound="KVHandle")
-_DECODED = "decoded whole: the model multiplies keys or values itself, or asks for them otherwise"
+_DECODED = "decoded whole: the model asks for keys or values by other means than attention and products"
 
 
 class KVHandle(LazyTensor):
