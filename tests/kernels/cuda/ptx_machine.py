@@ -57,12 +57,11 @@ def build(folder: Path) -> Machine:
     assert found is not None and toolkit is not None
     folder.mkdir(parents=True, exist_ok=True)
     units = sorted(emulation.SOURCES.glob("*.cu"), key=lambda file: -len(emulation.included(file)))
-    bindings = sorted(emulation.SOURCES.glob("*_binding.cpp"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         translations = list(pool.map(lambda file: translated(toolkit, file, folder), units))
     with compiler.file_lock(folder / "lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = pool.map(lambda file: _interpreting(found, file, folder), sorted(_INTERPRETER.glob("*.cpp")))
-        objects = [*pool.map(lambda file: emulation.compiled(found, file, folder), bindings), *parts]
+        objects = [emulation.compiled(found, emulation.BINDINGS, folder), *parts]
         by_unit = {file.stem: made for file, made in zip(units, translations, strict=True)}
         objects += [by_unit[stem].code for stem in sorted(by_unit)]
         listings = {stem: made.listing for stem, made in by_unit.items()}

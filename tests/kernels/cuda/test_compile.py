@@ -13,7 +13,7 @@ import pytest
 
 from kvcache_plugins.kernels import compiler
 from kvcache_plugins.kernels.cuda_toolkit import find_toolkit
-from tests.kernels.cuda.emulation import SOURCES
+from tests.kernels.cuda.emulation import BINDINGS, SOURCES
 from tests.kernels.cuda.translation import ARCHITECTURES, known_architectures, translated
 
 CUDA_HEADERS = {"cuda_runtime.h", "cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h", "cstdint"}
@@ -55,7 +55,8 @@ def test_device_code_includes_only_cuda_headers() -> None:
 def test_bindings_compile(tmp_path: Path) -> None:
     """Against c10's CUDA headers; a file that only CUDA builds of torch have is replaced by an empty one.
 
-    All at once, since torch's headers take most of the time; each on its own is what the emulated GPU gets.
+    All at once, since torch's headers take most of the time, and in another order than for the emulated GPU:
+    none may need what one before it has included.
     """
     found, given = compiler.find_compiler(), find_toolkit()
     if found is None:
@@ -69,7 +70,9 @@ def test_bindings_compile(tmp_path: Path) -> None:
         toolkit = Path("/usr/local/cuda/include")
     if not (toolkit / "cuda_runtime_api.h").exists():
         pytest.skip("no CUDA headers beside nvcc")
-    bindings = sorted(SOURCES.glob("*_binding.cpp"))
+    bindings = sorted(SOURCES.glob("*_binding.cpp"), reverse=True)
+    names = re.findall(r'#include "(.+)"', BINDINGS.read_text())
+    assert names == [file.name for file in reversed(bindings)]
     together = tmp_path / "bindings.cpp"
     together.write_text("".join(f'#include "{file}"\n' for file in bindings))
     paths = [f"-isystem{tmp_path}", *compiler._binding_options(), f"-isystem{toolkit}"]
