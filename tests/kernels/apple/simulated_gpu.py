@@ -57,7 +57,8 @@ def install(folder: Path | None = None) -> None:
     if torch.backends.mps.is_built() or torch.version.cuda is not None:
         raise RuntimeError("simulated GPUs need a torch without any")
     folder = folder or Path(tempfile.mkdtemp(prefix="kvcache-simulation-"))
-    library = ctypes.CDLL(str(simulated_device.build_devices(folder, "MPS")))
+    library = ctypes.CDLL(str(simulated_device.build_devices(folder)))
+    library.kvcache_simulate(True)
     library.kvcache_simulate_only("\n".join(sorted(operators())).encode())
     _installed.append(library)
     torch.backends.mps.is_available = lambda: True
@@ -83,6 +84,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if compiler.find_compiler() is None:
         raise pytest.UsageError("simulated GPUs need a C++ compiler")
     given = os.environ.get(simulated_device._FOLDER)
-    install(Path(given) if given else kept.folder(config, "simulated_apple"))
+    install(Path(given) if given else kept.folder(config, "emulated_cuda"))
     if os.environ.get(simulated_device._DEFAULT) == "1":
         torch.set_default_device("mps")

@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[list[str], int]] = {
 @pytest.fixture(scope="module")
 def builds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the devices are kept: in pytest's cache, if there is one."""
-    return kept.folder(request.config, "simulated_apple") or tmp_path_factory.mktemp("simulated_apple")
+    return kept.folder(request.config, "emulated_cuda") or tmp_path_factory.mktemp("emulated_cuda")
 
 
 def test_metal_lacks_what_it_lacks() -> None:

@@ -1,6 +1,7 @@
 // Two GPUs that are not there: tensors of the CUDA device type in main memory, in a torch without CUDA, for the tests.
 // What creates, views and copies tensors is implemented; any other operator runs on the CPU, over the same memory.
-// With SIMULATED defined as MPS they are Apple's, which have no fp64, no float8, and no operators but those named.
+// Or they are Apple's, of the MPS device type, which have no fp64, no float8, and no operators but those named. Which
+// is said when they are made: compiled for each type, torch's headers would take their ten seconds twice.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
@@ -19,15 +20,11 @@
 #include <sstream>
 #include <string>
 
-#ifndef SIMULATED
-#define SIMULATED CUDA
-#endif
-
 namespace {
 
-constexpr c10::DeviceType kType = c10::DeviceType::SIMULATED;
-constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::SIMULATED);
 constexpr int kDevices = 2;
+c10::DeviceType simulated;
+c10::DispatchKeySet keys;
 thread_local c10::DeviceIndex current_device = 0;
 std::atomic<int64_t> allocated[kDevices], most_allocated[kDevices];
 std::atomic<int> waits = 0;  // what happens when the host waits for a device: nothing, a warning, an error
@@ -44,7 +41,7 @@ void check_operator(const c10::OperatorName& name) {
 }
 
 void check_dtype(c10::ScalarType dtype) {
-  if (kType == c10::DeviceType::MPS)
+  if (simulated == c10::DeviceType::MPS)
     TORCH_CHECK_TYPE(dtype != c10::kDouble && dtype != c10::kComplexDouble && !c10::isFloat8Type(dtype),
                      "the simulated devices have no ", dtype);
 }
@@ -68,7 +65,7 @@ struct Memory final : c10::Allocator {
     auto* block = new Block{std::aligned_alloc(512, (size + 512) / 512 * 512), size, index};
     const int64_t now = allocated[index] += size;
     most_allocated[index] = std::max<int64_t>(most_allocated[index], now);
-    return {block->data, block, &release, c10::Device(kType, index)};
+    return {block->data, block, &release, c10::Device(simulated, index)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
@@ -76,13 +73,13 @@ struct Memory final : c10::Allocator {
 Memory memory;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return kType; }
+  c10::DeviceType type() const override { return simulated; }
   c10::Device exchangeDevice(c10::Device device) const override {
     const c10::Device before = getDevice();
     setDevice(device);
     return before;
   }
-  c10::Device getDevice() const override { return {kType, current_device}; }
+  c10::Device getDevice() const override { return {simulated, current_device}; }
   void setDevice(c10::Device device) const override {
     TORCH_CHECK(device.index() < kDevices, "there are ", kDevices, " simulated devices, not ", device.index() + 1);
     current_device = std::max<c10::DeviceIndex>(device.index(), 0);
@@ -94,9 +91,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 };
-const c10::impl::DeviceGuardImplRegistrar registered(kType, new Guard);
 
-bool is_simulated(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kType; }
+bool is_simulated(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == simulated; }
 
 // The same memory as a tensor of the CPU.
 at::Tensor on_cpu(const at::Tensor& tensor) {
@@ -112,14 +108,14 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 }
 
 c10::Device placed(std::optional<c10::Device> device) {
-  return device && device->has_index() ? *device : c10::Device(kType, current_device);
+  return device && device->has_index() ? *device : c10::Device(simulated, current_device);
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
                  std::optional<c10::Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
   check_dtype(c10::dtype_or_default(dtype));
   const c10::DeviceGuard guard(placed(device));
-  return at::detail::empty_generic(size, &memory, kKeys,
+  return at::detail::empty_generic(size, &memory, keys,
                                    c10::dtype_or_default(dtype), format);
 }
 
@@ -127,7 +123,7 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
                          std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
   check_dtype(c10::dtype_or_default(dtype));
   const c10::DeviceGuard guard(placed(device));
-  return at::detail::empty_strided_generic(size, stride, &memory, kKeys,
+  return at::detail::empty_strided_generic(size, stride, &memory, keys,
                                            c10::dtype_or_default(dtype));
 }
 
@@ -139,7 +135,7 @@ at::Tensor& copy(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
 
 // A new tensor of the CPU as one of a device.
 at::Tensor on_device(const at::Tensor& tensor, c10::Device device) {
-  if (!tensor.defined() || tensor.device().type() == kType) return tensor;
+  if (!tensor.defined() || tensor.device().type() == simulated) return tensor;
   at::Tensor result = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
   on_cpu(result).copy_(tensor);
   return result;
@@ -159,7 +155,7 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
     if (schema.name() == name) wait();  // the host needs to know how much there is
   const size_t count = schema.arguments().size(), first = stack->size() - count;
   const std::vector<c10::IValue> given(stack->begin() + first, stack->end());
-  c10::Device device(kType, current_device);
+  c10::Device device(simulated, current_device);
   bool is_placed = false;
   const auto move = [&](const at::Tensor& tensor) {
     if (is_simulated(tensor)) {
@@ -228,7 +224,7 @@ const at::Tensor& resize(const at::Tensor& tensor, c10::IntArrayRef size, std::o
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(size);
   if (impl->storage().nbytes() < impl->numel() * impl->itemsize())
-    impl->set_storage_keep_dtype(at::detail::empty_generic(size, &memory, kKeys,
+    impl->set_storage_keep_dtype(at::detail::empty_generic(size, &memory, keys,
                                                            tensor.scalar_type(), format)
                                      .storage());
   return tensor;
@@ -236,9 +232,16 @@ const at::Tensor& resize(const at::Tensor& tensor, c10::IntArrayRef size, std::o
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_, SIMULATED, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
-
-TORCH_LIBRARY_IMPL(aten, SIMULATED, m) {
+extern "C" {
+// Makes the devices, once in a process: Apple's, or others.
+__attribute__((visibility("default"))) void kvcache_simulate(bool is_apple) {
+  simulated = is_apple ? c10::DeviceType::MPS : c10::DeviceType::CUDA;
+  const c10::DispatchKey key = is_apple ? c10::DispatchKey::MPS : c10::DispatchKey::CUDA;
+  keys = c10::DispatchKeySet(key);
+  c10::impl::DeviceGuardImplRegistrar(simulated, new Guard);
+  static torch::Library others(torch::Library::IMPL, "_", key, __FILE__, __LINE__);
+  others.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  static torch::Library m(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("copy_", &copy);
@@ -253,7 +256,6 @@ TORCH_LIBRARY_IMPL(aten, SIMULATED, m) {
   m.impl("scaled_dot_product_attention", torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
 
-extern "C" {
 // Let the devices have the operators named, one in a line.
 __attribute__((visibility("default"))) void kvcache_simulate_only(const char* names) {
   std::istringstream lines(names);

@@ -57,11 +57,11 @@ def build(folder: Path) -> tuple[Path, Path]:
     return build_devices(folder), kernels
 
 
-def build_devices(folder: Path, device_type: str = "CUDA") -> Path:
-    """Compile devices of a type into `folder`, unless they are there."""
+def build_devices(folder: Path) -> Path:
+    """Compile devices into `folder`, unless they are there."""
     found = compiler.find_compiler()
     assert found is not None
-    parts = (torch.__version__, found.description, _SOURCE.read_text(), device_type)
+    parts = (torch.__version__, found.description, _SOURCE.read_text())
     key = hashlib.sha256("".join(parts).encode()).hexdigest()
     device = folder / f"device-{key[:16]}.so"
     with compiler.file_lock(folder / "device.lock"):
@@ -69,7 +69,6 @@ def build_devices(folder: Path, device_type: str = "CUDA") -> Path:
             library = Path(torch.__file__).parent / "lib"
             new = device.with_suffix(".new")
             command = [found.path, "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Werror"]
-            command += [f"-DSIMULATED={device_type}"]
             command += [*compiler._binding_options(), str(_SOURCE), "-o", str(new)]
             command += [f"-L{library}", "-ltorch_cpu", "-lc10"]
             subprocess.run(command, check=True)
@@ -86,6 +85,7 @@ def install(folder: Path | None = None) -> None:
     folder = folder or Path(os.environ.get(_FOLDER) or tempfile.mkdtemp(prefix="kvcache-simulation-"))
     device, kernels = build(folder)
     library = ctypes.CDLL(str(device))
+    library.kvcache_simulate(False)
     library.kvcache_simulated_bytes.restype = ctypes.c_int64
     library.kvcache_most_simulated_bytes.restype = ctypes.c_int64
     _installed.append(library)
