@@ -8,6 +8,8 @@ Four doors, all leading to [`attend`]:
 * the `eager` functions of the modelling files (`attention.eager`), where ours computes the same;
 * our own attention function, `model.set_attn_implementation("kvcache_plugins")`, which adds softcap, sink
   logits, ALiBi and position biases, also over dense tensors.
+
+Models that call none of these multiply with handles themselves (`attention.products`).
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def _scaled_dot_product_attention(
 def _as_handles(key: Tensor, value: Tensor) -> tuple[Handle, Handle] | None:
     """Both as handles; `None` if they are not, or cannot be attended to together."""
     if isinstance(key, HandleView) and isinstance(value, HandleView):
-        return (key, value) if key.seen == value.seen and key.has_heads_as_stored else None
+        is_alike = key.seen == value.seen and key.has_heads_as_stored
+        return (key, value) if is_alike and _as_handles(key.handle, value.handle) is not None else None
     if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)):
         return None
     # of latents, both must come of one call; other handles have no expansion

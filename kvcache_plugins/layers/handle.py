@@ -59,6 +59,11 @@ class KVHandle(LazyTensor):
         handle.layer, handle.tokens, handle.sources, handle._dense = layer, tokens, (), None
         return handle
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether its numbers have been made, and may have been changed since."""
+        return self._dense is not None
+
     def dense(self) -> Tensor:
         """Bring everything into one tensor; the layer counts the read if anything had to be decoded."""
         if self._dense is None:

@@ -65,19 +65,25 @@ class HandleView(LazyTensor):
 
     handle: KVHandle
     seen: Seen
+    _dense: Tensor | None
 
     @staticmethod
     def __new__(cls, handle: KVHandle, seen: Seen) -> HandleView:
         view: HandleView = Tensor._make_wrapper_subclass(
             cls, seen.shape(handle), dtype=seen.dtype, device=handle.tokens.segments[-1].device
         )
-        view.handle, view.seen = handle, seen
+        view.handle, view.seen, view._dense = handle, seen, None
         return view
 
     @property
     def tokens(self) -> StreamView:
         """What the handle reads."""
         return self.handle.tokens
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether its numbers, or those of the handle, have been made, and may have been changed since."""
+        return self._dense is not None or self.handle.is_dense
 
     @property
     def has_heads_as_stored(self) -> bool:
@@ -99,6 +105,11 @@ class HandleView(LazyTensor):
 
     def dense(self) -> Tensor:
         """Decode the handle, and do to the tensor what was done to the view."""
+        if self._dense is None:
+            self._dense = self._made()
+        return self._dense
+
+    def _made(self) -> Tensor:
         seen = self.seen
         states = self.handle.dense().to(seen.dtype)
         if seen.is_tiled:
@@ -114,10 +125,10 @@ class HandleView(LazyTensor):
 
 
 def as_view(states: Any) -> HandleView | None:
-    """A handle, or a view of one, as a view; `None` of anything else."""
-    if isinstance(states, HandleView):
-        return states
-    return HandleView(states, Seen(states.dtype)) if isinstance(states, KVHandle) else None
+    """A handle, or a view of one, as a view; `None` of anything else, and where its numbers have been made."""
+    if not isinstance(states, (KVHandle, HandleView)) or states.is_dense:
+        return None
+    return states if isinstance(states, HandleView) else HandleView(states, Seen(states.dtype))
 
 
 def _changed(view: HandleView, **changes: Any) -> HandleView:

@@ -49,10 +49,13 @@ def intercept(*functions: Callable[..., Any]) -> Callable[[_Interceptor], _Inter
 
 
 class LazyTensor(Tensor):
-    """A tensor whose numbers do not exist until an operation needs them."""
+    """A tensor whose numbers do not exist until an operation needs them.
+
+    Once they are made they are what it is: an operation may have changed them in place.
+    """
 
     def dense(self) -> Tensor:
-        """Make the numbers: a plain tensor of the same shape, dtype and device."""
+        """Make the numbers, once: a plain tensor of the same shape, dtype and device."""
         raise NotImplementedError
 
     @classmethod

@@ -122,6 +122,28 @@ def numbers(states: Any) -> Tensor:
     return plain
 
 
+@pytest.mark.parametrize("name", ["transpose", "merged", "bf16", "repeated", "tiled"])
+def test_numbers_that_were_changed_in_place_are_what_it_is(name: str) -> None:
+    states, dense = handle()
+    got, expected = SINGLE[name](states), SINGLE[name](dense)
+    for view in (got, expected):
+        view.mul_(2)
+    rows = torch.ones(*expected.shape[:-2], 1, expected.shape[-2], dtype=expected.dtype)
+    assert torch.equal(got, expected)
+    assert torch.equal(got.transpose(-1, -2), expected.transpose(-1, -2))
+    assert torch.equal(rows @ got, rows @ expected)
+
+
+def test_a_handle_that_was_changed_in_place_is_read_no_more() -> None:
+    states, dense = handle()
+    before = states.transpose(-1, -2)
+    for tensor in (states, dense):
+        tensor.add_(1)
+    rows = torch.ones(B, H, 1, D)
+    assert torch.equal(rows @ before, rows @ dense.mT)
+    assert torch.equal(rows @ states.mT, rows @ dense.mT)
+
+
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_query_heads_of_a_stored_head_are_neighbours_in_the_order(repeats: int) -> None:
     states, _ = handle()
