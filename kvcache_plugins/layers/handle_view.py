@@ -118,14 +118,14 @@ class HandleView(LazyTensor):
             states = states.repeat_interleave(seen.repeats, dim=1)
         if seen.is_transposed:
             states = states.transpose(-1, -2)
-        return states.reshape(seen.shape(self.handle))
+        return states.reshape(seen.shape(self.handle)).contiguous()  # as it says of itself
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"HandleView({self.seen}, {self.handle!r})"
 
 
 def as_view(states: Any) -> HandleView | None:
-    """A handle, or a view of one, as a view; `None` of anything else, and where its numbers have been made."""
+    """A handle, or a view of one, as a view; `None` of anything else, or if its numbers have been made."""
     if not isinstance(states, (KVHandle, HandleView)) or states.is_dense:
         return None
     return states if isinstance(states, HandleView) else HandleView(states, Seen(states.dtype))
@@ -236,7 +236,11 @@ def _cast(states: Any, dtype: torch.dtype) -> Any:
     view = as_view(states)
     if view is None or dtype not in _FLOATS:
         return NotImplemented
-    return states if dtype == view.seen.dtype else _changed(view, dtype=dtype)
+    if dtype == view.seen.dtype:
+        return states
+    # what was rounded stays so in a wider dtype
+    is_exact = torch.promote_types(view.handle.dtype, view.seen.dtype) == view.seen.dtype
+    return _changed(view, dtype=dtype) if is_exact else NotImplemented
 
 
 for _function, _dtype in (
