@@ -70,7 +70,7 @@ OTHERS: dict[str, Step] = {
     "half the channels": lambda x: x.reshape(B, H, T, 2, D // 2),
     "integers": lambda x: x.to(torch.int32),
     "as bytes": lambda x: x.view(torch.uint8),
-    "sum": lambda x: x.sum(-1),
+    "amax": lambda x: x.amax(-1),
     "rounded": lambda x: x.bfloat16().double(),
     "laid out anew": lambda x: x.mT.contiguous().view(B * H, T, D),
     "tiled twice": lambda x: x.repeat(1, 2, 1, 1).repeat(1, 2, 1, 1),
@@ -100,7 +100,7 @@ def test_errors_are_those_of_torch() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(sorted({**SINGLE, **OTHERS})), min_size=2, max_size=4))
+@given(st.lists(st.sampled_from(sorted({**SINGLE, **OTHERS}.keys() - {"as bytes"})), min_size=2, max_size=4))
 def test_chains(names: list[str]) -> None:
     """Whatever is done one after the other, shapes and numbers are those of tensors, and so are refusals."""
     states, dense = handle()
