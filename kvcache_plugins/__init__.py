@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from .backends.snapkv import SnapKVCache
     from .backends.streaming_llm import StreamingLLMCache
     from .backends.tova import TOVACache
-    from .cache import KVCache, build_cache
+    from .building import build_cache
+    from .cache import KVCache
     from .config import BackendConfig
+    from .encoder_decoder import KVEncoderDecoderCache
     from .errors import (
         ArtifactError,
         IncompatibleTransformersError,
@@ -62,6 +64,7 @@ __all__ = [
     "Int8Cache",
     "KIVICache",
     "KVCache",
+    "KVEncoderDecoderCache",
     "KVQuantCache",
     "KVzipCache",
     "KernelUnavailableError",
@@ -98,6 +101,7 @@ _LAZY = {
     "Int8Cache": "backends.int8",
     "KIVICache": "backends.kivi",
     "KVCache": "cache",
+    "KVEncoderDecoderCache": "encoder_decoder",
     "KVQuantCache": "backends.kvquant",
     "KernelUnavailableError": "errors",
     "KeyDiffCache": "backends.keydiff",
@@ -113,7 +117,7 @@ _LAZY = {
     "StreamingLLMCache": "backends.streaming_llm",
     "TOVACache": "backends.tova",
     "UnsupportedOperationError": "errors",
-    "build_cache": "cache",
+    "build_cache": "building",
     "estimate": "estimation",
 }
 

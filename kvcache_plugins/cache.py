@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -19,12 +20,12 @@ from transformers.cache_utils import (
 
 from .attention import dispatch as _dispatch  # registers how handles are attended to
 from .attention.latent_models import let_latents_pass
-from .config import BackendConfig, drop_legacy_keys
+from .config import BackendConfig
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
 from .layers.checking import check_in_step
 from .layers.counting import dense_size, tensors_in
-from .layers.crossing import CrossAttentionLayer, with_cross_attention
+from .layers.crossing import with_cross_attention
 from .layers.indexed import with_indexer
 from .layers.offloading import Shelf
 from .layers.padding import left_padding
@@ -38,16 +39,16 @@ from .models.facts import (
     check_attention_function,
     check_owner,
     decoder_config,
+    decoder_only_config,
     describe_layers,
     refuse_split_heads,
     split_model_or_config,
 )
 from .models.layer_plan import LayerPlan, caches_latents, key_value_heads, plan_layers
 from .models.longrope import choose_frequencies, follow_cache
-from .registry import get_backend
 from .report import CacheReport
 
-__all__ = ["KVCache", "build_cache"]
+__all__ = ["KVCache"]
 
 _ = _dispatch
 
@@ -55,8 +56,8 @@ _ = _dispatch
 class KVCache(Cache):
     """A `transformers.Cache` whose attention layers are packed. Base class of every backend's cache.
 
-    Built by `generate(cache_implementation="quantized", cache_config={"backend": ...})`, by [`build_cache`],
-    or directly from a subclass:
+    Built by `generate(cache_implementation="quantized", cache_config={"backend": ...})`, by `build_cache`, or
+    directly from a subclass, which of an encoder-decoder model serves the decoder's attention to its own text:
 
     ```python
     cache = KIVICache(model, nbits=2)
@@ -71,7 +72,7 @@ class KVCache(Cache):
         options: The backend's options, see its `config_class`.
 
     Raises:
-        ValueError: On a wrong option or an encoder-decoder model.
+        ValueError: On a wrong option, or for a model that this package does not serve.
         KernelUnavailableError: If `kernel="native"` cannot be met.
     """
 
@@ -83,18 +84,20 @@ class KVCache(Cache):
 
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
         model, config = split_model_or_config(model_or_config)
+        if self.evicts:
+            what = f"The backend {self.backend!r}, which evicts tokens,"
+            decoder_only_config(config, what, "backends that keep every token, such as 'int8' and 'kivi'")
         config = decoder_config(config)
         self.config = self.config_class.from_dict(options)
         kernel = self._select_kernel(model)
         self.model_config = config
-        self._plans = plan_layers(config)
+        self._plans = self._plan()
         skipped = self.config.skipped_layers(len(self._plans))
         layer_configs = [self.config.for_layer(index, len(self._plans)) for index in range(len(self._plans))]
         for checked in (self.config, *(other for other in layer_configs if other is not self.config)):
             self.check_artifacts(checked, config)
         facts = self._describe(model)
-        self._plans = plan_layers(
-            config,
+        self._plans = self._plan(
             skipped,
             evicts=self.evicts,
             packs_window=self._window_rule(layer_configs, facts),
@@ -167,9 +170,14 @@ class KVCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
 
     @property
-    def _text_layers(self) -> list[PackedLayer]:
-        """Those that hold tokens of the text, and not of images."""
-        return [layer for layer in self.packed_layers if not isinstance(layer, CrossAttentionLayer)]
+    def _text_layers(self) -> list[Any]:
+        """Those that hold tokens of the text, packed or not, and not of images."""
+        pairs = zip(self.layers, self._plans, strict=True)
+        return [layer for layer, plan in pairs if not plan.is_cross_attention]
+
+    @property
+    def _packed_text_layers(self) -> list[PackedLayer]:
+        return [layer for layer in self._text_layers if isinstance(layer, PackedLayer)]
 
     def bind(
         self,
@@ -199,7 +207,7 @@ class KVCache(Cache):
             KernelUnavailableError: If `kernel="native"` cannot be met where the model is.
         """
         check_owner(self.model_config, model, [layer.layer_idx for layer in self.packed_layers])
-        check_in_step(self._text_layers)
+        check_in_step(self._packed_text_layers)
         check_attention_function(model)
         self._prepare_model(model)
         self._select_kernel(model)
@@ -236,16 +244,10 @@ class KVCache(Cache):
         """Return the state of the cache as a [`CacheReport`]; `print` it for a table."""
         sizes = [dense_size(layer) for layer in self.layers]
         packed = self.packed_layers
-        of_text = self._text_layers
+        of_text = self._packed_text_layers
         unlimited = [layer for layer in of_text if not isinstance(layer, WindowedLayer)]
-        seen = max(
-            (
-                layer.get_seq_length()
-                for layer, plan in zip(self.layers, self._plans, strict=True)
-                if hasattr(layer, "get_seq_length") and not plan.is_cross_attention
-            ),
-            default=0,
-        )
+        counting = (layer for layer in self._text_layers if hasattr(layer, "get_seq_length"))
+        seen = max((layer.get_seq_length() for layer in counting), default=0)
         return CacheReport(
             backend=self.backend,
             tokens_seen=seen,
@@ -278,6 +280,10 @@ class KVCache(Cache):
         from .persistence import load_cache
 
         return load_cache(directory, model_or_config)
+
+    def _plan(self, skipped: frozenset[int] = frozenset(), **rules: Any) -> list[LayerPlan]:
+        """Plan the layers by the rules of [`plan_layers`]."""
+        return plan_layers(self.model_config, skipped, **rules)
 
     def _prepare_model(self, model: nn.Module) -> None:
         refuse_encoder_states(model)
@@ -323,7 +329,7 @@ class KVCache(Cache):
         return self.layer_class, config
 
     def _cross_reason(self) -> str | None:
-        """Why layers that attend to images are not packed; `None` if they are."""
+        """Why layers that attend to images, or to an encoder, are not packed; `None` if they are."""
         stored = self._limited_storage(self.config)
         if stored is None:
             return "what it holds of images is not evicted"
@@ -335,6 +341,7 @@ class KVCache(Cache):
             return plan.build_dense()
         layer_class, config = stored
         if plan.window is None:
+            config = dataclasses.replace(config, residual_length=0)  # they come at once, so none is newest
             return with_cross_attention(layer_class)(config, layer_idx, facts)
         layer = with_window(layer_class)(config, layer_idx, facts)
         layer.window = plan.window
@@ -363,33 +370,3 @@ class KVCache(Cache):
                 yield from layer.tensors().values()
             else:
                 yield from tensors_in(vars(layer))
-
-
-def build_cache(
-    model_or_config: Any, cache_config: Mapping[str, Any], *, max_cache_length: int | None = None
-) -> KVCache:
-    """Build the cache that `generate(cache_implementation="quantized", cache_config=cache_config)` would.
-
-    Args:
-        model_or_config (`PreTrainedModel | PreTrainedConfig`): What the cache is for.
-        cache_config (`dict`): `"backend"` and its options, plain values only.
-        max_cache_length (`int`, *optional*): Tokens the cache will hold in the end, if known.
-
-    Returns:
-        `KVCache`: For `generate()`, or an own loop.
-
-    Raises:
-        ValueError: On an unknown backend or a wrong option; the message names the option, the value and the
-            allowed.
-    """
-    if not isinstance(cache_config, Mapping):
-        raise ValueError(
-            f"`cache_config` must be a dict such as {{'backend': 'kivi', 'nbits': 4}}, got {cache_config!r} "
-            f"({type(cache_config).__name__})."
-        )
-    options = drop_legacy_keys(cache_config)
-    if "backend" not in options:
-        raise ValueError(f"`cache_config` needs a 'backend', got only {sorted(options, key=str)}.")
-    cache_class = get_backend(options.pop("backend"))
-    cache_class.config_class.from_dict(options)  # refuses names that Python would, or would take for its own
-    return cache_class(model_or_config, max_cache_length=max_cache_length, **options)

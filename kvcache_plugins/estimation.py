@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .cache import build_cache
+from .building import build_cache
 from .layers.base import PackedLayer
 from .layers.counting import tensors_in
 from .layers.offloading import SLOTS

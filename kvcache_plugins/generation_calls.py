@@ -8,16 +8,17 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
+from .encoder_calls import bind_both, holds_both, placed
 from .errors import IncompatibleTransformersError
 from .models.cache_argument import CACHE_NAMES, given_cache
 from .prompt_chunks import soft_prompt_kind, why_read_whole
 from .registry import TRANSFORMERS_BACKENDS, get_backend, list_backends
 
-__all__ = ["bind_cache", "check_batching", "check_request", "choose_cache_of_assistant", "kept_whole"]
+__all__ = ["bind_cache", "check_batching", "check_request", "choose_cache_of_assistant", "ready_to_build"]
 
 _WITHOUT_CACHE = ("flaubert", "openai-gpt", "xlm")
 """Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
@@ -50,10 +51,6 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
     if str(backend).lower() in TRANSFORMERS_BACKENDS:
         return
     get_backend(backend)
-    if getattr(model.config, "is_encoder_decoder", False):
-        from .models.facts import decoder_config
-
-        decoder_config(model.config)
     if not model._supports_default_dynamic_cache():  # transformers then ignores `cache_implementation`
         raise ValueError(
             f"{type(model).__name__} keeps its past in a class of its own, which transformers cannot "
@@ -145,7 +142,7 @@ def choose_cache_of_assistant(model: Any, generation_config: Any, model_kwargs: 
 
 def _why_not(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> str | None:
     """Why a model cannot have the cache that is asked for; `None` if it can."""
-    from .cache import build_cache
+    from .building import build_cache
 
     try:
         check_request(model, generation_config, model_kwargs)
@@ -156,13 +153,25 @@ def _why_not(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]
 
 
 @contextmanager
-def kept_whole(generation_config: Any) -> Iterator[None]:
-    """Keep `cache_config` as the user wrote it: some releases of transformers consume its keys."""
+def ready_to_build(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> Iterator[None]:
+    """Have transformers build what was asked for: it knows no quantized cache for encoder-decoder models.
+
+    `cache_config` stays as the user wrote it; some releases of transformers consume its keys.
+
+    Args:
+        model (`PreTrainedModel`): What generates.
+        generation_config (`GenerationConfig`): The call's own copy.
+        model_kwargs (`dict`): The call's arguments, to which a cache may be added.
+    """
     cache_config = getattr(generation_config, "cache_config", None)
     if isinstance(cache_config, Mapping):
         generation_config.cache_config = dict(cache_config)
+    is_asked_for = generation_config.cache_implementation == "quantized" and _names_ours(cache_config)
+    has_encoder = getattr(model.config, "is_encoder_decoder", False)
+    is_ours_to_build = is_asked_for and has_encoder and given_cache(model_kwargs) is None
     try:
-        yield
+        with placed(model, generation_config, model_kwargs) if is_ours_to_build else nullcontext():
+            yield
     finally:
         generation_config.cache_config = cache_config
 
@@ -199,6 +208,15 @@ def bind_cache(
         return
     _check_use(model, generation_config, f"a cache of the backend {kv_cache.backend!r}")
     _check_checkpointing(model, kv_cache)
+    if holds_both(kv_cache):
+        bind_both(model, generation_config, model_kwargs, max_cache_length)
+        return
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} has an encoder, and this cache of the backend {kv_cache.backend!r} is for "
+            "the decoder's own text alone. Allowed are cache_implementation='quantized' with a cache_config, "
+            "and what `kvcache_plugins.build_cache(model, cache_config)` returns."
+        )
     prompt_length = _prompt_length(generation_config, model_kwargs)
     _check_news(kv_cache, prompt_length)
     is_assistant = getattr(generation_config, "is_assistant", False)

@@ -34,7 +34,7 @@ from .generation_calls import (
     check_batching,
     check_request,
     choose_cache_of_assistant,
-    kept_whole,
+    ready_to_build,
 )
 from .registry import TRANSFORMERS_BACKENDS, get_backend
 
@@ -105,7 +105,7 @@ def _quantized_cache_seam(module: ModuleType) -> None:
                     f"Options of the backend {backend!r} must be given by name, got {args!r} by position."
                 )
             get_backend(backend)  # an unknown name fails here, naming the closest
-            build_cache = importlib.import_module(f"{__package__}.cache").build_cache
+            build_cache = importlib.import_module(f"{__package__}.building").build_cache
             return build_cache(config, {**options, "backend": backend})
         return object.__new__(klass)
 
@@ -139,7 +139,7 @@ def _generation_seam(module: ModuleType) -> None:
         call = self, bound["generation_config"], bound["model_kwargs"]
         choose_cache_of_assistant(*call)
         check_request(*call)
-        with kept_whole(bound["generation_config"]):
+        with ready_to_build(*call):
             result = original(self, *args, **kwargs)
         bind_cache(self, **{name: bound[name] for name in _TOLD})
         return result

@@ -28,7 +28,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from .artifacts.files import read_json, read_tensors, write_json, write_tensors
 from .artifacts.folders import replacing
 from .artifacts.named import named_artifacts, paths_of_artifacts, with_artifacts_at
-from .cache import KVCache, build_cache
+from .building import build_cache
+from .cache import KVCache
 from .errors import ArtifactError, UnsupportedOperationError
 from .layers.base import PackedLayer
 from .layers.counting import tensors_in

@@ -31,6 +31,9 @@ class CacheReport:
             `None` unless that was asked for (`offload`).
         dropped_outliers (`int`): Numbers that are no longer exact, because too many outliers of tokens that
             moved came into one block.
+        cross_attention (`CacheReport`, *optional*): Of an encoder-decoder model, what the decoder reads of
+            the encoder, whose tokens are the encoder's. Tokens, kernels and layers above are then those of
+            the decoder's own text; bytes, values and reads count both.
     """
 
     backend: str
@@ -46,6 +49,7 @@ class CacheReport:
     whole_prompt_reason: str | None = None
     host_bytes: int | None = None
     dropped_outliers: int = 0
+    cross_attention: CacheReport | None = None
 
     @property
     def memory_fraction(self) -> float:
@@ -64,20 +68,31 @@ class CacheReport:
             ("bytes", f"{self.kv_bytes:,} of {self.dense_bytes:,} dense ({self.memory_fraction:.1%})"),
             ("bits per value", f"{self.bits_per_value:.2f}"),
             *([] if self.host_bytes is None else [("of these off the GPU", f"{self.host_bytes:,}")]),
-            (
-                "kernel",
-                ", ".join(f"{name} x{self.kernel.count(name)}" for name in dict.fromkeys(self.kernel)),
-            ),
+            ("kernel", self._kernels()),
             ("decoded whole layers", f"{self.fallback_reads} times"),
+            *self._reasons(),
         ]
-        rows += _by_reason(lambda index: self.kernel[index], self.kernel_reasons)
-        rows += _by_reason(lambda index: "dense", self.dense_layers)
+        if self.cross_attention is not None:
+            rows += self.cross_attention._rows_of_encoder()
         if self.whole_prompt_reason is not None:
             rows.append(("prompt read whole", self.whole_prompt_reason))
         if self.dropped_outliers:
             rows.append(("outliers dropped", f"{self.dropped_outliers:,}"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _kernels(self) -> str:
+        return ", ".join(f"{name} x{self.kernel.count(name)}" for name in dict.fromkeys(self.kernel))
+
+    def _reasons(self) -> list[tuple[str, str]]:
+        kernels = _by_reason(lambda index: self.kernel[index], self.kernel_reasons)
+        return kernels + _by_reason(lambda index: "dense", self.dense_layers)
+
+    def _rows_of_encoder(self) -> list[tuple[str, str]]:
+        """Rows of the half that holds what a decoder reads of its encoder."""
+        share = f"{self.kv_bytes:,} of {self.dense_bytes:,} dense ({self.memory_fraction:.1%})"
+        rows = [("tokens", str(self.tokens_seen)), ("bytes", share), ("kernel", self._kernels())]
+        return [(f"encoder's {name}", value) for name, value in rows + self._reasons()]
 
 
 def _by_reason(kind_of: Callable[[int], str], reasons: dict[int, str]) -> list[tuple[str, str]]:

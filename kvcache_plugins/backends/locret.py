@@ -14,7 +14,7 @@ from ..errors import UnsupportedOperationError
 from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
-from ..models.facts import LayerFacts, decoder_config, refuse_split_heads, split_model_or_config
+from ..models.facts import LayerFacts, decoder_only_config, refuse_split_heads, split_model_or_config
 from ..registry import register_backend
 from ..retaining.loading import load_heads
 from ..retaining.projections import ProjectionTap
@@ -114,7 +114,7 @@ class LocretCache(EvictingCache):
 
     def attach(self, model: nn.Module) -> None:
         refuse_split_heads(model, self.backend)
-        config = decoder_config(split_model_or_config(model)[1])
+        config = decoder_only_config(split_model_or_config(model)[1])
         if config is not self.model_config:
             self._check_heads(config)
         tap = ProjectionTap.of(model).attach(_reads_projections)

@@ -19,7 +19,7 @@ from ..evaluation.loading import Subject, load_config, load_subject
 from ..evaluation.output_lock import writing_alone
 from ..evaluation.progress import Progress, silent
 from ..evaluation.text_files import read_text_file
-from ..models.facts import decoder_config
+from ..models.facts import decoder_only_config
 from .fitting import fit_layers
 from .options import CalibrationOptions
 from .passes import run_passes
@@ -110,7 +110,7 @@ def calibrate_subject(
 
 def _check_length(options: CalibrationOptions, config: Any) -> None:
     """Check that the model can read a sample; encoder-decoder models are refused as well."""
-    context = getattr(decoder_config(config), "max_position_embeddings", None)
+    context = getattr(decoder_only_config(config), "max_position_embeddings", None)
     if context is not None and options.sequence_length > context:
         raise ValueError(
             f"--sequence_length must be at most the model's context of {context} tokens, got "

@@ -17,7 +17,7 @@ from ..device_dtypes import doubled
 from ..evaluation.progress import Progress, silent
 from ..layers.nonuniform import outliers_per_side
 from ..models.cache_argument import as_argument
-from ..models.facts import decoder_config
+from ..models.facts import decoder_only_config
 from .histograms import Normalised, normalise_keys, normalise_values, squared_gradient
 from .recording import CalibratedLayer, RecordingCache
 from .statistics import Statistics
@@ -79,7 +79,7 @@ def observe_ranges(
             layer.add_magnitudes("value", values)
         return keys, values
 
-    cache = RecordingCache(decoder_config(model.config), observe)
+    cache = RecordingCache(decoder_only_config(model.config), observe)
     with torch.no_grad():
         model.base_model(input_ids=sample, **as_argument(cache), use_cache=True)
 
@@ -130,7 +130,7 @@ def observe_weights(
         states.register_hook(lambda gradient: count(layer_idx, side, plain, gradient))
         return states
 
-    cache = RecordingCache(decoder_config(model.config), observe)
+    cache = RecordingCache(decoder_only_config(model.config), observe)
     with torch.set_grad_enabled(weight != "none"):
         if weight == "none":
             model.base_model(input_ids=sample, **as_argument(cache), use_cache=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from ..models.facts import decoder_config, describe_layers, split_model_or_config
+from ..models.facts import decoder_only_config, describe_layers, split_model_or_config
 from ..models.layer_plan import plan_layers
 from ..models.rotary import Rotary
 
@@ -48,7 +48,7 @@ def calibrated_layers(model: nn.Module) -> dict[int, CalibratedLayer]:
         ValueError: For an encoder-decoder model, one with weights on the device `meta`, or one without a
             layer of full attention.
     """
-    config = decoder_config(split_model_or_config(model)[1])
+    config = decoder_only_config(split_model_or_config(model)[1])
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
         raise ValueError(

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..cache import build_cache
+from ..building import build_cache
 from ..device_dtypes import doubled
 from ..evaluation.perplexity_blocks import longest_block
 from ..layers.base import PackedLayer
 from ..layers.crossing import CrossAttentionLayer
 from ..layers.handle import KVHandle
 from ..models.cache_argument import as_argument
-from ..models.facts import decoder_config
+from ..models.facts import decoder_only_config
 from ..models.layer_plan import key_value_heads
 
 __all__ = [
@@ -130,7 +130,7 @@ def check_candidates(
         raise ValueError(
             f"--target_bits has nothing to choose: --cache_config {dict(cache_config)!r} packs no layer."
         )
-    config = decoder_config(model.config)
+    config = decoder_only_config(model.config)
     for nbits in bits:
         for layer in build_cache(model, {**cache_config, "nbits": nbits}).packed_layers:
             heads, *dims = key_value_heads(config, layer.layer_idx)
@@ -190,7 +190,7 @@ def measure_candidates(
         ValueError: If the prompt is so short that nothing of it is packed.
     """
     prompt_length = sample.shape[1] // 2
-    prompt = DynamicCache(config=decoder_config(model.config))
+    prompt = DynamicCache(config=decoder_only_config(model.config))
     model.base_model(input_ids=sample[:, :prompt_length], **as_argument(prompt), use_cache=True)
     blocks = sample[:, prompt_length:].split(longest_block(prompt, BLOCK_TOKENS), dim=1)
     exact = _predictions(model, blocks, copy.deepcopy(prompt))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..models.facts import decoder_config
+from ..models.facts import decoder_only_config
 from ..models.layer_plan import caches_latents, key_value_heads
 from ..models.presets import preset_config
 from ..models.pretrained import load_config
@@ -101,7 +101,7 @@ def layer_config(options: AttentionOptions) -> PreTrainedConfig:
         config = preset_config(options.preset)
     else:
         assert options.model is not None
-        config = decoder_config(load_config(options.model))
+        config = decoder_only_config(load_config(options.model))
     if caches_latents(config):
         given = f"--preset {options.preset}" if options.preset is not None else f"--model {options.model}"
         raise ValueError(

@@ -10,10 +10,11 @@ import transformers
 from transformers import QuantizedCache
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..cache import KVCache, build_cache
+from ..building import build_cache
+from ..cache import KVCache
 from ..layers.counting import tensors_in
 from ..models.cache_argument import as_argument
-from ..models.facts import decoder_config, split_model_or_config
+from ..models.facts import decoder_only_config, split_model_or_config
 from ..prompt_chunks import why_read_whole
 from ..registry import TRANSFORMERS_BACKENDS
 from .labels import DENSE
@@ -81,7 +82,7 @@ def new_cache(
     if cache_config["backend"] not in (*TRANSFORMERS_BACKENDS, "dense"):
         return build_cache(model_or_config, options, max_cache_length=max_cache_length)
     backend = options.pop("backend")
-    config = decoder_config(split_model_or_config(model_or_config)[1])
+    config = decoder_only_config(split_model_or_config(model_or_config)[1])
     return DynamicCache(config=config) if backend == "dense" else QuantizedCache(backend, config, **options)
 
 

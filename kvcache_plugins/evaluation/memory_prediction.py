@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..estimation import estimate
-from ..models.facts import decoder_config
+from ..models.facts import decoder_only_config
 from ..models.layer_plan import key_value_heads, plan_layers
 from ..registry import TRANSFORMERS_BACKENDS
 
@@ -69,7 +69,7 @@ def predicted_peak_bytes(
     held = predicted_bytes(config, cache_config, tokens, batch_size, dtype)
     if held is None:
         return None
-    decoder = decoder_config(config)
+    decoder = decoder_only_config(config)
     widest = 0
     for layer_idx in range(len(plan_layers(decoder))):
         heads, key_dim, value_dim = key_value_heads(decoder, layer_idx)

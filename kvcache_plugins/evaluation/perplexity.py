@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..models.facts import decoder_config, most_positions
+from ..models.facts import decoder_only_config, most_positions
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
 from .file_digests import CacheNames, model_settings
@@ -99,7 +99,7 @@ def _check_reference(options: PerplexityOptions, config: Any) -> None:
     """Refuse a reference that may not fit into memory."""
     if options.no_kl:
         return
-    config = decoder_config(config)
+    config = decoder_only_config(config)
     dtype = options.torch_dtype if options.dtype != "auto" else config.dtype or torch.float32
     itemsize = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
     gigabytes = options.predicted_tokens * config.vocab_size * itemsize / 1e9

@@ -1,13 +1,16 @@
-"""Packed layers of cross-attention: keys and values of images, which the model's text attends to.
+"""Packed layers of cross-attention: keys and values that the model's text attends to, and is no part of.
 
-Llama 3.2 Vision has such layers among those of its text. An image's keys and values come once, with the
-prompt that shows it, and are read by every token after it; until then such a layer is empty, and the model
-leaves it out. It asks the layer itself for them, not `update`. What happens to the text (padding, tokens
-taken back) does not concern them.
+Those of images, in Llama 3.2 Vision, which has such layers among those of its text, and those of what an
+encoder has read. They come once, with the prompt, and are read by every token after it; until then such a
+layer is empty. The model asks the layer itself for them, not `update`. What happens to the text (padding,
+tokens taken back) does not concern them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
 from ..models.facts import LayerFacts
@@ -20,9 +23,14 @@ __all__ = ["CrossAttentionLayer", "with_cross_attention"]
 
 
 class CrossAttentionLayer(ShownLayer):
-    """A packed layer whose tokens are those of images. Made by [`with_cross_attention`]."""
+    """A packed layer whose tokens are those of images or of an encoder. Made by [`with_cross_attention`].
+
+    Attributes:
+        real_tokens (`torch.Tensor` of shape `(B, T)`, *optional*): Which of the tokens to come are no padding.
+    """
 
     is_ragged = True
+    real_tokens: Tensor | None = None
 
     def bind(
         self, facts: LayerFacts, pads: Tensor | None, final_length: int | None, columns: int | None = None
@@ -36,6 +44,9 @@ class CrossAttentionLayer(ShownLayer):
         self.final_length = self.cumulative_length + key_states.shape[2]
         for stream in self.streams:
             stream.final_length = self.final_length
+        real_tokens, self.real_tokens = self.real_tokens, None
+        if real_tokens is not None and real_tokens.shape == key_states[:, 0, :, 0].shape:
+            key_states, value_states = _without_padding(real_tokens, key_states, value_states)
         return super()._append(key_states, value_states, defer=defer)
 
     def room(self, limit: int) -> int:
@@ -49,8 +60,23 @@ class CrossAttentionLayer(ShownLayer):
         """Nothing: what is taken back is text."""
 
 
+def _without_padding(real_tokens: Tensor, *states: Tensor) -> Iterator[Tensor]:
+    """Replace padding, which nothing reads, by the nearest real token: a scale that is shared stays theirs.
+
+    Args:
+        real_tokens (`torch.Tensor` of shape `(B, T)`): Which tokens are no padding.
+        states (`torch.Tensor` of shape `(B, H, T, D)`): Keys, values.
+    """
+    is_real = real_tokens.to(states[0].device).bool()
+    places = torch.arange(is_real.shape[1], device=is_real.device)
+    before = torch.where(is_real, places, -1).cummax(dim=1).values
+    nearest = torch.where(before < 0, is_real.long().argmax(dim=1, keepdim=True), before)
+    for tokens in states:
+        yield tokens.gather(2, nearest[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3]))
+
+
 def with_cross_attention(layer_class: type[PackedLayer]) -> type[CrossAttentionLayer]:
-    """Return the class of a backend's layers that store images.
+    """Return the class of a backend's layers that store images, or what an encoder has read.
 
     Args:
         layer_class (`type[PackedLayer]`): The backend's class.

@@ -1,30 +1,28 @@
-"""Layers that do more than a backend's: a class of both, made once, which copies and pickles find again."""
+"""Layers, and caches, that do more than a backend's: a class of both, made once, which pickles find again."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
-from .base import PackedLayer
-
 __all__ = ["extended"]
 
 
 @cache
-def extended(part: type[PackedLayer], layer_class: type[PackedLayer]) -> Any:
-    """Return the class of a backend's layers that are a `part` as well.
+def extended(part: type, base: type) -> Any:
+    """Return the class of a backend's layers, or of its caches, that are a `part` as well.
 
     Args:
-        part (`type[PackedLayer]`): What they do beside; its name begins theirs.
-        layer_class (`type[PackedLayer]`): The backend's class.
+        part (`type`): What they do beside; its name begins theirs.
+        base (`type`): The backend's class.
     """
-    name = part.__name__.removesuffix("Layer") + layer_class.__name__
-    return type(name, (part, layer_class), {"__doc__": layer_class.__doc__, "__reduce__": _reduced})
+    name = part.__name__.removesuffix("Layer").removesuffix("Cache") + base.__name__
+    return type(name, (part, base), {"__doc__": base.__doc__, "__reduce__": _reduced})
 
 
-def _reduced(layer: PackedLayer) -> tuple[Any, ...]:
-    return _made_again, type(layer).__bases__, vars(layer)
+def _reduced(instance: Any) -> tuple[Any, ...]:
+    return _made_again, type(instance).__bases__, vars(instance)
 
 
-def _made_again(part: type[PackedLayer], layer_class: type[PackedLayer]) -> Any:
-    return object.__new__(extended(part, layer_class))
+def _made_again(part: type, base: type) -> Any:
+    return object.__new__(extended(part, base))

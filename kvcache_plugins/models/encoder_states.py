@@ -31,11 +31,12 @@ def refuse_encoder_states(model: nn.Module) -> None:
 
 def _refuse(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     kv_cache = given_cache(kwargs)
-    if kwargs.get(_STATES) is None or not hasattr(kv_cache, "kv_bytes"):
+    is_ours = hasattr(kv_cache, "kv_bytes")
+    if kwargs.get(_STATES) is None or not is_ours or hasattr(kv_cache, "cross_attention_cache"):
         return
     raise ValueError(
-        f"The backend {kv_cache.backend!r} serves decoder-only models; {type(decoder).__name__} was given "
-        f"`{_STATES}`, of which it would store keys and values among those of the text. Allowed are calls "
-        "without them; in loops of your own EncoderDecoderCache(cache, DynamicCache()), where the model "
-        "takes one."
+        f"This cache of the backend {kv_cache.backend!r} is for the text of a decoder alone; "
+        f"{type(decoder).__name__} was given `{_STATES}`, of which it would store keys and values among those "
+        "of the text. Allowed are calls without them; for an encoder-decoder model what `build_cache` "
+        "returns; in loops of your own EncoderDecoderCache(cache, DynamicCache()), where the model takes one."
     )

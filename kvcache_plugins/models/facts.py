@@ -22,6 +22,7 @@ __all__ = [
     "check_owner",
     "decoder_config",
     "decoder_of",
+    "decoder_only_config",
     "describe_layers",
     "exchanges_attention",
     "masks_all_columns",
@@ -107,19 +108,16 @@ def split_model_or_config(model_or_config: Any) -> tuple[nn.Module | None, Any]:
 
 
 def decoder_config(config: Any) -> Any:
-    """Return the configuration of the text decoder.
+    """Return the configuration of the text decoder, which may be half of an encoder-decoder model.
 
     Raises:
-        ValueError: For encoder-decoder models, whose two caches no backend here covers, for others with two
-            caches, and for those that attend to padding.
+        ValueError: For models with two caches that are not one of each half, and for those that attend to
+            padding.
     """
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"`cache_config` with this backend serves decoder-only models; {type(config).__name__} "
-            f"(model_type={getattr(config, 'model_type', None)!r}) is an encoder-decoder model. "
-            "Allowed are decoder-only configurations (is_encoder_decoder=False)."
-        )
     decoder = config.get_text_config(decoder=True)
+    num_layers = getattr(config, "num_decoder_layers", None)
+    if num_layers is not None and getattr(config, "is_encoder_decoder", False):
+        decoder.num_hidden_layers = num_layers  # which T5 writes otherwise than transformers reads it
     check_loops(decoder)
     if decoder.model_type in _OWN_CROSS_CACHES:
         raise ValueError(
@@ -134,6 +132,26 @@ def decoder_config(config: Any) -> Any:
     return decoder
 
 
+def decoder_only_config(config: Any, what: str = "This", instead: str | None = None) -> Any:
+    """Return the configuration of the text decoder of a model that has no encoder.
+
+    Args:
+        config (`PreTrainedConfig`): The model's.
+        what (`str`): What serves such models alone.
+        instead (`str`, *optional*): What serves others.
+
+    Raises:
+        ValueError: For encoder-decoder models, and whatever [`decoder_config`] refuses.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{what} serves decoder-only models; {type(config).__name__} "
+            f"(model_type={getattr(config, 'model_type', None)!r}) is an encoder-decoder model. "
+            f"Allowed are {instead or 'decoder-only configurations (is_encoder_decoder=False)'}."
+        )
+    return decoder_config(config)
+
+
 def most_positions(config: Any) -> int | None:
     """Return how many positions a model can read, None where it says of no limit.
 
@@ -141,7 +159,7 @@ def most_positions(config: Any) -> int | None:
     the positions before that (as transformers once advised), others those after it. Which is not said, so
     that the larger number is taken.
     """
-    config = decoder_config(config)
+    config = decoder_only_config(config)
     positions: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     if positions is None or not isinstance(rope, dict):
@@ -285,11 +303,11 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
     attentions = _attention_modules(model) if model is not None else {}
     facts = []
     for layer_idx, kind in enumerate(kinds):
-        rotates = not own[layer_idx].is_cross_attention and _uses_rotary(
-            attentions.get(layer_idx), config, layer_idx, kind[0]
-        )
-        if layer_idx in attentions:
-            has_bias, largest = _key_bias(attentions[layer_idx])
+        modules = attentions.get(layer_idx, [])
+        crosses = own[layer_idx].is_cross_attention
+        rotates = not crosses and _uses_rotary(next(iter(modules), None), config, layer_idx, kind[0])
+        if modules:  # beside an encoder, a layer attends to its text first
+            has_bias, largest = _key_bias(modules[1] if crosses and len(modules) > 1 else modules[0])
         else:
             has_bias, largest = _config_has_key_bias(config), None
         facts.append(LayerFacts(rotaries.get(kind) if rotates else None, has_bias, largest))
@@ -303,15 +321,15 @@ def _theta(config: Any, layer_idx: int) -> float | None:
     return config.layer_rope_theta[layer_idx] or None
 
 
-def _attention_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """Self-attention modules by layer index: those that know their index and project keys."""
-    found: dict[int, nn.Module] = {}
+def _attention_modules(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """Attention modules by layer index, in their order: those that know their index and project keys."""
+    found: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         layer_idx = getattr(module, "layer_idx", None)
         if isinstance(layer_idx, int) and any(
             hasattr(module, n) for n in (*_KEY_PROJECTIONS, *_FUSED_PROJECTIONS)
         ):
-            found.setdefault(layer_idx, module)
+            found.setdefault(layer_idx, []).append(module)
     return found
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "caches_latents",
     "indexer_sizes",
     "key_value_heads",
+    "plan_cross_attention",
     "plan_layers",
     "query_heads",
 ]
@@ -33,7 +34,8 @@ class LayerPlan:
         dense_reason (`str`, *optional*): Why the layer is not packed; `None` if it is.
         window (`int`, *optional*): How far back a layer that is packed, or could be, sees, its own token
             included; `None` if to the first one.
-        is_cross_attention (`bool`): Whether the layer attends to images, and not to the text.
+        is_cross_attention (`bool`): Whether the layer attends to images, or to what an encoder has read, and
+            not to the text.
         repeats (`int`, *optional*): The layer of the model of which this is a further pass (`models.loops`).
     """
 
@@ -128,6 +130,24 @@ def plan_layers(
             plan = replace(plan, dense_reason="skip_layers")
         plans.append(plan if layer_idx == of_model else replace(plan, repeats=of_model))
     return plans
+
+
+def plan_cross_attention(
+    config: Any, skipped: frozenset[int] = frozenset(), *, cross_reason: str | None = None
+) -> list[LayerPlan]:
+    """Plan the cache of what the layers of an encoder-decoder model's decoder read of its encoder.
+
+    Args:
+        config (`PreTrainedConfig`): The decoder's configuration.
+        skipped (`frozenset[int]`): Layers the user wants dense.
+        cross_reason (`str`, *optional*): Why none is to be packed; all are if not given.
+    """
+    kind = "full_attention"  # also of a layer that sees a window of its own text
+    reason = cross_reason and f"cross_attention: {cross_reason}"
+    return [
+        LayerPlan(kind, {}, reason or ("skip_layers" if index in skipped else None), is_cross_attention=True)
+        for index in range(config.num_hidden_layers)
+    ]
 
 
 def caches_latents(config: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .facts import decoder_config
+from .facts import decoder_only_config
 
 __all__ = ["LogitRule", "find_logit_rule", "outputs_of_head"]
 
@@ -79,7 +79,7 @@ def find_logit_rule(model: Any, outputs: Tensor, logits: Tensor) -> LogitRule:
     Raises:
         ValueError: Naming the model, if nothing its configuration may mean gives these logits.
     """
-    config = decoder_config(model.config)
+    config = decoder_only_config(model.config)
     rules = [
         LogitRule(logits.shape[-1], scale, softcap)
         for softcap, scale in product((*_numbers(config, _CAPS), None), _scales(config))

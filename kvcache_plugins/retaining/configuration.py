@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from ..models.facts import decoder_config, split_model_or_config
+from ..models.facts import decoder_only_config, split_model_or_config
 from ..models.layer_plan import key_value_heads
 from ..models.loops import repeated_layers
 
@@ -133,7 +133,7 @@ class RetainingHeadsConfig(PreTrainedConfig):
         Raises:
             ValueError: For an encoder-decoder model, or one whose layers differ in heads.
         """
-        config = decoder_config(split_model_or_config(model_or_config)[1])
+        config = decoder_only_config(split_model_or_config(model_or_config)[1])
         shapes = model_shape(config)
         revision = getattr(config, "_commit_hash", None)
         given: dict[str, Any] = {

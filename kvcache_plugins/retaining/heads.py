@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.utils.generic import ModelOutput
 
-from ..models.facts import decoder_config, split_model_or_config
+from ..models.facts import decoder_only_config, split_model_or_config
 from .configuration import RetainingHeadsConfig, model_name, model_shape
 from .losses import layer_loss
 
@@ -176,7 +176,7 @@ class RetainingHeads(PreTrainedModel):
         Raises:
             ValueError: If a number differs; both sides are named.
         """
-        config = decoder_config(split_model_or_config(model_or_config)[1])
+        config = decoder_only_config(split_model_or_config(model_or_config)[1])
         theirs = model_shape(config)
         ours = {name: getattr(self.config, name) for name in theirs}
         made_for, given = self.config.base_model_name_or_path, model_name(config)

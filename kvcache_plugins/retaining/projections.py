@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..models.cache_argument import given_cache
-from ..models.facts import decoder_config, decoder_of, split_model_or_config
+from ..models.facts import decoder_only_config, decoder_of, split_model_or_config
 from ..models.hooks import HookOwner
 from ..models.layer_plan import key_value_heads
 from .layouts import Layout, find_layout
@@ -63,7 +63,7 @@ class ProjectionTap(HookOwner):
         self._projection_handles: dict[int, list[RemovableHandle]] = {}
         self.layers: dict[int, nn.Module] = {}
         self._layouts: dict[int, Layout] = {}
-        config = decoder_config(split_model_or_config(model)[1])
+        config = decoder_only_config(split_model_or_config(model)[1])
         for module in decoder_of(model).modules():
             layer_idx = getattr(module, "layer_idx", None)
             if not isinstance(layer_idx, int) or not 0 <= layer_idx < config.num_hidden_layers:

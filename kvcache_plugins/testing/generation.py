@@ -111,7 +111,7 @@ def _two_turns(
     if cache_config is None:
         cache = DynamicCache(config=model.config)
     else:
-        from ..cache import build_cache
+        from ..building import build_cache
 
         cache = build_cache(model, dict(cache_config))
     first = _generate(model, **inputs, **arguments, **as_argument(cache))

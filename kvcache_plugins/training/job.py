@@ -19,7 +19,7 @@ from ..evaluation.earlier import set_aside
 from ..evaluation.options import DTYPES, check_choice, check_directory
 from ..evaluation.output_lock import writing_alone
 from ..evaluation.results import RESULTS_FILE, build_document
-from ..models.facts import decoder_config
+from ..models.facts import decoder_only_config
 from ..models.pretrained import load_config, load_model, load_tokenizer
 from ..retaining.configuration import DEFAULT_BUDGET, RetainingHeadsConfig
 from ..retaining.heads import RetainingHeads
@@ -88,7 +88,7 @@ def _train(
     facts = training_facts(options, args, config)
     check_checkpoint(checkpoint, heads_config, facts)
     tokenizer = load_tokenizer(model, **source)
-    positions = getattr(decoder_config(config), "max_position_embeddings", None)
+    positions = getattr(decoder_only_config(config), "max_position_embeddings", None)
     data_seed = args.seed if args.data_seed is None else args.data_seed
     train, held_out = build_datasets(options, tokenizer, positions=positions, seed=data_seed)
 

@@ -10,7 +10,7 @@ import torch
 
 from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions, attend
-from kvcache_plugins.cache import build_cache
+from kvcache_plugins.building import build_cache
 from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.kernels import cuda_loader, loader
 from kvcache_plugins.kernels.selection import select_kernel

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcache_plugins.cache import build_cache
+from kvcache_plugins.building import build_cache
 from kvcache_plugins.layers import offloading
 from kvcache_plugins.layers.codec import AffineCodec
 from kvcache_plugins.layers.offloading import OffloadedRecords, Shelf

@@ -17,7 +17,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvcache_plugins.cache import KVCache, build_cache
+from kvcache_plugins.building import build_cache
+from kvcache_plugins.cache import KVCache
 from kvcache_plugins.errors import KernelUnavailableError, UnsupportedOperationError
 from kvcache_plugins.estimation import estimate
 from kvcache_plugins.kernels import cuda_loader, loader

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...models.facts import decoder_config, most_positions
+from ...models.facts import decoder_only_config, most_positions
 from ...registry import TRANSFORMERS_BACKENDS
 from ..caches import split_available
 from ..earlier import is_repeated
@@ -215,7 +215,7 @@ def _max_lengths(options: LongBenchOptions, config: Any, tasks: Sequence[Task]) 
                 f"answer of {name} takes {new_tokens}; got {options.max_length}."
             )
         return dict.fromkeys(tasks, options.max_length)
-    positions = getattr(decoder_config(config), "max_position_embeddings", None)
+    positions = getattr(decoder_only_config(config), "max_position_embeddings", None)
     lengths = {}
     for task in tasks:
         length = None if positions is None else positions - task.max_new_tokens - MARGIN

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...cache import KVCache, build_cache
+from ...building import build_cache
+from ...cache import KVCache
 from ...layers.base import PackedLayer
 from ...layers.handle import KVHandle
 from ...layers.windowed import with_window

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...attention.reference import AttentionOptions, attend
-from ...cache import KVCache, build_cache
+from ...building import build_cache
+from ...cache import KVCache
 from ...layers.base import PackedLayer
 from ...layers.handle import KVHandle
 from ..comparison import assert_close, relative_rms, sqnr_db

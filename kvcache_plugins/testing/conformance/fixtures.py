@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ...cache import KVCache, build_cache
+from ...building import build_cache
+from ...cache import KVCache
 from ...layers.base import PackedLayer
 from ..models import tiny_model
 

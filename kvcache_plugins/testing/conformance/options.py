@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ...cache import KVCache, build_cache
+from ...building import build_cache
+from ...cache import KVCache
 from ...models.cache_argument import as_argument
 from .fixtures import Fixtures
 

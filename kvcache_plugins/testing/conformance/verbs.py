@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache import KVCache, build_cache
+from ...building import build_cache
+from ...cache import KVCache
 from ...estimation import estimate
 from ...layers.base import PackedLayer
 from ...models.cache_argument import as_argument

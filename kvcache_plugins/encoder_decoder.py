@@ -1,0 +1,207 @@
+"""Caches of encoder-decoder models: what the decoder has written, and what it reads of the encoder.
+
+Transformers keeps the two apart in an `EncoderDecoderCache`, and so does the class here, whose halves are
+caches of one backend: the first a cache like any other, which grows with the text; the second of the keys and
+values that every layer makes of what the encoder has read, once, and reads at every step. Of speech and long
+documents the second is nearly all there is.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import EncoderDecoderCache
+
+from .cache import KVCache
+from .config import BackendConfig
+from .layers.base import PackedLayer
+from .layers.extending import extended
+from .layers.shown import ShownLayer
+from .models.facts import LayerFacts
+from .models.layer_plan import LayerPlan, plan_cross_attention
+from .report import CacheReport
+
+__all__ = ["CrossAttentionCache", "KVEncoderDecoderCache", "SelfAttentionCache", "build_both"]
+
+
+class SelfAttentionCache(KVCache):
+    """The half that grows with the text. Made by [`build_both`]."""
+
+    def _build_packed(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
+        # Whisper takes the rows of its batch apart by the keys and values it is shown
+        return extended(ShownLayer, self.layer_class)(config, layer_idx, facts)
+
+
+class CrossAttentionCache(KVCache):
+    """The half that holds what the decoder reads of the encoder. Made by [`build_both`]."""
+
+    def __new__(cls, *args: Any, config: Any = None, **options: Any) -> Any:
+        """T5Gemma asks for another of the same class, without windows; there are none in this one."""
+        return super().__new__(cls) if config is None else None
+
+    def bind(
+        self,
+        model: nn.Module,
+        attention_mask: Tensor | None = None,
+        max_cache_length: int | None = None,
+        *,
+        prompt_length: int | None = None,
+    ) -> CrossAttentionCache:
+        """Tell the cache what `update` is never told.
+
+        Args:
+            model (`PreTrainedModel`): Whose key biases to use.
+            attention_mask (`torch.Tensor` of shape `(B, S)`, *optional*): Which of the encoder's tokens are no
+                padding. Other shapes, as of sounds, say nothing of it and are ignored.
+            max_cache_length (`int`, *optional*): Without effect, as is `prompt_length`: what the encoder has
+                read comes at once.
+        """
+        super().bind(model)
+        is_known = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+        real_tokens = attention_mask if is_known and not bool(attention_mask.all()) else None  # type: ignore[union-attr]
+        for layer in self.packed_layers:
+            layer.real_tokens = real_tokens if layer.cumulative_length == 0 else None  # type: ignore[attr-defined]
+        return self
+
+    @property
+    def _text_layers(self) -> list[Any]:
+        """All: here their tokens are the encoder's."""
+        return self.layers
+
+    def _plan(self, skipped: frozenset[int] = frozenset(), **rules: Any) -> list[LayerPlan]:
+        return plan_cross_attention(self.model_config, skipped, cross_reason=rules.get("cross_reason"))
+
+
+class KVEncoderDecoderCache(EncoderDecoderCache):
+    """Both halves of an encoder-decoder model's cache, packed.
+
+    Built by `generate(cache_implementation="quantized", cache_config={"backend": ...})` and by `build_cache`.
+    Options hold for both halves, `skip_layers` and `layer_overrides` for both of the decoder layer they name.
+    What the encoder has read comes at once, so that none of it is newest: `residual_length` counts tokens of
+    the text only.
+
+    Args:
+        self_attention_cache (`KVCache`): Of the decoder's own text.
+        cross_attention_cache (`CrossAttentionCache`): Of what it reads of the encoder.
+    """
+
+    _cross_attention_cache: CrossAttentionCache
+
+    def __init__(self, self_attention_cache: KVCache, cross_attention_cache: CrossAttentionCache) -> None:
+        super().__init__(self_attention_cache, cross_attention_cache)
+
+    @property
+    def cross_attention_cache(self) -> CrossAttentionCache:
+        """The half that holds what the decoder reads of the encoder."""
+        return self._cross_attention_cache
+
+    @cross_attention_cache.setter
+    def cross_attention_cache(self, cache: CrossAttentionCache | None) -> None:
+        if cache is not None:  # see `CrossAttentionCache.__new__`
+            self._cross_attention_cache = cache
+
+    @property
+    def backend(self) -> str:
+        """Registry name."""
+        return self.self_attention_cache.backend
+
+    @property
+    def config(self) -> BackendConfig:
+        """Options of both halves."""
+        return self.self_attention_cache.config
+
+    @property
+    def model_config(self) -> Any:
+        """The decoder's configuration."""
+        return self.self_attention_cache.model_config
+
+    @property
+    def packed_layers(self) -> list[PackedLayer]:
+        """The layers this package stores, those of the text first."""
+        return self.self_attention_cache.packed_layers + self.cross_attention_cache.packed_layers
+
+    def bind(
+        self,
+        model: nn.Module,
+        attention_mask: Tensor | None = None,
+        max_cache_length: int | None = None,
+        *,
+        encoder_attention_mask: Tensor | None = None,
+    ) -> KVEncoderDecoderCache:
+        """Tell the cache what `update` is never told. `generate()` does this by itself; own loops may.
+
+        Args:
+            model (`PreTrainedModel`): Whose key biases to use.
+            attention_mask (`torch.Tensor` of shape `(B, T)`, *optional*): Of the decoder's tokens, what models
+                call `decoder_attention_mask`; its leading zeros are left padding.
+            max_cache_length (`int`, *optional*): Tokens of the decoder the cache will hold in the end.
+            encoder_attention_mask (`torch.Tensor` of shape `(B, S)`, *optional*): Of the encoder's, what models
+                call `attention_mask`.
+
+        Returns:
+            `KVEncoderDecoderCache`: itself.
+
+        Raises:
+            ValueError: As [`KVCache.bind`] does.
+            KernelUnavailableError: If `kernel="native"` cannot be met where the model is.
+        """
+        self.self_attention_cache.bind(model, attention_mask, max_cache_length)
+        self.cross_attention_cache.bind(model, encoder_attention_mask)
+        return self
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """Nothing: both halves know every verb that transformers' own dynamic cache does."""
+
+    def kv_bytes(self) -> int:
+        """Bytes of every live tensor of both halves: capacity, not what is in use."""
+        return self.self_attention_cache.kv_bytes() + self.cross_attention_cache.kv_bytes()
+
+    def report(self) -> CacheReport:
+        """Return the state of both halves as a [`CacheReport`]; `print` it for a table."""
+        own, cross = self.self_attention_cache.report(), self.cross_attention_cache.report()
+        return replace(
+            own,
+            kv_bytes=own.kv_bytes + cross.kv_bytes,
+            dense_bytes=own.dense_bytes + cross.dense_bytes,
+            values=own.values + cross.values,
+            fallback_reads=own.fallback_reads + cross.fallback_reads,
+            dropped_outliers=own.dropped_outliers + cross.dropped_outliers,
+            cross_attention=cross,
+        )
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Save both halves, packed, into `directory` (see `persistence.save_cache`)."""
+        from .persistence import save_cache
+
+        save_cache(self, directory)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str], model_or_config: Any) -> Any:
+        """Load a cache saved by `save_pretrained`, of whatever backend (see `persistence.load_cache`)."""
+        from .persistence import load_cache
+
+        return load_cache(directory, model_or_config)
+
+
+def build_both(
+    cache_class: type[KVCache], model_or_config: Any, options: dict[str, Any], max_cache_length: int | None
+) -> KVEncoderDecoderCache:
+    """Build the cache of an encoder-decoder model.
+
+    Args:
+        cache_class (`type[KVCache]`): Of the backend.
+        model_or_config (`PreTrainedModel | PreTrainedConfig`): What the cache is for.
+        options (`dict`): The backend's.
+        max_cache_length (`int`, *optional*): Tokens of the decoder the cache will hold in the end, if known.
+
+    Raises:
+        ValueError: On a wrong option, or for a backend that evicts.
+    """
+    own = extended(SelfAttentionCache, cache_class)
+    cross = extended(CrossAttentionCache, cache_class)
+    return KVEncoderDecoderCache(
+        own(model_or_config, max_cache_length=max_cache_length, **options), cross(model_or_config, **options)
+    )
