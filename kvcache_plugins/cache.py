@@ -7,7 +7,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,9 @@ from .models.layer_plan import LayerPlan, caches_latents, key_value_heads, plan_
 from .models.longrope import choose_frequencies, follow_cache
 from .report import CacheReport
 
+if TYPE_CHECKING:
+    from .encoder_decoder import KVEncoderDecoderCache
+
 __all__ = ["KVCache"]
 
 _ = _dispatch
@@ -57,7 +60,7 @@ class KVCache(Cache):
     """A `transformers.Cache` whose attention layers are packed. Base class of every backend's cache.
 
     Built by `generate(cache_implementation="quantized", cache_config={"backend": ...})`, by `build_cache`, or
-    directly from a subclass, which of an encoder-decoder model serves the decoder's attention to its own text:
+    directly from a subclass, which of an encoder-decoder model serves the decoder's own text alone:
 
     ```python
     cache = KIVICache(model, nbits=2)
@@ -275,7 +278,9 @@ class KVCache(Cache):
         save_cache(self, directory)
 
     @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str], model_or_config: Any) -> KVCache:
+    def from_pretrained(
+        cls, directory: str | os.PathLike[str], model_or_config: Any
+    ) -> KVCache | KVEncoderDecoderCache:
         """Load a cache saved by `save_pretrained`, of whatever backend (see `persistence.load_cache`)."""
         from .persistence import load_cache
 

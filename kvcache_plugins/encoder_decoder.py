@@ -24,7 +24,7 @@ from .models.facts import LayerFacts
 from .models.layer_plan import LayerPlan, plan_cross_attention
 from .report import CacheReport
 
-__all__ = ["CrossAttentionCache", "KVEncoderDecoderCache", "SelfAttentionCache", "build_both"]
+__all__ = ["CrossAttentionCache", "KVEncoderDecoderCache", "SelfAttentionCache", "build_both", "layers_of"]
 
 
 class SelfAttentionCache(KVCache):
@@ -54,10 +54,10 @@ class CrossAttentionCache(KVCache):
 
         Args:
             model (`PreTrainedModel`): Whose key biases to use.
-            attention_mask (`torch.Tensor` of shape `(B, S)`, *optional*): Which of the encoder's tokens are no
-                padding. Other shapes, as of sounds, say nothing of it and are ignored.
-            max_cache_length (`int`, *optional*): Without effect, as is `prompt_length`: what the encoder has
-                read comes at once.
+            attention_mask (`torch.Tensor` of shape `(B, S)`, *optional*): Which of the encoder's tokens are
+                no padding. Other shapes, as of sounds, say nothing of it and are ignored.
+            max_cache_length (`int`, *optional*): Without effect: what the encoder has read comes at once.
+            prompt_length (`int`, *optional*): Without effect.
         """
         super().bind(model)
         is_known = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
@@ -88,17 +88,18 @@ class KVEncoderDecoderCache(EncoderDecoderCache):
         cross_attention_cache (`CrossAttentionCache`): Of what it reads of the encoder.
     """
 
+    self_attention_cache: KVCache  # type: ignore[assignment]  # transformers writes its own class
     _cross_attention_cache: CrossAttentionCache
 
     def __init__(self, self_attention_cache: KVCache, cross_attention_cache: CrossAttentionCache) -> None:
         super().__init__(self_attention_cache, cross_attention_cache)
 
-    @property
+    @property  # type: ignore[override]  # an attribute of transformers' own class
     def cross_attention_cache(self) -> CrossAttentionCache:
         """The half that holds what the decoder reads of the encoder."""
         return self._cross_attention_cache
 
-    @cross_attention_cache.setter
+    @cross_attention_cache.setter  # type: ignore[override]
     def cross_attention_cache(self, cache: CrossAttentionCache | None) -> None:
         if cache is not None:  # see `CrossAttentionCache.__new__`
             self._cross_attention_cache = cache
@@ -135,11 +136,11 @@ class KVEncoderDecoderCache(EncoderDecoderCache):
 
         Args:
             model (`PreTrainedModel`): Whose key biases to use.
-            attention_mask (`torch.Tensor` of shape `(B, T)`, *optional*): Of the decoder's tokens, what models
-                call `decoder_attention_mask`; its leading zeros are left padding.
+            attention_mask (`torch.Tensor` of shape `(B, T)`, *optional*): Of the decoder's tokens, what
+                models call `decoder_attention_mask`; its leading zeros are left padding.
             max_cache_length (`int`, *optional*): Tokens of the decoder the cache will hold in the end.
-            encoder_attention_mask (`torch.Tensor` of shape `(B, S)`, *optional*): Of the encoder's, what models
-                call `attention_mask`.
+            encoder_attention_mask (`torch.Tensor` of shape `(B, S)`, *optional*): Of the encoder's, what
+                models call `attention_mask`.
 
         Returns:
             `KVEncoderDecoderCache`: itself.
@@ -151,6 +152,11 @@ class KVEncoderDecoderCache(EncoderDecoderCache):
         self.self_attention_cache.bind(model, attention_mask, max_cache_length)
         self.cross_attention_cache.bind(model, encoder_attention_mask)
         return self
+
+    def find_out_what_is_held(self) -> None:
+        """Set `is_updated`, by which models know which layers have read the encoder."""
+        lengths = map(self.cross_attention_cache.get_seq_length, range(len(self.cross_attention_cache)))
+        self.is_updated = {layer_idx: length > 0 for layer_idx, length in enumerate(lengths)}
 
     def check_dynamic_cache(self, method: str) -> None:
         """Nothing: both halves know every verb that transformers' own dynamic cache does."""
@@ -179,7 +185,9 @@ class KVEncoderDecoderCache(EncoderDecoderCache):
         save_cache(self, directory)
 
     @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str], model_or_config: Any) -> Any:
+    def from_pretrained(
+        cls, directory: str | os.PathLike[str], model_or_config: Any
+    ) -> KVCache | KVEncoderDecoderCache:
         """Load a cache saved by `save_pretrained`, of whatever backend (see `persistence.load_cache`)."""
         from .persistence import load_cache
 
@@ -200,8 +208,15 @@ def build_both(
     Raises:
         ValueError: On a wrong option, or for a backend that evicts.
     """
-    own = extended(SelfAttentionCache, cache_class)
-    cross = extended(CrossAttentionCache, cache_class)
+    own = extended(SelfAttentionCache, cache_class)  # type: ignore[arg-type]  # classes can be hashed
+    cross = extended(CrossAttentionCache, cache_class)  # type: ignore[arg-type]
     return KVEncoderDecoderCache(
         own(model_or_config, max_cache_length=max_cache_length, **options), cross(model_or_config, **options)
     )
+
+
+def layers_of(cache: KVCache | KVEncoderDecoderCache) -> list[Any]:
+    """Return the layers of a cache, ours and transformers'; of both halves, those of the text first."""
+    if isinstance(cache, KVEncoderDecoderCache):
+        return [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    return list(cache.layers)

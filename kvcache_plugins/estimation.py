@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .building import build_cache
+from .encoder_decoder import layers_of
 from .layers.base import PackedLayer
 from .layers.counting import tensors_in
 from .layers.offloading import SLOTS
 from .models.facts import decoder_config, split_model_or_config
-from .models.layer_plan import indexer_sizes, key_value_heads, plan_layers
+from .models.layer_plan import (
+    LayerPlan,
+    indexer_sizes,
+    key_value_heads,
+    plan_cross_attention,
+    plan_layers,
+)
 
 __all__ = ["estimate"]
 
@@ -25,6 +33,7 @@ def estimate(
     *,
     dtype: torch.dtype | None = None,
     max_cache_length: int | None = None,
+    encoder_tokens: int | None = None,
 ) -> int:
     """Predict `kv_bytes()` of a cache that was given `tokens` tokens.
 
@@ -46,46 +55,91 @@ def estimate(
         dtype (`torch.dtype`, *optional*): Of the states; the model's, else the configuration's, else bf16.
         max_cache_length (`int`, *optional*): Tokens the cache is known to hold in the end, as `generate()`
             tells it; room is then made for these and no more.
+        encoder_tokens (`int`, *optional*): States per row that the encoder hands to the decoder, where there
+            is one: tokens of a text, patches of an image, 1500 of 30 seconds of Whisper's sound.
 
     Returns:
         `int`: bytes.
 
     Raises:
-        ValueError: On a wrong option, or a count that is not positive.
+        ValueError: On a wrong option, a count that is not positive, or none for an encoder.
     """
-    for name, value in (("tokens", tokens), ("batch_size", batch_size)):
+    for name, value in (("tokens", tokens), ("batch_size", batch_size), ("encoder_tokens", encoder_tokens)):
+        if name == "encoder_tokens" and value is None:
+            continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"estimate: {name} must be an integer >= 1, got {value!r}.")
     model, config = split_model_or_config(model_or_config)
+    has_encoder = bool(getattr(config, "is_encoder_decoder", False))
+    if has_encoder != (encoder_tokens is not None):
+        kind = "an encoder-decoder" if has_encoder else "a decoder-only"
+        allowed = "an integer >= 1" if has_encoder else "None"
+        raise ValueError(
+            f"estimate: {type(config).__name__} is of {kind} model, for which encoder_tokens must be "
+            f"{allowed}, got {encoder_tokens!r}."
+        )
     config = decoder_config(config)
     if dtype is None:
         dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
+    plans = plan_layers(config)
+    cross_plans = plan_cross_attention(config) if has_encoder else []
     if isinstance(cache_config, Mapping) and str(cache_config.get("backend")).lower() == "dense":
-        layers: list[Any] = [plan.build_dense() for plan in plan_layers(config)]
+        layers: list[Any] = [plan.build_dense() for plan in (*plans, *cross_plans)]
     else:
-        layers = build_cache(model_or_config, cache_config, max_cache_length=max_cache_length).layers
-    indexer_dim, position_dims = indexer_sizes(config) or (None, 0)
-    storages: dict[int, int] = {}
-    offloaded: list[int] = []
-    for layer_idx, (layer, plan) in enumerate(zip(layers, plan_layers(config), strict=True)):
+        layers = layers_of(build_cache(model_or_config, cache_config, max_cache_length=max_cache_length))
+    states = _States(config, batch_size, dtype)
+    fed = []
+    for layer_idx, (layer, plan) in enumerate(zip(layers[: len(plans)], plans, strict=True)):
         if plan.is_cross_attention or not hasattr(layer, "get_mask_sizes"):
             continue  # also linear attention, and layers without any state
-        heads, key_dim, value_dim = key_value_heads(config, layer_idx)
+        states.feed_text(layer, plan, layer_idx, tokens)
+        fed.append(layer)
+    for layer_idx, layer in enumerate(layers[len(plans) :]):
+        layer.update(*states.of(layer_idx, encoder_tokens or 0))
+        fed.append(layer)
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors_of(fed)}
+    packed = (layer for layer in fed if isinstance(layer, PackedLayer))
+    offloaded = sorted(layer.records.data.nbytes for layer in packed if layer.shelf is not None)
+    in_turn = offloaded[-SLOTS:] if len(offloaded) > 1 else []
+    return sum(storages.values()) + sum(in_turn)
+
+
+class _States:
+    """What a decoder's layers hand to their cache, without data.
+
+    Args:
+        config (`PreTrainedConfig`): The decoder's configuration.
+        batch_size (`int`): Rows.
+        dtype (`torch.dtype`): Of keys and values.
+    """
+
+    def __init__(self, config: Any, batch_size: int, dtype: torch.dtype) -> None:
+        self.config, self.batch_size, self.dtype = config, batch_size, dtype
+        sizes: tuple[int | None, int] = indexer_sizes(config) or (None, 0)
+        self.indexer_dim, self.position_dims = sizes
+
+    def of(self, layer_idx: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of `count` tokens."""
+        heads, key_dim, value_dim = key_value_heads(self.config, layer_idx)
+        return self._empty(heads, count, key_dim), self._empty(heads, count, value_dim)
+
+    def feed_text(self, layer: Any, plan: LayerPlan, layer_idx: int, tokens: int) -> None:
+        """Give a layer a prompt, and the last token by itself."""
         if isinstance(layer, PackedLayer):
             layer.set_prompt_length(tokens)
         for count in (tokens - 1, 1):
-            keys = torch.empty(batch_size, heads, count, key_dim, dtype=dtype, device="meta")
-            values = torch.empty(batch_size, heads, count, value_dim, dtype=dtype, device="meta")
-            layer.update(keys, values)
-            if indexer_dim is not None and plan.has_indexer:
-                layer.update_indexer(torch.empty(batch_size, count, indexer_dim, dtype=dtype, device="meta"))
-        if position_dims and plan.has_indexer:
-            shape = (position_dims, batch_size, tokens)
+            layer.update(*self.of(layer_idx, count))
+            if self.indexer_dim is not None and plan.has_indexer:
+                layer.update_indexer(self._empty(count, self.indexer_dim))
+        if self.position_dims and plan.has_indexer:
+            shape = (self.position_dims, self.batch_size, tokens)
             layer.indexer_position_ids = torch.empty(shape, dtype=torch.int64, device="meta")
-            position_dims = 0  # the first layer keeps those of all
-        if isinstance(layer, PackedLayer) and layer.shelf is not None:
-            offloaded.append(layer.records.data.nbytes)
-        owned = layer.tensors().values() if isinstance(layer, PackedLayer) else tensors_in(vars(layer))
-        storages |= {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in owned}
-    in_turn = sorted(offloaded)[-SLOTS:] if len(offloaded) > 1 else []
-    return sum(storages.values()) + sum(in_turn)
+            self.position_dims = 0  # the first layer keeps those of all
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(self.batch_size, *shape, dtype=self.dtype, device="meta")
+
+
+def _tensors_of(layers: list[Any]) -> Iterator[Tensor]:
+    for layer in layers:
+        yield from layer.tensors().values() if isinstance(layer, PackedLayer) else tensors_in(vars(layer))

@@ -213,9 +213,9 @@ def bind_cache(
         return
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{type(model).__name__} has an encoder, and this cache of the backend {kv_cache.backend!r} is for "
-            "the decoder's own text alone. Allowed are cache_implementation='quantized' with a cache_config, "
-            "and what `kvcache_plugins.build_cache(model, cache_config)` returns."
+            f"{type(model).__name__} has an encoder, and this cache of the backend {kv_cache.backend!r} is "
+            "for the decoder's own text alone. Allowed are cache_implementation='quantized' with a "
+            "cache_config, and what `kvcache_plugins.build_cache(model, cache_config)` returns."
         )
     prompt_length = _prompt_length(generation_config, model_kwargs)
     _check_news(kv_cache, prompt_length)

@@ -30,6 +30,7 @@ from .artifacts.folders import replacing
 from .artifacts.named import named_artifacts, paths_of_artifacts, with_artifacts_at
 from .building import build_cache
 from .cache import KVCache
+from .encoder_decoder import KVEncoderDecoderCache, layers_of
 from .errors import ArtifactError, UnsupportedOperationError
 from .layers.base import PackedLayer
 from .layers.counting import tensors_in
@@ -45,8 +46,10 @@ _PAIR, _SUMS = "saved_as", "checksums"
 _PATHS, _STATIC_SUMS = "artifact_paths", "artifact_checksums"
 
 
-def save_cache(cache: KVCache, directory: str | os.PathLike[str]) -> None:
+def save_cache(cache: KVCache | KVEncoderDecoderCache, directory: str | os.PathLike[str]) -> None:
     """Write `cache` into `directory`; a cache that is there already stays if this one cannot be written.
+
+    Of an encoder-decoder model the layers of the text come first, then those of what the encoder has read.
 
     Raises:
         UnsupportedOperationError: If a layer of transformers' own is of a kind whose state is not known here.
@@ -54,7 +57,7 @@ def save_cache(cache: KVCache, directory: str | os.PathLike[str]) -> None:
     """
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any]] = []
-    for layer_idx, layer in enumerate(cache.layers):
+    for layer_idx, layer in enumerate(layers_of(cache)):
         layer_tensors, facts = (
             layer.state() if isinstance(layer, PackedLayer) else _dense_state(layer_idx, layer)
         )
@@ -67,7 +70,7 @@ def save_cache(cache: KVCache, directory: str | os.PathLike[str]) -> None:
         "options": options,
         "model": _fingerprint(cache.model_config),
         "layers": layers,
-        "reads_long_text": cache.reads_long_text,
+        "reads_long_text": getattr(cache, "reads_long_text", False),
         _PAIR: uuid.uuid4().hex,
         _SUMS: {name: _checksum(tensor) for name, tensor in tensors.items()},
         _PATHS: paths_of_artifacts(options),
@@ -77,7 +80,7 @@ def save_cache(cache: KVCache, directory: str | os.PathLike[str]) -> None:
         write_json(folder / _FACTS, facts)
 
 
-def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCache:
+def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCache | KVEncoderDecoderCache:
     """Read a cache saved by [`save_cache`] for the same model.
 
     Args:
@@ -111,7 +114,7 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
         cache = build_cache(model_or_config, {"backend": facts["backend"], **options})
     except (AttributeError, TypeError, ValueError) as error:
         raise ArtifactError(f"{folder / _FACTS}: {error}") from error
-    if facts["reads_long_text"]:
+    if facts["reads_long_text"] and isinstance(cache, KVCache):
         if model is None:
             raise ArtifactError(
                 f"{folder} holds a long text of a model with two sets of rotary frequencies: it needs the "
@@ -120,7 +123,10 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
         cache.reads_long_text = True
         cache.bind(model)  # now, because keys may have been coded relative to these frequencies
     device = torch.device(getattr(model, "device", "cpu"))
-    for layer_idx, layer in enumerate(cache.layers):
+    layers = layers_of(cache)
+    if len(facts["layers"]) != len(layers):
+        raise ArtifactError(f"{folder} holds {len(facts['layers'])} layers, expected {len(layers)}.")
+    for layer_idx, layer in enumerate(layers):
         prefix = f"layers.{layer_idx}."
         stored = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         _check_sums(folder / _TENSORS, stored, facts.get(_SUMS))
@@ -138,6 +144,8 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
                 f"{folder}: layer {layer_idx} was packed with another calibration than is now in "
                 f"{sorted(named_artifacts(options))}. Allowed is the one it was packed with."
             )
+    if isinstance(cache, KVEncoderDecoderCache):
+        cache.find_out_what_is_held()
     return cache
 
 

@@ -50,6 +50,7 @@ def test_importing_second_adds_nothing_heavy_and_does_not_initialise_cuda() -> N
     assert [name for name in added if name.startswith("kvcache_plugins")] == [
         "kvcache_plugins",
         "kvcache_plugins.config",
+        "kvcache_plugins.encoder_calls",
         "kvcache_plugins.errors",
         "kvcache_plugins.generation_calls",
         "kvcache_plugins.integration",

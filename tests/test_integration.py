@@ -29,8 +29,6 @@ from transformers import (
     MiniMaxForCausalLM,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
     XLMConfig,
     XLMWithLMHeadModel,
 )
@@ -190,17 +188,6 @@ def test_native_kernel_without_one(
     monkeypatch.setenv("KVCACHE_NO_BUILD", "1")
     with pytest.raises(kvp.KernelUnavailableError, match=r"kernel='native'.*kivi.*kernel='torch'"):
         generate(model, {"backend": "kivi", "kernel": "native"})
-
-
-def test_encoder_decoder_models_are_refused() -> None:
-    config = T5Config(
-        d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=64, decoder_start_token_id=0
-    )
-    model = T5ForConditionalGeneration(config).eval()
-    with pytest.raises(ValueError, match=r"cache_config.*encoder-decoder.*decoder-only"):
-        generate(model, {"backend": "kivi"})
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        kvp.build_cache(config, {"backend": "kivi"})
 
 
 def test_a_model_with_a_cache_of_its_own_is_refused() -> None:

@@ -9,8 +9,8 @@ def test_exports() -> None:
     assert sorted(kvp.__all__) == [
         "ArtifactError", "BackendConfig", "CacheReport", "EvictingCache", "ExpectedAttentionCache",
         "Float8Cache", "H2OCache", "IncompatibleTransformersError", "Int4Cache", "Int8Cache",
-        "KIVICache", "KVCache", "KVQuantCache", "KVzipCache", "KernelUnavailableError", "KeyDiffCache",
-        "KnormCache",
+        "KIVICache", "KVCache", "KVEncoderDecoderCache", "KVQuantCache", "KVzipCache",
+        "KernelUnavailableError", "KeyDiffCache", "KnormCache",
         "LagKVCache", "LocretCache", "RandomCache", "RetainingHeads", "RetainingHeadsConfig", "SirLLMCache",
         "SnapKVCache", "StreamingLLMCache", "TOVACache", "UnsupportedOperationError", "build_cache",
         "estimate", "install", "list_backends", "register_backend", "uninstall",

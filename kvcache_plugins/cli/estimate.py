@@ -45,6 +45,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="in the cache (default: 4096 32768)",
     )
+    parser.add_argument(
+        "--encoder_tokens", type=int, metavar="N", help="that an encoder reads, of a model which has one"
+    )
     parser.add_argument("--batch_size", type=int, default=1, metavar="B", help="rows (default: 1)")
     parser.add_argument("--dtype", help="of the model, such as bf16 (default: the configuration's)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -58,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     for tokens in args.tokens:
         check_count("tokens", tokens, most=_MOST)
     check_count("batch_size", args.batch_size, most=_MOST)
+    if args.encoder_tokens is not None:
+        check_count("encoder_tokens", args.encoder_tokens, most=_MOST)
     chosen = list(OURS) if args.cache_config is None else parse_cache_configs(args.cache_config)
     cache_configs = dense_first(chosen)
     for cache_config in cache_configs:
@@ -73,7 +78,14 @@ def run(args: argparse.Namespace) -> int:
     for tokens in args.tokens:
         dense_bytes = 0
         for cache_config in cache_configs:
-            kv_bytes = estimate(config, dict(cache_config), tokens, args.batch_size, dtype=dtype)
+            kv_bytes = estimate(
+                config,
+                dict(cache_config),
+                tokens,
+                args.batch_size,
+                dtype=dtype,
+                encoder_tokens=args.encoder_tokens,
+            )
             dense_bytes = dense_bytes or kv_bytes  # the dense cache comes first
             fraction = kv_bytes / dense_bytes
             rows.append(
@@ -126,6 +138,8 @@ def _print_table(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[s
 
     name = args.model or args.preset or _DEFAULT_PRESET
     title = f"{name}, {str(dtype).removeprefix('torch.')}, batch of {args.batch_size}"
+    if args.encoder_tokens is not None:
+        title += f", {args.encoder_tokens} tokens of the encoder"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("tokens", justify="right")
     table.add_column("cache", overflow="fold")

@@ -26,7 +26,7 @@ class CrossAttentionLayer(ShownLayer):
     """A packed layer whose tokens are those of images or of an encoder. Made by [`with_cross_attention`].
 
     Attributes:
-        real_tokens (`torch.Tensor` of shape `(B, T)`, *optional*): Which of the tokens to come are no padding.
+        real_tokens (`torch.Tensor` of shape `(B, T)`, *optional*): Which of those to come are no padding.
     """
 
     is_ragged = True

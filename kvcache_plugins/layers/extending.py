@@ -9,7 +9,7 @@ __all__ = ["extended"]
 
 
 @cache
-def extended(part: type, base: type) -> Any:
+def extended(part: Any, base: Any) -> Any:
     """Return the class of a backend's layers, or of its caches, that are a `part` as well.
 
     Args:
@@ -24,5 +24,5 @@ def _reduced(instance: Any) -> tuple[Any, ...]:
     return _made_again, type(instance).__bases__, vars(instance)
 
 
-def _made_again(part: type, base: type) -> Any:
+def _made_again(part: Any, base: Any) -> Any:
     return object.__new__(extended(part, base))

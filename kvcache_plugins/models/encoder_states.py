@@ -36,7 +36,7 @@ def _refuse(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return
     raise ValueError(
         f"This cache of the backend {kv_cache.backend!r} is for the text of a decoder alone; "
-        f"{type(decoder).__name__} was given `{_STATES}`, of which it would store keys and values among those "
-        "of the text. Allowed are calls without them; for an encoder-decoder model what `build_cache` "
-        "returns; in loops of your own EncoderDecoderCache(cache, DynamicCache()), where the model takes one."
+        f"{type(decoder).__name__} was given `{_STATES}`, of which it would store keys and values among "
+        "those of the text. Allowed are calls without them; for an encoder-decoder model what `build_cache` "
+        "returns; in loops of your own EncoderDecoderCache(cache, DynamicCache()), if the model takes one."
     )

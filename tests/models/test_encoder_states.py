@@ -58,7 +58,9 @@ def test_states_of_an_encoder_are_refused_before_anything_is_stored(name: str, i
     cache = (
         kvp.build_cache(model.config, INT8).bind(model) if is_bound_later else kvp.build_cache(model, INT8)
     )
-    with pytest.raises(ValueError, match=r"'int8' serves decoder-only models; .* `encoder_hidden_states`"):
+    with pytest.raises(
+        ValueError, match=r"'int8' is for the text of a decoder alone; .* `encoder_hidden_states`"
+    ):
         in_two_calls(model, cache)
     assert cache.get_seq_length() == 0
     expected = in_two_calls(model, DynamicCache(), None)

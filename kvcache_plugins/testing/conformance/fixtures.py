@@ -35,7 +35,9 @@ class Fixtures:
     @pytest.fixture
     def cache(self, model: Any, cache_config: dict[str, Any]) -> KVCache:
         """A fresh cache of the backend."""
-        return build_cache(model, cache_config)
+        cache = build_cache(model, cache_config)
+        assert isinstance(cache, KVCache)
+        return cache
 
     @pytest.fixture
     def layer(self, cache: KVCache) -> PackedLayer:
