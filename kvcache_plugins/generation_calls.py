@@ -14,11 +14,18 @@ from typing import Any
 
 from .encoder_calls import bind_both, holds_both, placed
 from .errors import IncompatibleTransformersError
-from .models.cache_argument import CACHE_NAMES, given_cache
+from .models.cache_argument import CACHE_NAMES, cache_name, given_cache
 from .prompt_chunks import soft_prompt_kind, why_read_whole
 from .registry import TRANSFORMERS_BACKENDS, get_backend, list_backends
 
-__all__ = ["bind_cache", "check_batching", "check_request", "choose_cache_of_assistant", "ready_to_build"]
+__all__ = [
+    "bind_cache",
+    "check_batching",
+    "check_prepared",
+    "check_request",
+    "choose_cache_of_assistant",
+    "ready_to_build",
+]
 
 _WITHOUT_CACHE = ("flaubert", "openai-gpt", "xlm")
 """Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
@@ -259,6 +266,27 @@ def _fill_holes(model_kwargs: dict[str, Any]) -> None:
     mask: Any = model_kwargs.get("attention_mask")
     if getattr(mask, "ndim", 0) == 2:
         model_kwargs["attention_mask"] = mask.cummax(dim=1).values
+
+
+def check_prepared(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse to read a prompt without the cache of ours that was asked for.
+
+    Args:
+        model (`PreTrainedModel`): What generates, and may have left out what prepares a cache.
+        generation_config (`GenerationConfig`): The call's own copy.
+        model_kwargs (`dict`): The call's arguments.
+
+    Raises:
+        ValueError: Naming the backend that would be ignored.
+    """
+    cache_config: Any = getattr(generation_config, "cache_config", None)
+    is_asked_for = getattr(generation_config, "cache_implementation", None) == "quantized"
+    if is_asked_for and _names_ours(cache_config) and given_cache(model_kwargs) is None:
+        raise ValueError(
+            f"{type(model).__name__} prepares no cache before it generates: cache_config with "
+            f"backend={cache_config['backend']!r} would be ignored. Allowed is the cache itself, as "
+            f"{cache_name()}=kvcache_plugins.build_cache(model, cache_config)."
+        )
 
 
 def _check_found(generation_config: Any) -> None:

@@ -32,6 +32,7 @@ from .errors import IncompatibleTransformersError
 from .generation_calls import (
     bind_cache,
     check_batching,
+    check_prepared,
     check_request,
     choose_cache_of_assistant,
     ready_to_build,
@@ -146,7 +147,27 @@ def _generation_seam(module: ModuleType) -> None:
 
     cls._prepare_cache_for_generation = prepare
     _undo.append(lambda: setattr(cls, "_prepare_cache_for_generation", original))
+    _prefill_seam(cls)
     _batching_seam(cls)
+
+
+def _prefill_seam(cls: type) -> None:
+    """Install into the class that generates; nothing if its release reads prompts by another method."""
+    original: Any = vars(cls).get("_prefill")
+    if original is None or not {"generation_config", "model_kwargs"} <= set(
+        inspect.signature(original).parameters
+    ):
+        return
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs).arguments
+        check_prepared(self, bound["generation_config"], bound["model_kwargs"])
+        return original(self, *args, **kwargs)
+
+    setattr(cls, "_prefill", prefill)  # noqa: B010  # private, and not in every release
+    _undo.append(lambda: setattr(cls, "_prefill", original))
 
 
 def _batching_seam(cls: type) -> None:

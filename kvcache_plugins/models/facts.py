@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Sequence
@@ -114,10 +115,7 @@ def decoder_config(config: Any) -> Any:
         ValueError: For models with two caches that are not one of each half, and for those that attend to
             padding.
     """
-    decoder = config.get_text_config(decoder=True)
-    num_layers = getattr(config, "num_decoder_layers", None)
-    if num_layers is not None and getattr(config, "is_encoder_decoder", False):
-        decoder.num_hidden_layers = num_layers  # which T5 writes otherwise than transformers reads it
+    decoder = _decoders_half(config.get_text_config(decoder=True), config)
     check_loops(decoder)
     if decoder.model_type in _OWN_CROSS_CACHES:
         raise ValueError(
@@ -129,6 +127,24 @@ def decoder_config(config: Any) -> Any:
             f"Models of type {decoder.model_type!r} attend to padding as soon as a cache holds tokens, which "
             "no cache of this package keeps. Allowed for this model is no cache_implementation at all."
         )
+    return decoder
+
+
+def _decoders_half(decoder: Any, config: Any) -> Any:
+    """Let a configuration say of layers and heads what holds of the decoder.
+
+    Transformers copies and renames what an encoder-decoder model says of its decoder (BART); it does not
+    where that is half of another model (Donut's MBART, the BART of RAG), nor know T5's name for it.
+    """
+    reads_encoder = getattr(decoder, "attribute_map", {}).get("num_hidden_layers") == "encoder_layers"
+    if reads_encoder and decoder is config.get_text_config(decoder=True):  # and not a new copy
+        decoder = copy.deepcopy(decoder)
+        has_encoder, decoder.is_encoder_decoder = decoder.is_encoder_decoder, True
+        decoder = decoder.get_text_config(decoder=True)
+        decoder.is_encoder_decoder = has_encoder
+    num_layers = getattr(decoder, "num_decoder_layers", None)
+    if num_layers is not None and decoder is not config and getattr(config, "is_encoder_decoder", False):
+        decoder.num_hidden_layers = num_layers
     return decoder
 
 
