@@ -8,7 +8,7 @@ from typing import Any
 from .cache import KVCache
 from .config import drop_legacy_keys
 from .encoder_decoder import KVEncoderDecoderCache, build_both
-from .models.facts import split_model_or_config
+from .models.decoder import split_model_or_config
 from .registry import get_backend
 
 __all__ = ["build_cache"]

@@ -33,16 +33,14 @@ from .layers.recurrent import with_recurrent_branch
 from .layers.rows import chosen_rows, num_rows
 from .layers.storing import storing
 from .layers.windowed import WindowedLayer, pays_off, with_window
+from .models.decoder import decoder_config, decoder_only_config, split_model_or_config
 from .models.encoder_states import refuse_encoder_states
 from .models.facts import (
     LayerFacts,
     check_attention_function,
     check_owner,
-    decoder_config,
-    decoder_only_config,
     describe_layers,
     refuse_split_heads,
-    split_model_or_config,
 )
 from .models.layer_plan import LayerPlan, caches_latents, key_value_heads, plan_layers
 from .models.longrope import choose_frequencies, follow_cache

@@ -13,7 +13,7 @@ from .encoder_decoder import layers_of
 from .layers.base import PackedLayer
 from .layers.counting import tensors_in
 from .layers.offloading import SLOTS
-from .models.facts import decoder_config, split_model_or_config
+from .models.decoder import decoder_config, split_model_or_config
 from .models.layer_plan import (
     LayerPlan,
     indexer_sizes,

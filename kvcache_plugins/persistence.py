@@ -35,7 +35,7 @@ from .errors import ArtifactError, UnsupportedOperationError
 from .layers.base import PackedLayer
 from .layers.counting import tensors_in
 from .layers.recurrent import load_recurrent_state, recurrent_state
-from .models.facts import decoder_config, split_model_or_config
+from .models.decoder import decoder_config, split_model_or_config
 from .models.layer_plan import key_value_heads
 
 __all__ = ["FORMAT_VERSION", "load_cache", "save_cache"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArtifactError
-from ..models.facts import decoder_config
+from ..models.decoder import decoder_config
 from ..models.layer_plan import key_value_heads
 from ..models.rotary import Rotary
 

@@ -14,7 +14,8 @@ from ..errors import UnsupportedOperationError
 from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
-from ..models.facts import LayerFacts, decoder_only_config, refuse_split_heads, split_model_or_config
+from ..models.decoder import decoder_only_config, split_model_or_config
+from ..models.facts import LayerFacts, refuse_split_heads
 from ..registry import register_backend
 from ..retaining.loading import load_heads
 from ..retaining.projections import ProjectionTap

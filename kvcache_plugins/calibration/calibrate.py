@@ -19,7 +19,7 @@ from ..evaluation.loading import Subject, load_config, load_subject
 from ..evaluation.output_lock import writing_alone
 from ..evaluation.progress import Progress, silent
 from ..evaluation.text_files import read_text_file
-from ..models.facts import decoder_only_config
+from ..models.decoder import decoder_only_config
 from .fitting import fit_layers
 from .options import CalibrationOptions
 from .passes import run_passes

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from ..models.facts import decoder_only_config, describe_layers, split_model_or_config
+from ..models.decoder import decoder_only_config, split_model_or_config
+from ..models.facts import describe_layers
 from ..models.layer_plan import plan_layers
 from ..models.rotary import Rotary
 

@@ -24,7 +24,7 @@ from ..layers.base import PackedLayer
 from ..layers.crossing import CrossAttentionLayer
 from ..layers.handle import KVHandle
 from ..models.cache_argument import as_argument
-from ..models.facts import decoder_only_config
+from ..models.decoder import decoder_only_config
 from ..models.layer_plan import key_value_heads
 
 __all__ = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..models.facts import decoder_only_config
+from ..models.decoder import decoder_only_config
 from ..models.layer_plan import caches_latents, key_value_heads
 from ..models.presets import preset_config
 from ..models.pretrained import load_config

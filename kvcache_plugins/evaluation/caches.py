@@ -14,7 +14,7 @@ from ..building import build_cache
 from ..cache import KVCache
 from ..layers.counting import tensors_in
 from ..models.cache_argument import as_argument
-from ..models.facts import decoder_only_config, split_model_or_config
+from ..models.decoder import decoder_only_config, split_model_or_config
 from ..prompt_chunks import why_read_whole
 from ..registry import TRANSFORMERS_BACKENDS
 from .labels import DENSE

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..estimation import estimate
-from ..models.facts import decoder_only_config
+from ..models.decoder import decoder_only_config
 from ..models.layer_plan import key_value_heads, plan_layers
 from ..registry import TRANSFORMERS_BACKENDS
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..models.facts import most_positions
+from ..models.decoder import most_positions
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
 from .file_digests import CacheNames, model_settings

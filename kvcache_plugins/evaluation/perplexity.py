@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..models.facts import decoder_only_config, most_positions
+from ..models.decoder import decoder_only_config, most_positions
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
 from .file_digests import CacheNames, model_settings

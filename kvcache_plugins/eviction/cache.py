@@ -9,15 +9,13 @@ from torch import Tensor, nn
 from ..attention.latent_models import why_expanded
 from ..cache import KVCache
 from ..layers.base import PackedLayer
+from ..models.decoder import decoder_config, decoder_of, split_model_or_config
 from ..models.facts import (
     LayerFacts,
     biases_by_distance,
-    decoder_config,
-    decoder_of,
     exchanges_attention,
     masks_all_columns,
     masks_all_seen,
-    split_model_or_config,
     weighs_rotated_keys,
 )
 from ..models.layer_plan import LayerPlan, caches_latents, key_value_heads

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..errors import UnsupportedOperationError
 from ..layers.storing import storing
 from ..models.cache_argument import given_cache
-from ..models.facts import decoder_of
+from ..models.decoder import decoder_of
 from ..models.hooks import add_hooks
 from ..models.placeholders import find_placeholder
 from .cache import EvictingCache

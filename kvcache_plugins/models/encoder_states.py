@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from .cache_argument import given_cache
-from .facts import decoder_of
+from .decoder import decoder_of
 from .hooks import add_hooks
 
 __all__ = ["refuse_encoder_states"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Sequence
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .decoder import decoder_config, decoder_of, split_model_or_config
 from .layer_plan import LayerPlan, key_value_heads
-from .loops import check_loops
 from .rotary import Rotary, find_rotary, modeling_module
 
 __all__ = [
@@ -21,16 +20,11 @@ __all__ = [
     "biases_by_distance",
     "check_attention_function",
     "check_owner",
-    "decoder_config",
-    "decoder_of",
-    "decoder_only_config",
     "describe_layers",
     "exchanges_attention",
     "masks_all_columns",
     "masks_all_seen",
-    "most_positions",
     "refuse_split_heads",
-    "split_model_or_config",
     "weighs_rotated_keys",
 ]
 
@@ -50,10 +44,6 @@ _BIASED_FAMILIES = frozenset(
 )
 """Families whose key projection has a bias by construction, or by a default the flags below do not show."""
 _BIAS_FLAGS = ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias")
-_OWN_CROSS_CACHES = frozenset({"blip_text_model"})
-"""Families that put keys of images beside those of text only if the cache they are given is transformers'."""
-_FAMILIES_WITHOUT_MASKS = frozenset({"prophetnet"})
-"""Families that attend to padding from the second call on, and read one token in each."""
 _DISTANCE_BIASED_FAMILIES = frozenset(
     {"bloom", "cpmant", "inkling2_loop_text", "inkling2_text", "inkling_text", "mpt"}
 )
@@ -83,118 +73,6 @@ class LayerFacts:
     rotary: Rotary | None = None
     has_key_bias: bool = False
     key_bias_max: float | None = None
-
-
-def split_model_or_config(model_or_config: Any) -> tuple[nn.Module | None, Any]:
-    """Return `(model or None, config)` for something that is a model or a configuration.
-
-    Raises:
-        ValueError: If it is neither.
-    """
-    if isinstance(model_or_config, nn.Module):
-        config = getattr(model_or_config, "config", None)
-        if config is not None:
-            return model_or_config, config
-        raise ValueError(
-            "Expected a transformers model or its configuration, got the module "
-            f"{type(model_or_config).__name__}, which has none. Of a wrapper such as DistributedDataParallel "
-            "allowed is the model in it, `.module`."
-        )
-    if hasattr(model_or_config, "get_text_config"):
-        return None, model_or_config
-    raise ValueError(
-        f"Expected a transformers model or its configuration, got {type(model_or_config).__name__}: "
-        f"{model_or_config!r}."
-    )
-
-
-def decoder_config(config: Any) -> Any:
-    """Return the configuration of the text decoder, which may be half of an encoder-decoder model.
-
-    Raises:
-        ValueError: For models with two caches that are not one of each half, and for those that attend to
-            padding.
-    """
-    decoder = _decoders_half(config.get_text_config(decoder=True), config)
-    check_loops(decoder)
-    if decoder.model_type in _OWN_CROSS_CACHES:
-        raise ValueError(
-            f"Models of type {decoder.model_type!r} would store keys and values of images among those of "
-            "text in a cache of this package. Allowed for this model is no cache_implementation at all."
-        )
-    if decoder.model_type in _FAMILIES_WITHOUT_MASKS:
-        raise ValueError(
-            f"Models of type {decoder.model_type!r} attend to padding as soon as a cache holds tokens, which "
-            "no cache of this package keeps. Allowed for this model is no cache_implementation at all."
-        )
-    return decoder
-
-
-def _decoders_half(decoder: Any, config: Any) -> Any:
-    """Let a configuration say of layers and heads what holds of the decoder.
-
-    Transformers copies and renames what an encoder-decoder model says of its decoder (BART); it does not
-    where that is half of another model (Donut's MBART, the BART of RAG), nor know T5's name for it.
-    """
-    reads_encoder = getattr(decoder, "attribute_map", {}).get("num_hidden_layers") == "encoder_layers"
-    if reads_encoder and decoder is config.get_text_config(decoder=True):  # and not a new copy
-        decoder = copy.deepcopy(decoder)
-        has_encoder, decoder.is_encoder_decoder = decoder.is_encoder_decoder, True
-        decoder = decoder.get_text_config(decoder=True)
-        decoder.is_encoder_decoder = has_encoder
-    num_layers = getattr(decoder, "num_decoder_layers", None)
-    if num_layers is not None and decoder is not config and getattr(config, "is_encoder_decoder", False):
-        decoder.num_hidden_layers = num_layers
-    return decoder
-
-
-def decoder_only_config(config: Any, what: str = "This", instead: str | None = None) -> Any:
-    """Return the configuration of the text decoder of a model that has no encoder.
-
-    Args:
-        config (`PreTrainedConfig`): The model's.
-        what (`str`): What serves such models alone.
-        instead (`str`, *optional*): What serves others.
-
-    Raises:
-        ValueError: For encoder-decoder models, and whatever [`decoder_config`] refuses.
-    """
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{what} serves decoder-only models; {type(config).__name__} "
-            f"(model_type={getattr(config, 'model_type', None)!r}) is an encoder-decoder model. "
-            f"Allowed are {instead or 'decoder-only configurations (is_encoder_decoder=False)'}."
-        )
-    return decoder_config(config)
-
-
-def most_positions(config: Any) -> int | None:
-    """Return how many positions a model can read, None where it says of no limit.
-
-    It is `max_position_embeddings`, or more where rotary frequencies are stretched: some configurations count
-    the positions before that (as transformers once advised), others those after it. Which is not said, so
-    that the larger number is taken.
-    """
-    config = decoder_only_config(config)
-    positions: int | None = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if positions is None or not isinstance(rope, dict):
-        return positions
-    for stretched in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # by kind of layer
-        original = stretched.get("original_max_position_embeddings") or positions
-        positions = max(positions, int(original * (stretched.get("factor") or 1)))
-    return positions
-
-
-def decoder_of(model: nn.Module) -> nn.Module:
-    """Return the text decoder, which numbers the tokens; what knows of none is its own.
-
-    The towers of a multimodal model have attention layers of their own.
-    """
-    found = getattr(model, "get_decoder", lambda: None)()
-    if isinstance(found, nn.Module) and not hasattr(found, "config"):  # ModernBERT calls its head so
-        found = getattr(model, "base_model", None)
-    return found if isinstance(found, nn.Module) else model
 
 
 def biases_by_distance(config: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .facts import decoder_only_config
+from .decoder import decoder_only_config
 
 __all__ = ["LogitRule", "find_logit_rule", "outputs_of_head"]
 

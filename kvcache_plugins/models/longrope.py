@@ -18,7 +18,7 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .cache_argument import given_cache
-from .facts import decoder_of
+from .decoder import decoder_of
 from .hooks import add_hooks
 from .rotary import rotary_module
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from ..models.facts import decoder_only_config, split_model_or_config
+from ..models.decoder import decoder_only_config, split_model_or_config
 from ..models.layer_plan import key_value_heads
 from ..models.loops import repeated_layers
 

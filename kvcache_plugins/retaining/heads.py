@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.utils.generic import ModelOutput
 
-from ..models.facts import decoder_only_config, split_model_or_config
+from ..models.decoder import decoder_only_config, split_model_or_config
 from .configuration import RetainingHeadsConfig, model_name, model_shape
 from .losses import layer_loss
 

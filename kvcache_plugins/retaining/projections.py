@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..models.cache_argument import given_cache
-from ..models.facts import decoder_of, decoder_only_config, split_model_or_config
+from ..models.decoder import decoder_of, decoder_only_config, split_model_or_config
 from ..models.hooks import HookOwner
 from ..models.layer_plan import key_value_heads
 from .layouts import Layout, find_layout

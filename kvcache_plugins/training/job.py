@@ -19,7 +19,7 @@ from ..evaluation.earlier import set_aside
 from ..evaluation.options import DTYPES, check_choice, check_directory
 from ..evaluation.output_lock import writing_alone
 from ..evaluation.results import RESULTS_FILE, build_document
-from ..models.facts import decoder_only_config
+from ..models.decoder import decoder_only_config
 from ..models.pretrained import load_config, load_model, load_tokenizer
 from ..retaining.configuration import DEFAULT_BUDGET, RetainingHeadsConfig
 from ..retaining.heads import RetainingHeads

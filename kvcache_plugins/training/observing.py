@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..models.facts import decoder_of
+from ..models.decoder import decoder_of
 from ..retaining.projections import ProjectionTap
 
 __all__ = ["LayerView", "observe_layers"]

@@ -81,7 +81,13 @@ _GEMMA = {
     "eos_token_id": 2,
 }
 _TOWER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-_BERT = {**_TOWER, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+_BERT = {
+    **_TOWER,
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY}
 _DECODER = {"is_decoder": True, "add_cross_attention": True}
 
@@ -96,6 +102,128 @@ HEARING: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
     "whisper": ("WhisperForConditionalGeneration", {"input_features": (2, 8, 3000)}),
 }
 """Families that hear: their class, and the shape of what they hear."""
+_VIT = {**_TOWER, "hidden_size": 64, "num_attention_heads": 4, "image_size": 64, "patch_size": 4}
+_BART = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+_WAVES = {
+    "conv_dim": (32, 32),
+    "conv_stride": (5, 4),
+    "conv_kernel": (10, 8),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+}
+_T5 = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+_DIA: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+}
+_MADE_OF_TWO: dict[str, tuple[str, str, tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]]] = {
+    "vit-mbart": (
+        "VisionEncoderDecoderModel",
+        "vision-encoder-decoder",
+        ("vit", _VIT),
+        ("mbart", {**_BART, **_DECODER, "is_encoder_decoder": False}),
+    ),
+    "vit-trocr": (
+        "VisionEncoderDecoderModel",
+        "vision-encoder-decoder",
+        ("vit", _VIT),
+        ("trocr", {**_BART, **_DECODER, "cross_attention_hidden_size": 64}),
+    ),
+    "wav2vec2-bert": (
+        "SpeechEncoderDecoderModel",
+        "speech-encoder-decoder",
+        ("wav2vec2", {**_TOWER, "hidden_size": 64, **_WAVES}),
+        ("bert", {**_BERT, **_DECODER}),
+    ),
+}
+"""Two models put together: class and type of the whole, and the type and sizes of each."""
+_OF_OWN_KIND: dict[str, tuple[str, dict[str, Any]]] = {
+    "dia": (
+        "DiaForConditionalGeneration",
+        {
+            "encoder_config": {**_DIA, "vocab_size": VOCABULARY, "num_hidden_layers": 1},
+            "decoder_config": {
+                **_DIA,
+                "vocab_size": 64,
+                "num_hidden_layers": 2,
+                "num_key_value_heads": 2,
+                "cross_num_attention_heads": 4,
+                "cross_num_key_value_heads": 4,
+                "cross_head_dim": 16,
+                "cross_hidden_size": 64,
+                "eos_token_id": 60,
+                "pad_token_id": 61,
+                "bos_token_id": 62,
+            },
+            "delay_pattern": [0] * 9,
+        },
+    ),
+    "florence2": (
+        "Florence2ForConditionalGeneration",
+        {
+            "text_config": {**_BART, "model_type": "bart"},
+            "vision_config": {
+                "embed_dim": [16] * 4,
+                "num_heads": [2] * 4,
+                "num_groups": [2] * 4,
+                "depths": [1] * 4,
+                "projection_dim": 64,
+            },
+            "image_token_id": 127,
+        },
+    ),
+    "musicgen": (
+        "MusicgenForConditionalGeneration",
+        {
+            "text_encoder": {**_T5, "model_type": "t5"},
+            "audio_encoder": {
+                "model_type": "encodec",
+                "num_filters": 4,
+                "hidden_size": 16,
+                "codebook_size": 32,
+                "codebook_dim": 16,
+                "num_lstm_layers": 1,
+            },
+            "decoder": {
+                "vocab_size": 32,
+                "hidden_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "ffn_dim": 64,
+                "num_codebooks": 4,
+                "pad_token_id": 32,
+                "bos_token_id": 32,
+            },
+        },
+    ),
+    "speecht5": (
+        "SpeechT5ForSpeechToText",
+        {**{key: value for key, value in _BART.items() if key != "d_model"}, "hidden_size": 64, **_WAVES},
+    ),
+    "udop": (
+        "UdopForConditionalGeneration",
+        {**_T5, "decoder_start_token_id": 1, "pad_token_id": 0, "image_size": 32, "patch_size": 8},
+    ),
+}
+"""Families with another kind of input, by class and sizes."""
+OTHERS: tuple[str, ...] = tuple(sorted({*_MADE_OF_TWO, *_OF_OWN_KIND} - {"musicgen"}))
 _CLASSES = {
     "seamless_m4t": "SeamlessM4TForTextToText",
     "seamless_m4t_v2": "SeamlessM4Tv2ForTextToText",
@@ -106,10 +234,13 @@ _CLASSES = {
 def encoder_decoder(name: str, **overrides: Any) -> PreTrainedModel:
     """Builds a small model of a family, in evaluation mode; `overrides` are fields of its configuration."""
     config = _configuration(name, overrides)
+    class_name = (
+        (_MADE_OF_TWO | _OF_OWN_KIND)[name][0] if name in (*OTHERS, "musicgen") else _CLASSES.get(name)
+    )  # type: ignore[index]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if name in _CLASSES:
-            model = getattr(transformers, _CLASSES[name])(config)
+        if class_name is not None:
+            model = getattr(transformers, class_name)(config=config)
         else:
             model = AutoModelForSeq2SeqLM.from_config(config)
     _initialise(model, 1)
@@ -129,6 +260,15 @@ def _configuration(name: str, overrides: dict[str, Any]) -> Any:
         return CONFIG_MAPPING[name](
             encoder=encoder, decoder=dict(_GEMMA), image_token_index=127, eoi_token_index=126
         )
+    if name in _MADE_OF_TWO:
+        _, kind, encoder, decoder = _MADE_OF_TWO[name]
+        config = CONFIG_MAPPING[kind].from_encoder_decoder_configs(
+            *(CONFIG_MAPPING[part](**sizes) for part, sizes in (encoder, decoder))
+        )
+        config.decoder_start_token_id, config.pad_token_id = 1, 0
+        return config
+    if name in _OF_OWN_KIND:
+        return CONFIG_MAPPING[name](**_OF_OWN_KIND[name][1])
     if "-" in name and name.split("-")[0] == "bert":
         of_decoder = {"bert": _BERT, "gpt2": _GPT2}[name.split("-")[1]]
         decoder = CONFIG_MAPPING[name.split("-")[1]](**of_decoder, **_DECODER)
@@ -152,7 +292,18 @@ def source(name: str, rows: tuple[int, ...] = (SOURCE, PADDED)) -> dict[str, Ten
         if name == "speech_to_text":
             heard["attention_mask"] = torch.ones(heard["input_features"].shape[:2], dtype=torch.long)
         return heard
+    if name.startswith("vit"):
+        return {"pixel_values": torch.randn(2, 3, 64, 64, generator=generator)}
+    if name in ("speecht5", "wav2vec2-bert"):
+        return {"input_values": torch.randn(2, 6000, generator=generator)}
     tokens = torch.randint(5, 120, (len(rows), max(rows)), generator=generator)
+    if name == "udop":
+        boxes = torch.rand(2, max(rows), 4, generator=generator)
+        return {
+            "input_ids": tokens,
+            "bbox": boxes,
+            "pixel_values": torch.randn(2, 3, 32, 32, generator=generator),
+        }
     mask = torch.arange(max(rows))[None] < torch.tensor(rows)[:, None]
     return {"input_ids": tokens * mask, "attention_mask": mask.long()}
 

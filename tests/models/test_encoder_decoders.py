@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import BartConfig, DPRConfig, DynamicCache, EncoderDecoderCache, RagConfig
 
 import kvcache_plugins as kvp
 from kvcache_plugins.models.cache_argument import as_argument, cache_of, given_cache
-from kvcache_plugins.models.facts import decoder_config
-from tests.models.encoders import HEARING, READING, decoded, encoder_decoder, source, target
+from kvcache_plugins.models.decoder import decoder_config
+from tests.models.encoders import HEARING, OTHERS, READING, decoded, encoder_decoder, source, target
 from tests.models.rounded import Rounded
 
 INT8 = {"backend": "int8"}
@@ -78,6 +78,44 @@ def test_family(name: str) -> None:
     assert report.tokens_seen == TOKENS.shape[1] and report.cross_attention is not None
     assert report.cross_attention.kernel == ["torch" if name in DECODED_WHOLE else "cpu"] * len(every)
     assert (report.fallback_reads > 0) == (name in DECODED_WHOLE)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_encoders(name: str) -> None:
+    model, given = encoder_decoder(name), source(name)
+    every = set(range(decoder_config(model.config).num_hidden_layers))
+    assert every == {0, 1}  # of the decoder, not of the encoder
+    imitation = EncoderDecoderCache(Rounded(every), Rounded(every))
+    expected = generate(model, given, **as_argument(imitation))
+    found = generate(model, given, INT8)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    report = cache_of(found).report()
+    assert report.kernel == report.cross_attention.kernel == ["cpu"] * 2 and report.fallback_reads == 0
+
+
+def test_a_model_that_prepares_no_cache_takes_one() -> None:
+    model, given = encoder_decoder("musicgen"), source("bart")
+    model.generation_config.update(
+        decoder_start_token_id=32, pad_token_id=32, bos_token_id=32, guidance_scale=3.0
+    )
+    options = {"max_new_tokens": 12, "do_sample": False}
+    with pytest.raises(
+        ValueError, match=r"prepares no cache .* backend='int8' would be ignored. .*build_cache"
+    ):
+        model.generate(**given, **options, cache_implementation="quantized", cache_config=INT8)
+    expected = model.generate(
+        **given, **options, **as_argument(EncoderDecoderCache(Rounded({0, 1}), Rounded({0, 1})))
+    )
+    cache = kvp.build_cache(model, INT8)
+    torch.testing.assert_close(model.generate(**given, **options, **as_argument(cache)), expected)
+    assert cache.get_seq_length() == 13 and cache.report().fallback_reads == 0
+
+
+def test_a_model_that_takes_its_caches_apart_is_refused() -> None:
+    config = RagConfig.from_question_encoder_generator_configs(DPRConfig(), BartConfig())
+    with pytest.raises(ValueError, match="'rag' take their caches apart to search beams"):
+        kvp.build_cache(config, INT8)
 
 
 @pytest.fixture(scope="module", params=["bart", "t5"])

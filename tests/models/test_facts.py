@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from transformers import LlamaConfig, MambaConfig
 
-from kvcache_plugins.models.facts import decoder_of, most_positions
+from kvcache_plugins.models.decoder import decoder_of, most_positions
 from kvcache_plugins.testing.models import tiny_model
 from tests.models.families import small_model
 from tests.models.multimodal import subject

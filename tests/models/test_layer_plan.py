@@ -20,7 +20,8 @@ from transformers import (
 from kvcache_plugins import build_cache
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.models.facts import decoder_config, describe_layers
+from kvcache_plugins.models.decoder import decoder_config
+from kvcache_plugins.models.facts import describe_layers
 from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
 from kvcache_plugins.testing.models import ARCHITECTURES, tiny_model
 

@@ -14,7 +14,8 @@ from transformers import CONFIG_MAPPING, DynamicCache
 import kvcache_plugins as kvp
 from kvcache_plugins.calibration.recording import RecordingCache, calibrated_layers
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
-from kvcache_plugins.models.facts import decoder_config, describe_layers
+from kvcache_plugins.models.decoder import decoder_config
+from kvcache_plugins.models.facts import describe_layers
 from kvcache_plugins.models.layer_plan import plan_layers
 from kvcache_plugins.models.loops import repeated_layers
 from kvcache_plugins.testing.generation import padded_prompt

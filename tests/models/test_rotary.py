@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvcache_plugins import build_cache
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.models.facts import LayerFacts, decoder_config, describe_layers
+from kvcache_plugins.models.decoder import decoder_config
+from kvcache_plugins.models.facts import LayerFacts, describe_layers
 from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
 from kvcache_plugins.models.rotary import Rotary, _layout_is_interleaved, find_rotary, modeling_module
 from kvcache_plugins.testing.models import tiny_model

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...models.facts import decoder_only_config, most_positions
+from ...models.decoder import decoder_only_config, most_positions
 from ...registry import TRANSFORMERS_BACKENDS
 from ..caches import split_available
 from ..earlier import is_repeated
