@@ -245,6 +245,8 @@ def encoder_decoder(name: str, **overrides: Any) -> PreTrainedModel:
             model = AutoModelForSeq2SeqLM.from_config(config)
     _initialise(model, 1)
     model.generation_config.decoder_start_token_id = 1
+    if name == "t5gemma":
+        model.set_attn_implementation("eager")  # sdpa leaves its softcap out, or is refused
     return model.eval()
 
 

@@ -69,8 +69,10 @@ def test_family(name: str) -> None:
     exact = decoded(
         model, given, EncoderDecoderCache(DynamicCache(config=config), DynamicCache()), TOKENS, PARTS
     )
-    torch.testing.assert_close(logits[:, : PARTS[0]], exact[:, : PARTS[0]], atol=1e-4, rtol=1e-4)
-    later = slice(PARTS[0], None)  # what was read of packed tokens
+    # FSMT gives logits of the last token of a call only, in releases such as 5.17
+    first = PARTS[0] if logits.shape[1] == TOKENS.shape[1] else 1
+    torch.testing.assert_close(logits[:, :first], exact[:, :first], atol=1e-4, rtol=1e-4)
+    later = slice(first, None)  # what was read of packed tokens
     effect = error(exact[:, later], expected[:, later])
     assert error(logits[:, later], expected[:, later]) < 0.005 * effect
     assert 3e-4 < effect < 0.2
