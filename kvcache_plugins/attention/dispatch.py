@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
+from ..layers.concatenated import ConcatenatedHandle
 from ..layers.expanded import ExpandedHandle
 from ..layers.gradients import refusing_gradients
 from ..layers.handle import KVHandle
@@ -31,6 +32,7 @@ from ..layers.heads import GroupedHandle
 from ..layers.lazy import LazyTensor, intercept
 from ..layers.view import joined
 from . import products  # noqa: F401  # registers the products that models write out
+from .concatenated import attend_concatenated
 from .exact import reads_exact_tokens_faster
 from .grouped import attend_groups, options_of_heads
 from .latent import attend_latents
@@ -46,7 +48,7 @@ __all__ = [
 ]
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
-Handle: TypeAlias = KVHandle | HandleView
+Handle: TypeAlias = KVHandle | HandleView | ConcatenatedHandle
 
 
 @intercept(F.scaled_dot_product_attention)
@@ -84,6 +86,9 @@ def _as_handles(key: Tensor, value: Tensor) -> tuple[Handle, Handle] | None:
     if isinstance(key, HandleView) and isinstance(value, HandleView):
         is_alike = key.seen == value.seen and key.has_heads_as_stored
         return (key, value) if is_alike and _as_handles(key.handle, value.handle) is not None else None
+    if isinstance(key, ConcatenatedHandle) and isinstance(value, ConcatenatedHandle):
+        is_whole = key.lengths == value.lengths and not key.is_dense and not value.is_dense
+        return (key, value) if is_whole else None
     if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)):
         return None
     # of latents, both must come of one call; other handles have no expansion
@@ -93,6 +98,8 @@ def _as_handles(key: Tensor, value: Tensor) -> tuple[Handle, Handle] | None:
 def _attend(query: Tensor, key: Handle, value: Handle, options: AttentionOptions) -> Tensor:
     if isinstance(key, HandleView) and isinstance(value, HandleView):
         return _attend_repeated(query, key, value, options)
+    if isinstance(key, ConcatenatedHandle) and isinstance(value, ConcatenatedHandle):
+        return attend_concatenated(query, key, value, options)
     assert isinstance(key, KVHandle) and isinstance(value, KVHandle)
     options = fitted(options, key, query.shape[2])
     with torch.no_grad():

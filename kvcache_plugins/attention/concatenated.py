@@ -1,0 +1,155 @@
+"""Attention over handles put one after the other: logits part by part, one softmax, values part by part."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..layers.concatenated import ConcatenatedHandle, Part
+from ..layers.gradients import refusing_gradients
+from ..layers.handle import KVHandle
+from ..layers.handle_view import HandleView, Seen
+from .native import PASS_QUERIES
+from .products import multiply
+from .reference import (
+    AttentionOptions,
+    DenseView,
+    TokenView,
+    adjust_logits,
+    attend,
+    four_dimensional,
+    sink_column,
+)
+
+__all__ = ["attend_concatenated"]
+
+_MOST_LOGITS = 1 << 22
+"""Logits of one pass: 16 MB in fp32."""
+
+
+def attend_concatenated(
+    query: Tensor, key: ConcatenatedHandle, value: ConcatenatedHandle, options: AttentionOptions
+) -> Tensor:
+    """Attend from `query` over all that stands there, each part read as its layer stores it.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, Hq, q, D)`): Queries.
+        key (`ConcatenatedHandle`): Keys.
+        value (`ConcatenatedHandle`): Values, of parts as long as those of the keys.
+        options (`AttentionOptions`): Scaling, masks and biases, of all tokens together.
+
+    Returns:
+        `torch.Tensor` of shape `(B, Hq, q, Dv)`.
+    """
+    handles = [part for part in (*key.parts, *value.parts) if isinstance(part, KVHandle)]
+    sources = [source for handle in handles for source in handle.sources]
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        if any(handle.layer.config.kernel == "torch" for handle in handles):
+            for handle in handles:
+                handle.layer.kernel, handle.layer.kernel_reason = "torch", "kernel='torch' was given"
+            output = attend(query, _Concatenated.of(key), _Concatenated.of(value), options)
+        else:
+            output = _in_passes(query, key, value, options)
+    tensors = [part for part in (*key.parts, *value.parts) if not isinstance(part, KVHandle)]
+    return refusing_gradients(output, query, *sources, *tensors)
+
+
+def _in_passes(
+    query: Tensor, key: ConcatenatedHandle, value: ConcatenatedHandle, options: AttentionOptions
+) -> Tensor:
+    """Attend with so many queries at once that their logits take little memory."""
+    batch_size, query_heads, query_length, _ = query.shape
+    length = key.shape[2]
+    options = _with_rows(options, query_length, length, query.device)
+    step = max(1, min(PASS_QUERIES, _MOST_LOGITS // (batch_size * query_heads * length)))
+    passes = []
+    for start in range(0, query_length, step):
+        rows = slice(start, min(start + step, query_length))
+        passes.append(_attend(query[:, :, rows], key, value, _of_rows(options, rows)))
+    return passes[0] if len(passes) == 1 else torch.cat(passes, dim=2)
+
+
+def _attend(
+    query: Tensor, key: ConcatenatedHandle, value: ConcatenatedHandle, options: AttentionOptions
+) -> Tensor:
+    scaling = options.scaling if options.scaling is not None else query.shape[3] ** -0.5
+    parts = [_product(query, part, is_key=True) for part in key.parts]
+    logits = adjust_logits(torch.cat(parts, dim=-1) * scaling, 0, key.shape[2], key.shape[2], options)
+    if options.sink_logits is not None:
+        sinks = sink_column(options.sink_logits).to(logits)
+        logits = torch.cat((logits, sinks.expand(*logits.shape[:3], 1)), dim=-1)
+    weights = logits.softmax(dim=-1).nan_to_num(0.0)[..., : key.shape[2]]  # what sees nothing gets zeros
+    weights = weights.to(query.dtype)
+    shares = zip(weights.split(value.lengths, dim=-1), value.parts, strict=True)
+    products = [_product(share, part, is_key=False) for share, part in shares]
+    return torch.stack(products).sum(dim=0).to(query.dtype)
+
+
+def _product(rows: Tensor, part: Part, *, is_key: bool) -> Tensor:
+    """Multiply rows `(B, Hq, q, n)` with the keys, transposed, or the values of one part: in fp32."""
+    if isinstance(part, KVHandle) and part.tokens.packed_length:
+        return multiply(rows, HandleView(part, Seen(part.dtype, is_transposed=is_key))).float()
+    states = part.dense() if isinstance(part, KVHandle) else part
+    grouped = rows.reshape(rows.shape[0], states.shape[1], -1, rows.shape[-1]).float()
+    product = grouped @ (states.transpose(-1, -2) if is_key else states).float()
+    return product.view(*rows.shape[:3], -1)
+
+
+def _with_rows(
+    options: AttentionOptions, query_length: int, length: int, device: torch.device
+) -> AttentionOptions:
+    """Options of which a mask, with a row for every query, says all that depends on a query's place."""
+    if not options.is_causal and options.sliding_window is None:
+        return options
+    nothing = torch.zeros(1, 1, query_length, length, device=device)
+    placed = AttentionOptions(is_causal=options.is_causal, sliding_window=options.sliding_window)
+    visible = adjust_logits(nothing, 0, length, length, placed) == 0
+    if options.mask is not None:
+        mask = four_dimensional(options.mask, length)
+        visible = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
+    return replace(options, mask=visible, is_causal=False, sliding_window=None)
+
+
+def _of_rows(options: AttentionOptions, rows: slice) -> AttentionOptions:
+    """Options of some of the queries."""
+    changed = {}
+    for name in ("mask", "position_bias"):
+        tensor = getattr(options, name)
+        if tensor is not None and tensor.dim() >= 2 and tensor.shape[-2] > 1:
+            changed[name] = tensor[..., rows, :]
+    sinks = options.sink_logits
+    if sinks is not None and sinks.dim() == 3 and sinks.shape[2] > 1:
+        changed["sink_logits"] = sinks[:, :, rows]
+    return replace(options, **changed) if changed else options
+
+
+@dataclass(frozen=True)
+class _Concatenated:
+    """Parts as one [`TokenView`]; tiles never straddle two of them."""
+
+    views: tuple[TokenView, ...]
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, handle: ConcatenatedHandle) -> _Concatenated:
+        views = tuple(part.tokens if isinstance(part, KVHandle) else DenseView(part) for part in handle.parts)
+        return cls(views, tuple(accumulate(view.length for view in views)))
+
+    @property
+    def length(self) -> int:
+        return self.ends[-1]
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        begins = (0, *self.ends[:-1])
+        pairs = zip(self.views, begins, strict=True)
+        return tuple(sorted({*self.ends, *(begin + cut for view, begin in pairs for cut in view.boundaries)}))
+
+    def read(self, start: int, stop: int) -> Tensor:
+        index = bisect_right(self.ends, start)
+        begin = self.ends[index - 1] if index else 0
+        return self.views[index].read(start - begin, stop - begin)
