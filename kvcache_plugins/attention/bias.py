@@ -75,7 +75,7 @@ def logit_bias(
     if options.position_bias is not None:
         position_bias = _behind(four_dimensional(options.position_bias, length).float(), hidden)
         bias = position_bias if bias is None else bias + position_bias
-        bias = bias.detach()
+        bias = _in_rows(bias.detach())  # T5 makes them with all heads of a slot side by side
     if query_length == 1:  # the newest token sees all the others
         window = min(window or length, length) if hidden else window
         is_causal = window > 0
@@ -135,7 +135,11 @@ def _added(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         return zeros.masked_fill_(~mask, -torch.inf)
-    bias = mask.float()
+    return _in_rows(mask.float())
+
+
+def _in_rows(bias: Tensor) -> Tensor:
+    """The bias with neighbouring slots side by side, as the kernels read it."""
     return bias if bias.stride(-1) == 1 else bias.contiguous()
 
 

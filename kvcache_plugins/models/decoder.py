@@ -74,7 +74,7 @@ def decoder_config(config: Any) -> Any:
     return decoder
 
 
-def decoder_only_config(config: Any, what: str = "This", instead: str | None = None) -> Any:
+def decoder_only_config(config: Any, what: str = "What was asked for", instead: str | None = None) -> Any:
     """Return the configuration of the text decoder of a model that has no encoder.
 
     Args:

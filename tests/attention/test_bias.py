@@ -155,6 +155,16 @@ def test_a_position_bias_is_added_and_carries_no_gradient() -> None:
     assert bool((found[~visible] == -torch.inf).all())
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_slots_lie_side_by_side_in_memory(masked: bool) -> None:
+    # T5 looks biases up by slot and gives all heads of one at once; the kernels read them row by row
+    position_bias = torch.randn(1, 6, 4).permute(2, 0, 1)[None]
+    mask = torch.randn(6, 2).T[:, None, None] if masked else None
+    found = logit_bias(AttentionOptions(mask=mask, position_bias=position_bias), 1, 6, device="meta").bias
+    assert found is not None and found.stride(-1) == 1
+    assert torch.equal(found, position_bias if mask is None else position_bias + mask)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_hidden_slots_are_fp32_whatever_the_default_dtype(dtype: torch.dtype) -> None:
     before = torch.get_default_dtype()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import WhisperConfig
 
 import kvcache_plugins as kvp
 from kvcache_plugins.calibration.options import CalibrationOptions
@@ -241,6 +242,22 @@ def test_estimate_json_is_the_python_estimate(capsys: pytest.CaptureFixture[str]
     assert (dense["memory_fraction"], dense["bits_per_value"]) == (1.0, 16.0)
     assert packed["memory_fraction"] == packed["kv_bytes"] / dense["kv_bytes"]
     assert packed["bits_per_value"] == pytest.approx(16 * packed["memory_fraction"])
+
+
+def test_estimate_of_an_encoder_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = WhisperConfig(d_model=64, decoder_layers=2, decoder_attention_heads=4, dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    arguments = ["estimate", "--model", str(tmp_path), "--tokens", "64"]
+    assert main([*arguments, "--encoder_tokens", "1500", "--json"]) == 0
+    dense, *packed = json.loads(capsys.readouterr().out)
+    assert dense["kv_bytes"] == (64 + 1500) * 2 * 2 * 64 * 2
+    for row in packed:
+        assert row["kv_bytes"] == kvp.estimate(config, row["cache_config"], 64, encoder_tokens=1500)
+        assert row["memory_fraction"] < 0.6
+    assert main([*arguments, "--encoder_tokens", "1500"]) == 0
+    assert "1500 tokens of the encoder" in capsys.readouterr().out
+    assert main(arguments) == 2
+    assert "encoder_tokens must be an integer >= 1, got None" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

@@ -25,6 +25,7 @@ from kvcache_plugins.kernels import cuda_loader, loader
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing.generation import SCENARIOS, padded_prompt, run_scenario
 from kvcache_plugins.testing.models import tiny_model
+from tests.models.encoders import decoded, encoder_decoder, source, target
 from tests.models.families import small_model
 
 pytestmark = pytest.mark.cuda
@@ -114,6 +115,23 @@ def test_latents_are_decoded_by_the_kernels(name: str) -> None:
     report = cache.report()
     assert (set(report.kernel), report.fallback_reads) == ({"cuda"}, 0)
     assert torch.equal(tokens.cpu(), _generated(model, CACHES[name])[0])
+
+
+@pytest.mark.parametrize("architecture", ["bart", "t5", "t5gemma2"])
+@pytest.mark.parametrize("name", ["int8", "kivi-2bit-block", "kvquant"])
+def test_both_halves_are_read_by_the_kernels(name: str, architecture: str) -> None:
+    """Steps over 150 tokens of an encoder and 78 of text, whose logits are those of the CPU."""
+    model, given, tokens = encoder_decoder(architecture), source(architecture), target(78)
+    logits = []
+    for device in ("cpu", "cuda"):
+        placed = {key: tensor.to(device) for key, tensor in given.items()}
+        own = copy.deepcopy(model).to(device)
+        cache = build_cache(own, CACHES[name]).bind(own, encoder_attention_mask=placed["attention_mask"])
+        logits.append(decoded(own, placed, cache, tokens.to(device), [70, 1, 1, 5, 1]).cpu())
+        report = cache.report()
+        assert report.fallback_reads == 0
+        assert set(report.cross_attention.kernel) == {device}
+    torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["int8", "kivi-2bit-block", "keydiff-int8"])
