@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -344,7 +343,6 @@ class KVCache(Cache):
             return plan.build_dense()
         layer_class, config = stored
         if plan.window is None:
-            config = dataclasses.replace(config, residual_length=0)  # they come at once, so none is newest
             return with_cross_attention(layer_class)(config, layer_idx, facts)
         layer = with_window(layer_class)(config, layer_idx, facts)
         layer.window = plan.window

@@ -71,6 +71,10 @@ class CrossAttentionCache(KVCache):
         """All: here their tokens are the encoder's."""
         return self.layers
 
+    def _limited_storage(self, config: Any) -> tuple[type[PackedLayer], Any] | None:
+        # they come at once, so that none is newest
+        return super()._limited_storage(replace(config, residual_length=0))
+
     def _plan(self, skipped: frozenset[int] = frozenset(), **rules: Any) -> list[LayerPlan]:
         return plan_cross_attention(self.model_config, skipped, cross_reason=rules.get("cross_reason"))
 
