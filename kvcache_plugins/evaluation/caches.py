@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import transformers
 from transformers import QuantizedCache
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..building import build_cache
 from ..cache import KVCache
+from ..encoder_decoder import KVEncoderDecoderCache
 from ..layers.counting import tensors_in
 from ..models.cache_argument import as_argument
-from ..models.decoder import decoder_only_config, split_model_or_config
+from ..models.decoder import decoder_config, split_model_or_config
 from ..prompt_chunks import why_read_whole
 from ..registry import TRANSFORMERS_BACKENDS
 from .labels import DENSE
@@ -43,7 +44,8 @@ def generate(
         streamer (`BaseStreamer`, *optional*): Told of every token, such as a timer.
 
     Returns:
-        `GenerateDecoderOnlyOutput`: With `sequences` and the cache ([`cache_of`]).
+        `GenerateDecoderOnlyOutput`: With `sequences` and the cache ([`cache_of`]); of an encoder-decoder
+        model, whose encoder reads the prompt, a `GenerateEncoderDecoderOutput`.
     """
     return model.generate(
         input_ids=prompt,
@@ -82,8 +84,12 @@ def new_cache(
     if cache_config["backend"] not in (*TRANSFORMERS_BACKENDS, "dense"):
         return build_cache(model_or_config, options, max_cache_length=max_cache_length)
     backend = options.pop("backend")
-    config = decoder_only_config(split_model_or_config(model_or_config)[1])
-    return DynamicCache(config=config) if backend == "dense" else QuantizedCache(backend, config, **options)
+    whole = split_model_or_config(model_or_config)[1]
+    config = decoder_config(whole)
+    if backend != "dense":
+        return QuantizedCache(backend, config, **options)
+    own = DynamicCache(config=config)
+    return EncoderDecoderCache(own, DynamicCache()) if whole.is_encoder_decoder else own
 
 
 def prefill(model: Any, prompt: torch.Tensor, cache: Cache, final_length: int, **arguments: Any) -> Any:
@@ -128,6 +134,8 @@ def split_available(
 
 def why_unavailable(model_config: Any, cache_config: Mapping[str, Any]) -> str | None:
     """Build the cache once without a model: a wrong option raises, what cannot be here is returned."""
+    if cache_config["backend"] in TRANSFORMERS_BACKENDS and model_config.is_encoder_decoder:
+        return "transformers has it for decoder-only models alone"
     try:
         new_cache(model_config, cache_config)
     except ImportError:
@@ -153,8 +161,10 @@ def cache_bytes(cache: Any) -> int:
     For our caches that is `kv_bytes()`. For any other it is the sum over the storages of all tensors of its
     layers (see [`tensors_in`]). A storage shared by several tensors counts once, and whole.
     """
-    if isinstance(cache, KVCache):
+    if isinstance(cache, (KVCache, KVEncoderDecoderCache)):
         return cache.kv_bytes()
+    if isinstance(cache, EncoderDecoderCache):
+        return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
     layers = cache.layers if isinstance(cache, Cache) else cache
     storages = [tensor.untyped_storage() for layer in layers for tensor in tensors_in(vars(layer))]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

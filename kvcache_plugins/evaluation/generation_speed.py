@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
@@ -47,6 +48,7 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
     """
     device = choose_device(options.device)
     config = model_config(options.model, options.preset, options.num_layers)
+    _check_encoder(config, options)
     cache_configs, skipped = split_available(config, options.cache_configs)
     rounds = _Rounds(options, device, cache_configs, progress)
     results: list[dict[str, Any]] = []
@@ -79,6 +81,23 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
             config, options, cache_configs, any_answer["model_bytes"], device, progress
         )
     return document
+
+
+def _check_encoder(config: Any, options: GenerationOptions) -> None:
+    """Refuse what is not measured of encoder-decoder models."""
+    if not config.is_encoder_decoder:
+        return
+    if type(config) not in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"bench generate has models read tokens, and the encoder of {type(config).__name__} reads "
+            "something else. Allowed are models that read text."
+        )
+    if options.memory_gb is not None:
+        raise ValueError(
+            "--memory_gb predicts the context of decoder-only models; "
+            f"{type(config).__name__} is of an encoder-decoder one. `kvcache-plugins estimate` has "
+            "--encoder_tokens."
+        )
 
 
 class _Rounds:
@@ -152,14 +171,16 @@ def _predictions(
     config: Any, options: GenerationOptions, cache_config: dict[str, Any], length: int, batch_size: int
 ) -> dict[str, Any]:
     """Begin a row with what is known without measuring."""
-    held = length + options.max_new_tokens - 1  # the last token is never fed back
+    encoder_tokens = length if config.is_encoder_decoder else None
+    begun_with = 1 if config.is_encoder_decoder else length
+    held = begun_with + options.max_new_tokens - 1  # the last token is never fed back
     dtype = getattr(torch, DTYPES[options.dtype])
     return {
         "cache_config": cache_config,
         "label": cache_label(cache_config),
         "length": length,
         "batch_size": batch_size,
-        "estimated_kv_bytes": predicted_bytes(config, cache_config, held, batch_size, dtype),
+        "estimated_kv_bytes": predicted_bytes(config, cache_config, held, batch_size, dtype, encoder_tokens),
         "estimated_peak_bytes": predicted_peak_bytes(config, cache_config, length, held, batch_size, dtype),
     }
 

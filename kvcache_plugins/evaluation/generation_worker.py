@@ -21,7 +21,6 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
 from ..artifacts.files import read_json, write_json
-from ..cache import KVCache
 from ..models.auto_class import auto_class
 from ..models.cache_argument import cache_of
 from ..models.presets import preset_config
@@ -78,8 +77,9 @@ def model_config(
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Generate from a random prompt with one cache.
 
-    The prompt is read by the model like any other, in one call unless the cache wants chunks. A step is timed
-    from one token's arrival on the CPU to the next one's, so it ends when the device has finished it.
+    The prompt is read by the model like any other, in one call unless the cache wants chunks; by its encoder
+    if there is one. A step is timed from one token's arrival on the CPU to the next one's, so it ends when
+    the device has finished it.
 
     Args:
         job (`dict`): `model` (path, hub id or None), `preset` and `num_layers` (or None; for random weights,
@@ -118,7 +118,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     output = generate(model, prompt, job["cache_config"], job["max_new_tokens"], timer)
     device_peak = None if memory is None else memory.peak()
     cache = cache_of(output)
-    report = cache.report() if isinstance(cache, KVCache) else None
+    report = cache.report() if hasattr(cache, "report") else None
+    reports = [] if report is None else [report, report.cross_attention or report]
+    before_first = 1 if model.config.is_encoder_decoder else job["length"]  # what the decoder begins with
     return {
         "ttft_ms": 1000 * (timer.times[1] - started),
         "prefill_ms": timer.prefill_ms(),
@@ -130,11 +132,11 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "peak_memory_bytes": peak_resident_bytes(),
         "device_before_bytes": device_before,
         "device_peak_bytes": device_peak,
-        "kernel": sorted(set(report.kernel)) if report else None,
+        "kernel": sorted({name for part in reports for name in part.kernel}) if report else None,
         "fallback_reads": report.fallback_reads if report else None,
         "threads": torch.get_num_threads(),
         "parameters": model.num_parameters(),
-        "new_tokens": output.sequences.shape[1] - job["length"],
+        "new_tokens": output.sequences.shape[1] - before_first,
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..estimation import estimate
-from ..models.decoder import decoder_only_config
+from ..models.decoder import decoder_config
 from ..models.layer_plan import key_value_heads, plan_layers
 from ..registry import TRANSFORMERS_BACKENDS
 
@@ -19,7 +19,12 @@ LONGEST = 2**30
 
 
 def predicted_bytes(
-    config: Any, cache_config: Mapping[str, Any], tokens: int, batch_size: int, dtype: torch.dtype
+    config: Any,
+    cache_config: Mapping[str, Any],
+    tokens: int,
+    batch_size: int,
+    dtype: torch.dtype,
+    encoder_tokens: int | None = None,
 ) -> int | None:
     """Predict the bytes of a cache.
 
@@ -29,6 +34,7 @@ def predicted_bytes(
         tokens (`int`): Tokens held per row.
         batch_size (`int`): Rows.
         dtype (`torch.dtype`): Of the states.
+        encoder_tokens (`int`, *optional*): Tokens per row that an encoder has read, where there is one.
 
     Returns:
         `int | None`: bytes; None for transformers' own caches, whose size can be measured only.
@@ -36,7 +42,15 @@ def predicted_bytes(
     if cache_config["backend"] in TRANSFORMERS_BACKENDS:
         return None
     # as in `generate()`, which knows how long the text will be
-    return estimate(config, dict(cache_config), tokens, batch_size, dtype=dtype, max_cache_length=tokens)
+    return estimate(
+        config,
+        dict(cache_config),
+        tokens,
+        batch_size,
+        dtype=dtype,
+        max_cache_length=tokens,
+        encoder_tokens=encoder_tokens,
+    )
 
 
 def predicted_peak_bytes(
@@ -55,8 +69,8 @@ def predicted_peak_bytes(
     Args:
         config (`PreTrainedConfig`): The model's.
         cache_config (`Mapping`): `"backend"` in lower case and its options.
-        prompt_tokens (`int`): Tokens of the prompt, per row.
-        tokens (`int`): Tokens held in the end, per row.
+        prompt_tokens (`int`): Tokens of the prompt, per row; an encoder reads them if there is one.
+        tokens (`int`): Tokens held in the end, per row; by the decoder.
         batch_size (`int`): Rows.
         dtype (`torch.dtype`): Of the states.
 
@@ -66,10 +80,11 @@ def predicted_peak_bytes(
     """
     if cache_config.get("offload"):
         return None
-    held = predicted_bytes(config, cache_config, tokens, batch_size, dtype)
+    encoder_tokens = prompt_tokens if config.is_encoder_decoder else None
+    held = predicted_bytes(config, cache_config, tokens, batch_size, dtype, encoder_tokens)
     if held is None:
         return None
-    decoder = decoder_only_config(config)
+    decoder = decoder_config(config)
     widest = 0
     for layer_idx in range(len(plan_layers(decoder))):
         heads, key_dim, value_dim = key_value_heads(decoder, layer_idx)

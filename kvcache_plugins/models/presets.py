@@ -114,6 +114,23 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 163840,
         },
     ),
+    # an encoder-decoder: its encoder reads, and every layer of its decoder keeps keys and values of that
+    "flan-t5-large": (
+        "t5",
+        {
+            "num_layers": 24,
+            "num_decoder_layers": 24,
+            "d_model": 1024,
+            "d_kv": 64,
+            "d_ff": 2816,
+            "num_heads": 16,
+            "feed_forward_proj": "gated-gelu",
+            "vocab_size": 32128,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 0,
+        },
+    ),
     "tiny": (
         "llama",
         {
@@ -129,18 +146,22 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Model type, then the fields of its configuration that decide the shape of a cache and the model's size."""
 
+_LAYERS = {"num_hidden_layers", "num_layers", "num_decoder_layers"}
+"""Fields that count layers."""
+
 
 def preset_config(name: str, num_layers: int | None = None) -> PreTrainedConfig:
     """Build the configuration of a preset, in bfloat16.
 
     Args:
         name (`str`): One of `PRESETS`.
-        num_layers (`int`, *optional*): Layers; the model's own number by default.
+        num_layers (`int`, *optional*): Layers, of encoder and decoder each; the model's own number by
+            default.
     """
     from transformers import AutoConfig
 
     model_type, fields = PRESETS[name]
     if num_layers is not None:
-        fields = fields | {"num_hidden_layers": num_layers}
+        fields = fields | dict.fromkeys(_LAYERS & fields.keys(), num_layers)
     config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields, dtype="bfloat16")
     return config
