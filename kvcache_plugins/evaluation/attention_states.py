@@ -95,13 +95,15 @@ def layer_config(options: AttentionOptions) -> PreTrainedConfig:
     """Return the configuration of the decoder whose layer is measured.
 
     Raises:
-        ValueError: If its layers cache latents, which are not the keys and values that are measured.
+        ValueError: If its layers cache latents, which are not the keys and values that are measured, or it is
+            half of an encoder-decoder model.
     """
     if options.preset is not None:
-        config = preset_config(options.preset)
+        whole = preset_config(options.preset)
     else:
         assert options.model is not None
-        config = decoder_only_config(load_config(options.model))
+        whole = load_config(options.model)
+    config: PreTrainedConfig = decoder_only_config(whole, "bench attention")
     if caches_latents(config):
         given = f"--preset {options.preset}" if options.preset is not None else f"--model {options.model}"
         raise ValueError(

@@ -263,6 +263,8 @@ def test_estimate_of_an_encoder_decoder(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_estimate_presets(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--tokens", "512", "--json", "--cache_config", '{"backend": "int8"}']
+    if "t5" in preset:
+        arguments += ["--encoder_tokens", "512"]
     assert main(["estimate", "--preset", preset, *arguments]) == 0
     dense, packed = json.loads(capsys.readouterr().out)
     assert dense["cache_config"] == {"backend": "dense"}

@@ -37,13 +37,16 @@ from kvcache_plugins.evaluation.memory_prediction import most_tokens, predicted_
 from kvcache_plugins.evaluation.results import check_document, read_results
 from kvcache_plugins.evaluation.speed_options import AttentionOptions, GenerationOptions
 from kvcache_plugins.evaluation.timing import HostStopwatch, Spread, StepTimer, time_in_turn
+from kvcache_plugins.kernels import loader
 from tests.kernels import fresh_process
+from tests.models.encoders import encoder_decoder
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = str(ROOT / "examples" / "models" / "tiny-llama-books")
 LOCRET = {"backend": "locret", "heads": f"{BUNDLED}-locret", "budget": 99}
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
 DENSE = {"backend": "dense"}
+KERNEL = "cpu" if loader.try_load() else "torch"
 
 
 def _caches(*cache_configs: dict[str, Any]) -> list[str]:
@@ -242,6 +245,35 @@ def test_generation_writes_results_table_and_picture(
     assert "int8" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_generation_of_an_encoder_decoder(tmp_path: Path) -> None:
+    encoder_decoder("t5").save_pretrained(tmp_path / "model")
+    sizes = [
+        "--model",
+        str(tmp_path / "model"),
+        "--lengths",
+        "300",
+        "--max_new_tokens",
+        "9",
+        "--threads",
+        "1",
+    ]
+    caches = _caches({"backend": "int8"}, {"backend": "quanto", "nbits": 4})
+    arguments = [*sizes, "--device", "cpu", "--dtype", "fp32", *caches, "--output", str(tmp_path)]
+    assert main(["bench", "generate", *arguments]) == 0
+    document = read_results(tmp_path)
+    dense, int8 = document["results"]
+    # the first token of the decoder is given, the last one never read
+    assert dense["kv_bytes"] == 2 * 2 * (9 + 300) * 64 * 4
+    for row in (dense, int8):
+        assert row["estimated_kv_bytes"] == row["kv_bytes"]
+        assert row["ttft_ms"] > row["prefill_ms"] > 0 < row["ms_per_token"]
+    assert (int8["kernel"], int8["fallback_reads"]) == ([KERNEL], 0)
+    assert [entry["reason"] for entry in document["skipped"]] == [
+        "transformers has it for decoder-only models alone"
+    ]
+
+
 @pytest.mark.parametrize("most", [1.3, 1.9, 8.0, 900.0])
 def test_times_are_drawn_beside_numbers_however_close_they_are(
     most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -309,6 +341,13 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
         "parameters": 7,
         "seconds": 1.0,
     }
+
+
+def test_an_encoder_that_hears_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoder_decoder("whisper").config.save_pretrained(tmp_path)
+    assert main(["bench", "generate", "--model", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "the encoder of WhisperConfig reads something else. Allowed are models that read text" in said
 
 
 def test_generation_is_compared_and_failures_of_transformers_are_rows(
@@ -589,6 +628,8 @@ def test_random_model_is_the_one_promised() -> None:
     [
         (["attention", "--preset", "llama3"], ["--preset", "'llama3'", "llama3-8b"]),
         (["attention", "--preset", "deepseek-v2-lite"], ["--preset deepseek-v2-lite", "bench generate"]),
+        (["attention", "--preset", "flan-t5-large"], ["bench attention serves decoder-only", "T5Config"]),
+        (["generate", "--preset", "flan-t5-large", "--memory_gb", "9"], ["--memory_gb", "--encoder_tokens"]),
         (["attention", "--lengths", "0"], ["--lengths", ">= 1", "0"]),
         (["attention", "--batch_sizes", "1", "-2"], ["--batch_sizes", ">= 1", "-2"]),
         (["attention", "--dtype", "int8"], ["--dtype", "bf16", "'int8'"]),
