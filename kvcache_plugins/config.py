@@ -221,6 +221,11 @@ class BackendConfig:
                     )
             if self._layer_index("layer_overrides", key, num_layers) != layer_idx:
                 continue
+            if layer_idx in self.skipped_layers(num_layers):
+                raise ValueError(
+                    f"{name}: layer {layer_idx} is left dense by skip_layers={list(self.skip_layers)}, so "
+                    f"that these options would do nothing. Allowed is one of the two, got {dict(override)}."
+                )
             for option, value in override.items():
                 if merged.get(option, value) != value:
                     raise ValueError(

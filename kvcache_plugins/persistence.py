@@ -53,8 +53,11 @@ def save_cache(cache: KVCache | KVEncoderDecoderCache, directory: str | os.PathL
 
     Raises:
         UnsupportedOperationError: If a layer of transformers' own is of a kind whose state is not known here.
+        ValueError: If `directory` is empty.
         OSError: If it cannot be written.
     """
+    if not os.fspath(directory):
+        raise ValueError("save_pretrained needs the path of a directory, got ''.")
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any]] = []
     for layer_idx, layer in enumerate(layers_of(cache)):

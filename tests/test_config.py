@@ -197,6 +197,13 @@ def test_two_overrides_of_one_layer_do_not_contradict_each_other() -> None:
     assert same.for_layer(1, 2).nbits == 8
 
 
+def test_an_override_of_a_layer_that_is_left_dense_says_so() -> None:
+    config = ShelfConfig(skip_layers=[-1], layer_overrides={"1": {"nbits": 8}})
+    with pytest.raises(ValueError, match=r"layer 1 is left dense by skip_layers=\[-1\].* got {'nbits': 8}"):
+        config.for_layer(1, 2)
+    assert config.for_layer(0, 2) is config
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -335,6 +335,13 @@ def test_a_second_save_that_fails(written: int, tmp_path: Path, monkeypatch: pyt
     assert torch.equal(continued(model, KVCache.from_pretrained(folder, model)), continued(model, second))
 
 
+def test_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="save_pretrained needs the path of a directory, got ''"):
+        build_cache(tiny_model("llama"), INT8).save_pretrained("")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="nowhere"):
         KVCache.from_pretrained(tmp_path / "nowhere", tiny_model("llama"))

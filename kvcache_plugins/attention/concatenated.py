@@ -13,7 +13,7 @@ from ..layers.concatenated import ConcatenatedHandle, Part
 from ..layers.gradients import refusing_gradients
 from ..layers.handle import KVHandle
 from ..layers.handle_view import HandleView, Seen
-from .native import PASS_QUERIES
+from .passes import PASS_QUERIES, in_passes
 from .products import multiply
 from .reference import (
     AttentionOptions,
@@ -65,12 +65,12 @@ def _in_passes(
     batch_size, query_heads, query_length, _ = query.shape
     length = key.shape[2]
     options = _with_rows(options, query_length, length, query.device)
-    step = max(1, min(PASS_QUERIES, _MOST_LOGITS // (batch_size * query_heads * length)))
-    passes = []
-    for start in range(0, query_length, step):
-        rows = slice(start, min(start + step, query_length))
-        passes.append(_attend(query[:, :, rows], key, value, _of_rows(options, rows)))
-    return passes[0] if len(passes) == 1 else torch.cat(passes, dim=2)
+
+    def attend_pass(start: int, stop: int) -> Tensor:
+        return _attend(query[:, :, start:stop], key, value, _of_rows(options, slice(start, stop)))
+
+    most = _MOST_LOGITS // (batch_size * query_heads * length)
+    return in_passes(attend_pass, query_length, max(1, min(PASS_QUERIES, most)))
 
 
 def _attend(

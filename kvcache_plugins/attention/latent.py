@@ -26,14 +26,13 @@ from .bias import LogitBias, logit_bias, sinks_for_kernels
 from .cuda import can_attend_tiles_on_device
 from .decoded import DecodedView
 from .description import describe, first_sinks
+from .passes import in_passes
 from .reference import AttentionOptions, TokenView, attend
 from .tiles import attend_tiles, can_attend_tiles
 
 __all__ = ["LatentKeys", "attend_latents", "latent_keys"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PASS_QUERIES = 64
-"""Query tokens that the kernel takes at once."""
 _BIASED_QUERIES = 8
 """Query tokens up to which each may have a bias of its own: of more, it would take more memory than codes."""
 _COSTS = {
@@ -237,11 +236,7 @@ def _attend_in_passes(
         )
         return projection.lift(sums).to(query.dtype)
 
-    passes = [
-        attend_pass(start, min(start + PASS_QUERIES, query_length))
-        for start in range(0, query_length, PASS_QUERIES)
-    ]
-    return passes[0] if len(passes) == 1 else torch.cat(passes, dim=2)
+    return in_passes(attend_pass, query_length)
 
 
 def _attend_expanded(

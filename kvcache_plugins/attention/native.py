@@ -21,17 +21,16 @@ from .bias import LogitBias, logit_bias, per_head, sinks_for_kernels
 from .cuda import attend_on_device, why_not_fast
 from .decoded import DecodedView
 from .description import describe, first_sinks
+from .passes import in_passes
 from .reference import AttentionOptions, attend
 from .tiles import attend_tiles, can_attend_tiles
 
-__all__ = ["MOST_QUERIES", "PASS_QUERIES", "attend_handles", "has_fast_passes"]
+__all__ = ["MOST_QUERIES", "attend_handles", "has_fast_passes"]
 
 MOST_QUERIES = 8
 """Query tokens up to which one pass over the codes is bound by reading them, on any processor."""
 _MOST_PACKED_QUERIES = 16
 """The same where the heads of a group come as query tokens of one head."""
-PASS_QUERIES = 64
-"""Query tokens of one of several passes: as many rows as the kernels take at once."""
 _UNREADABLE = "no native kernel reads these codecs or head sizes"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -168,8 +167,4 @@ def _attend_in_passes(
             alibi_slopes=alibi_slopes,
         )
 
-    passes = [
-        attend_pass(start, min(start + PASS_QUERIES, query_length))
-        for start in range(0, query_length, PASS_QUERIES)
-    ]
-    return passes[0] if len(passes) == 1 else torch.cat(passes, dim=2)
+    return in_passes(attend_pass, query_length)

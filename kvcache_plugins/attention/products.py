@@ -23,7 +23,8 @@ from ..layers.lazy import LazyTensor, intercept
 from ..layers.view import StreamView
 from .decoded import DecodedView
 from .description import describe, first_sinks
-from .native import MOST_QUERIES, PASS_QUERIES, has_fast_passes
+from .native import MOST_QUERIES, has_fast_passes
+from .passes import in_passes
 from .reference import cut_tiles
 
 __all__ = ["multiply"]
@@ -146,11 +147,12 @@ def _by_kernel(rows: Tensor, source: DecodedView, *, is_key: bool) -> Tensor:
     product = multiply_keys if is_key else multiply_values
     records, start = source.tokens.stream.records.data, source.tokens.first
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    parts = [
-        product(part, records, source.side, start=start, sink_start=source.sink_start)
-        for part in rows.split(PASS_QUERIES, dim=2)
-    ]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).float()
+
+    def multiply_pass(first: int, last: int) -> Tensor:
+        part = rows[:, :, first:last]
+        return product(part, records, source.side, start=start, sink_start=source.sink_start)
+
+    return in_passes(multiply_pass, rows.shape[2]).float()
 
 
 def _by_tiles(rows: Tensor, source: DecodedView | None, tokens: StreamView, *, is_transposed: bool) -> Tensor:

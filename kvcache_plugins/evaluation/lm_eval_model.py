@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -53,12 +54,11 @@ _Request = tuple[Any, list[int], list[int]]
 
 
 def main() -> None:
-    """Run the harness's command line with `hf-kvcache` registered.
-
-    Raises:
-        ImportError: If lm_eval is not installed.
-    """
-    register()
+    """Run the harness's command line with `hf-kvcache` registered; say so if lm_eval is not installed."""
+    try:
+        register()
+    except ImportError as error:
+        sys.exit(f"error: {error}")
     importlib.import_module("lm_eval.__main__").cli_evaluate()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvcache_plugins.attention import decoded, native, tiles
+from kvcache_plugins.attention import decoded, native, passes, tiles
 from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.attention.tiles import Visibility, can_attend_tiles
@@ -30,7 +30,7 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         native, "has_fast_passes", lambda dtype: request.param == "passes" and dtype != torch.float16
     )
-    monkeypatch.setattr(native, "PASS_QUERIES", 16)
+    monkeypatch.setattr(passes, "PASS_QUERIES", 16)
     if request.param == "small":
         monkeypatch.setitem(tiles._TILE_VALUES, "cpu", 1)
         monkeypatch.setattr(tiles, "_PART", 16)

@@ -87,6 +87,8 @@ def test_without_the_harness_an_error_names_it(monkeypatch: pytest.MonkeyPatch) 
     register.cache_clear()
     with pytest.raises(ImportError, match=r"needs lm_eval \(pip install 'kvcache-plugins\[lm_eval\]'\)"):
         register()
+    with pytest.raises(SystemExit, match=r"^error: The model 'hf-kvcache' needs lm_eval"):
+        lm_eval_model.main()
 
 
 class _NoHarness:
