@@ -21,6 +21,9 @@ from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.testing import tiny_model
 from kvcache_plugins.testing.conformance import fed, state_bytes
 from tests.kernels import fresh_process
+from tests.kernels.decode_cases import isa
+
+__all__ = ["isa"]  # a fixture
 
 CASES: dict[str, dict[str, Any]] = {
     **{
@@ -116,6 +119,13 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_bytes_are_the_same(name: str, head_dim: int, dtype: torch.dtype, encoded: list[bool]) -> None:
     check(CASES[name], *states(head_dim, dtype))
+    assert encoded and all(encoded)
+
+
+@pytest.mark.parametrize("head_dim", [24, 80])
+@pytest.mark.parametrize("name", CASES)
+def test_every_instruction_set(name: str, head_dim: int, isa: str, encoded: list[bool]) -> None:
+    check(CASES[name], *states(head_dim, torch.bfloat16))
     assert encoded and all(encoded)
 
 

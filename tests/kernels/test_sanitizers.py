@@ -10,7 +10,7 @@ import pytest
 from kvcache_plugins.kernels import compiler, loader
 
 SOURCES = Path(compiler.__file__).with_name("csrc") / "cpu"
-KERNELS = ("attend_latents", "decode_attention")
+KERNELS = ("attend_latents", "decode_attention", "encode_unit")
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Og", "-g1"]
 
 

@@ -1,5 +1,5 @@
 // What the operators that attend have in common: their tensors are checked, the work is cut into tasks of one (row, kv
-// head), some query rows and a range of slots, these run on torch's threads, and the ranges are merged (binding.cpp).
+// head), some query rows and a range of slots, these run on torch's threads, and the ranges are merged (attention_binding.inl).
 // It adds a few microseconds to what the kernels read.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The keys or values as the op receives them, checked and turned into what the kernels read (binding.cpp).
+// The keys or values as the op receives them, checked and turned into what the kernels read (attention_binding.inl).
 #pragma once
 
 #include <ATen/core/Tensor.h>

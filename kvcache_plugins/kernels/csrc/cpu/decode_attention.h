@@ -77,7 +77,7 @@ struct Task {
   const float* alibi;      // [group] slopes, or null: adds slope * (slot - slot of the query)
   const float* bias;       // additive, [queries][length] with the strides below, or null; -inf masks
   int64_t bias_row_stride;
-  // Half of attention, for a model that does the rest itself (multiply_binding.cpp). With `logits`, scores of slots from
+  // Half of attention, for a model that does the rest itself (multiply_binding.inl). With `logits`, scores of slots from
   // `first_slot` on are written there, [queries][length - first_slot], and that is all. With `weights`, laid out so, they
   // stand in place of what the softmax gives, and neither query nor keys are read.
   float* logits;
@@ -130,6 +130,6 @@ void decode_attention_portable(const Task& task);
 void decode_attention_avx2(const Task& task);
 void decode_attention_avx512(const Task& task);  // needs F, BW, VL, DQ, VBMI, VNNI, BF16
 
-Kernel best_kernel();  // the best of this processor, or the one KVCACHE_CPU_ISA names (binding.cpp)
+Kernel best_kernel();  // the best of this processor, or the one KVCACHE_CPU_ISA names (attention_binding.inl)
 
 }  // namespace kvcache

@@ -7,7 +7,7 @@
 
 #include <cmath>
 
-#include "encode_codes.h"
+#include "encode_unit.h"
 
 namespace kvcache {
 namespace {

@@ -10,12 +10,28 @@
 #include <algorithm>
 #include <atomic>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "encode_rotation.h"
 
+extern "C" const char* kvcache_cpu_instruction_set();  // attention_binding.inl
+
 namespace kvcache {
 namespace {
+
+constexpr float kLargestHalf = 65504.0f;
+
+inline UnitKernels choose_unit_kernels() {
+  const std::string name = kvcache_cpu_instruction_set();
+  const std::string error = "error: ";
+  TORCH_CHECK_VALUE(name.compare(0, error.size(), error) != 0, name.substr(error.size()));
+#if defined(__x86_64__)
+  if (name == "avx512") return unit_kernels_avx512();
+  if (name == "avx2") return unit_kernels_avx2();
+#endif
+  return unit_kernels_portable();
+}
 
 using OptionalTensor = std::optional<at::Tensor>;
 
@@ -35,19 +51,11 @@ struct Exact {
 
   bool is_known() const { return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf; }
 
-  void load(int64_t row, int64_t head, int64_t first, int64_t count, int64_t dim, float* out) const {
-    for (int64_t t = 0; t < count; ++t) {
-      const int64_t at = row * batch_stride + head * head_stride + (first + t) * token_stride;
-      if (dtype == at::kFloat) {
-        std::memcpy(out + t * dim, static_cast<const float*>(data) + at, sizeof(float) * dim);
-      } else if (dtype == at::kBFloat16) {
-        const at::BFloat16* from = static_cast<const at::BFloat16*>(data) + at;
-        for (int64_t c = 0; c < dim; ++c) out[t * dim + c] = float(from[c]);
-      } else {
-        const at::Half* from = static_cast<const at::Half*>(data) + at;
-        for (int64_t c = 0; c < dim; ++c) out[t * dim + c] = float(from[c]);
-      }
-    }
+  // Tokens of one row and head, from token `first` on.
+  Rows rows(int64_t row, int64_t head, int64_t first) const {
+    const int64_t at = row * batch_stride + head * head_stride + first * token_stride;
+    const int32_t kind = dtype == at::kFloat ? kFloat32 : dtype == at::kBFloat16 ? kBFloat16 : kFloat16;
+    return {static_cast<const uint8_t*>(data) + at * int64_t(c10::elementSize(dtype)), kind, token_stride};
   }
 };
 
@@ -66,6 +74,7 @@ struct Run {
   Layout layout;
   bool is_key;
   int64_t start, count;  // slots
+  UnitKernels kernels;
 
   int64_t unit() const { return layout.group_tokens > kBlockTokens ? layout.group_tokens : kBlockTokens; }
 };
@@ -125,10 +134,14 @@ inline Run describe_run(const at::Tensor& records, const Exact& tokens, const Pr
   TORCH_CHECK_VALUE(layout.codes_offset >= 0 && layout.codes_offset + code_bytes <= records.size(3) &&
                         std::max(layout.scale_offset, layout.minimum_offset) + row_bytes <= records.size(3),
                     "Invalid layout: a field lies outside of the ", records.size(3), " bytes of a record.");
-  return {records, tokens, preparation, layout, is_key, start, count};
+  return {records, tokens, preparation, layout, is_key, start, count, choose_unit_kernels()};
 }
 
-// Calls `visit(row, head, first slot, tokens, numbers)` for every unit, until `go_on` is false.
+struct Unit {
+  int64_t row, head, start, count;  // slots
+};
+
+// Calls `visit(unit, numbers)` for every unit, with room for its numbers, until `go_on` is false.
 template <class Visit>
 void for_units(const Run& run, const std::atomic<bool>& go_on, Visit visit) {
   const int64_t unit = run.unit(), dim = run.layout.head_dim, end = run.start + run.count;
@@ -138,17 +151,25 @@ void for_units(const Run& run, const std::atomic<bool>& go_on, Visit visit) {
   at::parallel_for(0, run.records.size(0) * heads * units, grain, [&](int64_t begin, int64_t stop) {
     std::vector<float> numbers(static_cast<size_t>(longest * dim));
     for (int64_t task = begin; task < stop && go_on.load(std::memory_order_relaxed); ++task) {
-      const int64_t row = task / units / heads, head = task / units % heads;
       const int64_t low = std::max(run.start, (first_unit + task % units) * unit);
       const int64_t high = std::min(end, (first_unit + task % units + 1) * unit);
-      run.tokens.load(row, head, low - run.start, high - low, dim, numbers.data());
-      if (run.preparation.factors != nullptr) {
-        const float* factors = run.preparation.factors + (row * heads + head) * dim;
-        for (int64_t i = 0; i < (high - low) * dim; ++i) numbers[i] /= factors[i % dim];
-      }
-      visit(row, head, low, high - low, numbers.data());
+      visit(Unit{task / units / heads, task / units % heads, low, high - low}, numbers.data());
     }
   });
+}
+
+inline Rows rows_of(const Run& run, const Unit& unit) {
+  return run.tokens.rows(unit.row, unit.head, unit.start - run.start);
+}
+
+// Numbers of a unit in fp32, divided by their factors.
+inline void load_numbers(const Run& run, const Unit& unit, float* numbers) {
+  const int64_t dim = run.layout.head_dim;
+  run.kernels.load(rows_of(run, unit), unit.count, dim, numbers);
+  if (run.preparation.factors == nullptr) return;
+  const float* factors = run.preparation.factors + (unit.row * run.records.size(1) + unit.head) * dim;
+  for (int64_t t = 0; t < unit.count; ++t)
+    for (int64_t c = 0; c < dim; ++c) numbers[t * dim + c] /= factors[c];
 }
 
 // Whether `encode_run` would write what the codecs write.
@@ -157,12 +178,15 @@ inline bool is_plain(const Run& run) {
   if (!run.tokens.is_known() || run.layout.scale_offset < 0 || !run.preparation.is_possible) return false;
   // A rotation adds at most a factor of sqrt(2).
   const float limit = run.preparation.rotate_back == nullptr ? kLargestHalf : kLargestHalf / 1.5f;
+  const int64_t dim = run.layout.head_dim;
   std::atomic<bool> plain{true};
-  for_units(run, plain, [&](int64_t, int64_t, int64_t, int64_t length, const float* numbers) {
-    bool is_small = true;
-    for (int64_t i = 0; i < length * run.layout.head_dim; ++i)
-      is_small &= std::fabs(numbers[i]) < limit;  // false for NaN
-    if (!is_small) plain.store(false, std::memory_order_relaxed);
+  for_units(run, plain, [&](const Unit& unit, float* numbers) {
+    Rows rows = rows_of(run, unit);
+    if (run.preparation.factors != nullptr) {
+      load_numbers(run, unit, numbers);
+      rows = {numbers, kFloat32, dim};
+    }
+    if (!run.kernels.are_below(rows, unit.count, dim, limit)) plain.store(false, std::memory_order_relaxed);
   });
   return plain.load();
 }
@@ -171,12 +195,13 @@ inline void encode_run(const Run& run) {
   if (run.count == 0) return;
   const std::atomic<bool> always{true};
   uint8_t* data = run.records.mutable_data_ptr<uint8_t>();
-  for_units(run, always, [&](int64_t row, int64_t head, int64_t low, int64_t length, float* numbers) {
+  for_units(run, always, [&](const Unit& unit, float* numbers) {
+    load_numbers(run, unit, numbers);
     const Preparation& preparation = run.preparation;
     if (preparation.rotate_back != nullptr)
-      preparation.rotate_back(numbers, low, length, run.layout, preparation.rotation);
-    uint8_t* first = data + row * run.records.stride(0) + head * run.records.stride(1);
-    encode_unit(numbers, low, length, first, run.records.size(3), run.layout, run.is_key);
+      preparation.rotate_back(numbers, unit.start, unit.count, run.layout, preparation.rotation);
+    uint8_t* first = data + unit.row * run.records.stride(0) + unit.head * run.records.stride(1);
+    run.kernels.encode(numbers, unit.start, unit.count, first, run.records.size(3), run.layout, run.is_key);
   });
 }
 

@@ -11,13 +11,13 @@
 #include "decode_tokens.h"
 #include "parallel_tasks.h"
 
-extern "C" const char* kvcache_cpu_instruction_set();  // binding.cpp
+extern "C" const char* kvcache_cpu_instruction_set();  // attention_binding.inl
 
 namespace kvcache {
 namespace {
 
 constexpr int64_t kRunTokens = 8 * kBlockTokens;  // so that the rotation tables of a run are made once
-constexpr int64_t kSerialValues = 1 << 15;        // decoded in about the time it takes to wake a thread
+constexpr int64_t kSerialSlots = 1 << 15;         // decoded in about the time it takes to wake a thread
 
 TokenDecoder choose_decoder() {
   const std::string name = kvcache_cpu_instruction_set();
@@ -49,7 +49,7 @@ at::Tensor decode_tokens(const at::Tensor& records, at::TensorList segments, con
   char* const data = static_cast<char*>(output.mutable_data_ptr());
   const int64_t row_bytes = dim * output.element_size();
   const int64_t first_run = start / kRunTokens, runs = (stop + kRunTokens - 1) / kRunTokens - first_run;
-  run_parallel(count > 0 ? batch * heads * runs : 0, output.numel() < kSerialValues, [&](int64_t task) {
+  run_parallel(count > 0 ? batch * heads * runs : 0, output.numel() < kSerialSlots, [&](int64_t task) {
     const int64_t head = task / runs, run = first_run + task % runs;
     const int64_t low = std::max(start, run * kRunTokens), high = std::min(stop, (run + 1) * kRunTokens);
     decoder(side_of(inputs, records, head / heads, head % heads, starts), is_key, low, high, out_dtype,

@@ -1,46 +1,42 @@
-// Codes and metadata of tokens: what kvcache_plugins/quantizers (affine.py, float8.py) computes, operation by operation
-// in fp32, so that the bytes are the same to the last bit.
+// Codes and metadata of tokens, one by one: what kvcache_plugins/quantizers (affine.py, float8.py) computes, operation by
+// operation in fp32, so that the bytes are the same to the last bit. Whole blocks go faster, see encode_unit.inl.
 #pragma once
-
-#include <c10/util/Half.h>
 
 #include <cmath>
 #include <cstring>
-#include <limits>
 
-#include "decode_attention.h"
+#include "encode_unit.h"
+#include "narrow_numbers.inl"
 
 namespace kvcache {
-namespace {
+namespace {  // see portable_numbers.inl
 
 constexpr float kLargestHalf = 65504.0f;
 constexpr float kSmallestScale = 5.9604644775390625e-8f;  // 2^-24
 
-// The integers of a layout, in the order of `encode_tokens` in ops.py.
-struct Layout {
-  int64_t nbits, format, head_dim, group_tokens, width, metadata_bytes, interleaved;
-  int64_t codes_offset, scale_offset, minimum_offset;
-  int64_t padded_dim() const { return (head_dim + 15) / 16 * 16; }
-};
-
 // Nearest integer, ties to even, for |value| < 2^22; no library call, so that loops of it are vector code.
 inline float nearest(float value) { return (value + 12582912.0f) - 12582912.0f; }
 
-float round_to_half(float value) {
-  return c10::detail::fp16_ieee_to_fp32_value(c10::detail::fp16_ieee_from_fp32_value(value));
+uint16_t half_of(float value) { return uint16_t(narrow_to_half(splat(value))[0]); }
+
+float half_value(uint16_t half) {
+  const Words bits = {half};
+  return widen<5, 15, false>(bits)[0];
 }
 
+float round_to_half(float value) { return half_value(half_of(value)); }
+
 float round_up_to_half(float value) {
-  uint16_t half = c10::detail::fp16_ieee_from_fp32_value(value);
-  if (c10::detail::fp16_ieee_to_fp32_value(half) < value) ++half;
-  return c10::detail::fp16_ieee_to_fp32_value(half);
+  uint16_t half = half_of(value);
+  if (half_value(half) < value) ++half;
+  return half_value(half);
 }
 
 void store_metadata(uint8_t* at, int64_t bytes, float value) {
   if (bytes == 4) {
     std::memcpy(at, &value, 4);
   } else {
-    const uint16_t half = c10::detail::fp16_ieee_from_fp32_value(value);  // exact: it has been rounded
+    const uint16_t half = half_of(value);  // exact: it has been rounded
     std::memcpy(at, &half, 2);
   }
 }
@@ -114,7 +110,7 @@ float largest_code(const Layout& layout) {
 
 uint8_t encode(float value, float scale, float minimum, const Layout& layout) {
   if (layout.format == kAffine) {
-    const float divisor = scale > 0 ? scale : std::numeric_limits<float>::infinity();
+    const float divisor = scale > 0 ? scale : kInfinity;
     const float code = nearest((value - minimum) / divisor), top = float((1 << layout.nbits) - 1);
     return uint8_t(code < 0.0f ? 0.0f : code > top ? top : code);
   }
@@ -144,8 +140,8 @@ void store_row(uint8_t* record, const Layout& layout, int64_t entry, float scale
     store_metadata(record + layout.minimum_offset + entry * layout.metadata_bytes, layout.metadata_bytes, minimum);
 }
 
-// `count` tokens `[count][head_dim]` from slot `start` on; `records` is the first record of the row and head.
-void encode_unit(const float* states, int64_t start, int64_t count, uint8_t* records, int64_t record_bytes,
+// See UnitKernels.
+void encode_one_by_one(const float* states, int64_t start, int64_t count, uint8_t* records, int64_t record_bytes,
                  const Layout& layout, bool is_key) {
   const int64_t dim = layout.head_dim;
   uint8_t codes[kMaxHeadDim];
