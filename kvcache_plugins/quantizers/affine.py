@@ -72,8 +72,9 @@ def choose_qparams_asymmetric(
     """
     groups = granularity.split(states)
     low, high = _range(groups, granularity, valid)
-    scale = round_to_half((high - low) / (2**nbits - 1))
-    return scale.masked_fill(torch.isinf(scale), 0.0), round_to_half(low)
+    # 0.0 is added because zeros of either sign are equal: which of them is the least, the order would decide
+    scale = round_to_half((high - low + 0.0) / (2**nbits - 1))
+    return scale.masked_fill(torch.isinf(scale), 0.0), round_to_half(low + 0.0)
 
 
 def quantize_asymmetric(

@@ -129,6 +129,23 @@ def test_every_instruction_set(name: str, head_dim: int, isa: str, encoded: list
     assert encoded and all(encoded)
 
 
+def zeros_of_either_sign(head_dim: int) -> tuple[Tensor, Tensor]:
+    """States of which the least number of a group is zero, and whole groups are."""
+    made = []
+    for tensor in states(head_dim, torch.float32):
+        signs = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(3)) < 0.5
+        kept = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(4)) < 0.03
+        made.append(torch.where(kept, tensor.abs(), torch.where(signs, 0.0, -0.0)))
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("name", ["kivi-4bit-g16", "kivi-2bit-g128", "int4", "int8-groups", "e4m3"])
+def test_zeros_have_no_sign(name: str, isa: str, encoded: list[bool]) -> None:
+    # which of two equal numbers is the least, the order of a comparison would decide
+    check(CASES[name], *zeros_of_either_sign(80))
+    assert encoded and all(encoded)
+
+
 @pytest.mark.parametrize("head_dim", [328, 512])
 def test_the_bytes_of_wide_heads_are_the_same(head_dim: int, encoded: list[bool]) -> None:
     for name in (

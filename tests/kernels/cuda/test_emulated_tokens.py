@@ -56,6 +56,12 @@ def test_the_bytes_are_the_same(name: str, head_dim: int, encoded: list[bool]) -
     assert encoded and all(encoded)
 
 
+@pytest.mark.parametrize("name", ["kivi-4bit-g16", "int4"])
+def test_zeros_have_no_sign(name: str, encoded: list[bool]) -> None:
+    encoding.check(encoding.CASES[name], *encoding.zeros_of_either_sign(80))
+    assert encoded and all(encoded)
+
+
 @pytest.mark.parametrize("name", ["2bit-channel-g16", "3bit-channel-g64", "4bit-groups", "int8", "e4m3"])
 def test_the_bytes_of_wide_heads_are_the_same(name: str) -> None:
     if not loader.try_load():

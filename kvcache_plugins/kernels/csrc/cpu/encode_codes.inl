@@ -126,8 +126,8 @@ uint8_t encode(float value, float scale, float minimum, const Layout& layout) {
 
 void choose(float low, float high, const Layout& layout, float* scale, float* minimum) {
   if (layout.format == kAffine) {
-    *scale = round_to_half((high - low) / float((1 << layout.nbits) - 1));
-    *minimum = round_to_half(low);
+    *scale = round_to_half((high - low + 0.0f) / float((1 << layout.nbits) - 1));
+    *minimum = round_to_half(low + 0.0f);  // zero has no sign, see affine.py
   } else {
     *scale = std::fmax(round_up_to_half(std::fmax(high, -low) / largest_code(layout)), kSmallestScale);
     *minimum = 0.0f;

@@ -84,8 +84,8 @@ void choose_scales(float* low, float* high, int64_t count, const Layout& layout,
     const Floats least = load<Floats>(low + i), most = load<Floats>(high + i);
     Floats scale;
     if (kFormat == kAffine) {
-      const Words halves = narrow_to_half((most - least) / splat(float((1 << layout.nbits) - 1)));
-      const Words minima = narrow_to_half(least);
+      const Words halves = narrow_to_half((most - least + 0.0f) / splat(float((1 << layout.nbits) - 1)));
+      const Words minima = narrow_to_half(least + 0.0f);  // zero has no sign, see affine.py
       put(layout.scale_offset, i, halves);
       put(layout.minimum_offset, i, minima);
       scale = widen<5, 15, false>(halves);

@@ -73,8 +73,9 @@ KVCACHE_DEVICE Parameters choose(const EncodeArguments& a, float low, float high
   if (a.format == kAffine) {
     if (low > high) low = high = 0.0f;
     const float levels = static_cast<float>((1 << a.nbits) - 1);
-    const float scale = round_to_half(divide_rounded(add_rounded(high, -low), levels));
-    return {is_finite(scale) ? scale : 0.0f, round_to_half(low)};
+    const float range = add_rounded(add_rounded(high, -low), 0.0f);  // zero has no sign, see affine.py
+    const float scale = round_to_half(divide_rounded(range, levels));
+    return {is_finite(scale) ? scale : 0.0f, round_to_half(add_rounded(low, 0.0f))};
   }
   const float largest = low > high ? 0.0f : fmaxf(high, -low);
   return {fmaxf(round_up_to_half(divide_rounded(largest, largest_code(a))), kSmallestScale), 0.0f};
