@@ -90,7 +90,11 @@ def test_wrong_arguments(change: Any, said: str) -> None:
 
 
 def test_unknown_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVCACHE_CPU_ISA", "sse9")
     layer = build_layer(CASES["kivi-default"], 200)
-    with pytest.raises(ValueError, match="KVCACHE_CPU_ISA must be one of avx512, avx2, portable, got sse9"):
-        attend_handles(*step(layer, 1, 4), AttentionOptions())
+    given = step(layer, 1, 4)
+    monkeypatch.setenv("KVCACHE_CPU_ISA", "sse9")
+    said = "KVCACHE_CPU_ISA must be one of avx512, avx2, portable, got sse9"
+    with pytest.raises(ValueError, match=said):
+        attend_handles(*given, AttentionOptions())
+    with pytest.raises(ValueError, match=said):
+        build_layer(CASES["kivi-default"], 200)
