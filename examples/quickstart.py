@@ -50,6 +50,7 @@ from kvcache_plugins.evaluation.results import build_document, write_results
 from kvcache_plugins.evaluation.text_files import read_text_file
 from kvcache_plugins.evaluation.timing import Spread, StepTimer
 from kvcache_plugins.models.cache_argument import cache_of
+from kvcache_plugins.models.decoder import decoder_only_config
 from kvcache_plugins.models.pretrained import load_config, load_model, load_tokenizer
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
 
@@ -136,6 +137,7 @@ def run(args: argparse.Namespace) -> None:
     chosen = defaults if args.cache_config is None else parse_cache_configs(args.cache_config)
     text = read_language_reference() if args.text is None else read_text_file(args.text, "--text")
     model_config = load_config(args.model)
+    decoder_only_config(model_config, "The quickstart")
     cache_configs, skipped = split_available(model_config, dense_first(chosen))
     args.output.mkdir(parents=True, exist_ok=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, cache_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, cache_utils
 
 from kvcache_plugins.evaluation.caches import new_cache
 from kvcache_plugins.evaluation.language_reference import read_language_reference
@@ -142,6 +142,14 @@ def test_errors_stop_before_any_work(
     assert error.count("\n") == 1
     assert said in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_encoder_decoder_is_refused(
+    quickstart: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    T5Config().save_pretrained(tmp_path / "model")
+    assert quickstart.main(["--model", str(tmp_path / "model"), "--output", str(tmp_path)]) == 2
+    assert "error: The quickstart serves decoder-only models; T5Config" in capsys.readouterr().err
 
 
 def test_an_interruption_is_told_in_one_line(

@@ -15,7 +15,7 @@ from ..cache import KVCache
 from ..encoder_decoder import KVEncoderDecoderCache
 from ..layers.counting import tensors_in
 from ..models.cache_argument import as_argument
-from ..models.decoder import decoder_config, split_model_or_config
+from ..models.decoder import decoder_config, decoder_only_config, split_model_or_config
 from ..prompt_chunks import why_read_whole
 from ..registry import TRANSFORMERS_BACKENDS
 from .labels import DENSE
@@ -104,7 +104,11 @@ def prefill(model: Any, prompt: torch.Tensor, cache: Cache, final_length: int, *
 
     Returns:
         `ModelOutput`: Of the last call.
+
+    Raises:
+        ValueError: For an encoder-decoder model, whose decoder begins with another text.
     """
+    decoder_only_config(model.config)
     chunk_size = None
     if isinstance(cache, KVCache):
         length = prompt.shape[1]

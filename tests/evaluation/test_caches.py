@@ -9,8 +9,10 @@ import torch
 from transformers import AutoConfig, DynamicCache, QuantizedCache, cache_utils
 
 import kvcache_plugins as kvp
+from kvcache_plugins.estimation import estimate
 from kvcache_plugins.evaluation import caches
-from kvcache_plugins.evaluation.caches import cache_bytes, why_unavailable
+from kvcache_plugins.evaluation.caches import cache_bytes, new_cache, prefill, why_unavailable
+from tests.models.encoders import decoded, encoder_decoder, source, target
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
 
@@ -56,6 +58,18 @@ def test_bytes_of_ours_are_kv_bytes(config: AutoConfig) -> None:
     cache = kvp.build_cache(config, {"backend": "int8"})
     _fill(cache, 100)
     assert cache_bytes(cache) == cache.kv_bytes() > 0
+
+
+@pytest.mark.parametrize("backend", ["dense", "int8"])
+def test_bytes_of_both_halves(backend: str) -> None:
+    model = encoder_decoder("bart")
+    cache = new_cache(model, {"backend": backend})
+    decoded(model, source("bart"), cache, target(70), [70])
+    expected = 2 * 2 * (70 + 150) * 2 * 64 * 4
+    assert cache_bytes(cache) == expected if backend == "dense" else 0 < cache_bytes(cache) < expected
+    assert cache_bytes(cache) == estimate(model, {"backend": backend}, 70, 2, encoder_tokens=150)
+    with pytest.raises(ValueError, match="serves decoder-only models; BartConfig"):
+        prefill(model, target(9), new_cache(model, {"backend": backend}), 9)
 
 
 def test_missing_package_is_a_row_and_no_failure(config: AutoConfig, monkeypatch: pytest.MonkeyPatch) -> None:
