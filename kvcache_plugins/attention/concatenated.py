@@ -102,16 +102,18 @@ def _product(rows: Tensor, part: Part, *, is_key: bool) -> Tensor:
 def _with_rows(
     options: AttentionOptions, query_length: int, length: int, device: torch.device
 ) -> AttentionOptions:
-    """Options of which a mask, with a row for every query, says all that depends on a query's place."""
-    if not options.is_causal and options.sliding_window is None:
+    """Options of which a bias, with a row for every query, says all that depends on a query's place."""
+    if not options.is_causal and options.sliding_window is None and options.alibi_slopes is None:
         return options
-    nothing = torch.zeros(1, 1, query_length, length, device=device)
-    placed = AttentionOptions(is_causal=options.is_causal, sliding_window=options.sliding_window)
-    visible = adjust_logits(nothing, 0, length, length, placed) == 0
-    if options.mask is not None:
-        mask = four_dimensional(options.mask, length)
-        visible = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
-    return replace(options, mask=visible, is_causal=False, sliding_window=None)
+    placed = AttentionOptions(
+        is_causal=options.is_causal,
+        sliding_window=options.sliding_window,
+        alibi_slopes=options.alibi_slopes,
+    )
+    bias = adjust_logits(torch.zeros(1, 1, query_length, length, device=device), 0, length, length, placed)
+    if options.position_bias is not None:
+        bias = bias + four_dimensional(options.position_bias, length)
+    return replace(options, position_bias=bias, is_causal=False, sliding_window=None, alibi_slopes=None)
 
 
 def _of_rows(options: AttentionOptions, rows: slice) -> AttentionOptions:

@@ -22,7 +22,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "int4": {"backend": "int4", "residual_length": 16},
     "kivi": {"backend": "kivi", "residual_length": 32},
 }
-MASKS = ("none", "boolean", "added", "causal", "window")
+MASKS = ("none", "boolean", "added", "causal", "window", "slopes")
 
 
 def handles(config: dict[str, Any], length: int, seed: int, newest: int) -> tuple[Any, Any, Any]:
@@ -41,6 +41,8 @@ def masked(kind: str, queries: int, length: int) -> tuple[Tensor | None, dict[st
         return None, {"is_causal": False}
     if kind == "causal":
         return None, {"is_causal": True}
+    if kind == "slopes":
+        return None, {"is_causal": True, "alibi_slopes": torch.linspace(0.01, 0.1, QUERY_HEADS)}
     if kind == "window":
         return None, {"is_causal": True, "sliding_window": 40}
     visible = torch.rand(2, 1, queries, length, generator=torch.Generator().manual_seed(9)) > 0.3
