@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,16 +43,14 @@ from .models.facts import (
 from .models.layer_plan import LayerPlan, caches_latents, key_value_heads, plan_layers
 from .models.longrope import choose_frequencies, follow_cache
 from .report import CacheReport
-
-if TYPE_CHECKING:
-    from .encoder_decoder import KVEncoderDecoderCache
+from .saved import SavedCache
 
 __all__ = ["KVCache"]
 
 _ = _dispatch
 
 
-class KVCache(Cache):
+class KVCache(SavedCache, Cache):
     """A `transformers.Cache` whose attention layers are packed. Base class of every backend's cache.
 
     Built by `generate(cache_implementation="quantized", cache_config={"backend": ...})`, by `build_cache`, or
@@ -267,21 +264,6 @@ class KVCache(Cache):
             host_bytes=self._host_bytes() if self.config.offload else None,
             dropped_outliers=sum(layer.dropped_outliers for layer in packed),
         )
-
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Save the cache, packed, into `directory` (see `persistence.save_cache`)."""
-        from .persistence import save_cache
-
-        save_cache(self, directory)
-
-    @classmethod
-    def from_pretrained(
-        cls, directory: str | os.PathLike[str], model_or_config: Any
-    ) -> KVCache | KVEncoderDecoderCache:
-        """Load a cache saved by `save_pretrained`, of whatever backend (see `persistence.load_cache`)."""
-        from .persistence import load_cache
-
-        return load_cache(directory, model_or_config)
 
     def _plan(self, skipped: frozenset[int] = frozenset(), **rules: Any) -> list[LayerPlan]:
         """Plan the layers by the rules of [`plan_layers`]."""

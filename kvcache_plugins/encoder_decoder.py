@@ -8,7 +8,6 @@ documents the second is nearly all there is.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from .layers.shown import ShownLayer
 from .models.facts import LayerFacts
 from .models.layer_plan import LayerPlan, plan_cross_attention
 from .report import CacheReport
+from .saved import SavedCache
 
 __all__ = ["CrossAttentionCache", "KVEncoderDecoderCache", "SelfAttentionCache", "build_both", "layers_of"]
 
@@ -79,7 +79,7 @@ class CrossAttentionCache(KVCache):
         return plan_cross_attention(self.model_config, skipped, cross_reason=rules.get("cross_reason"))
 
 
-class KVEncoderDecoderCache(EncoderDecoderCache):
+class KVEncoderDecoderCache(SavedCache, EncoderDecoderCache):
     """Both halves of an encoder-decoder model's cache, packed.
 
     Built by `generate(cache_implementation="quantized", cache_config={"backend": ...})` and by `build_cache`.
@@ -181,21 +181,6 @@ class KVEncoderDecoderCache(EncoderDecoderCache):
             dropped_outliers=own.dropped_outliers + cross.dropped_outliers,
             cross_attention=cross,
         )
-
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Save both halves, packed, into `directory` (see `persistence.save_cache`)."""
-        from .persistence import save_cache
-
-        save_cache(self, directory)
-
-    @classmethod
-    def from_pretrained(
-        cls, directory: str | os.PathLike[str], model_or_config: Any
-    ) -> KVCache | KVEncoderDecoderCache:
-        """Load a cache saved by `save_pretrained`, of whatever backend (see `persistence.load_cache`)."""
-        from .persistence import load_cache
-
-        return load_cache(directory, model_or_config)
 
 
 def build_both(

@@ -15,15 +15,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A unit may import units to its left (and itself). Backends are reached by name through the registry only.
 ORDER = (
     "errors", "device_dtypes", "registry", "config", "quantizers", "models", "kernels", "layers", "attention",
-    "report", "artifacts", "cache", "encoder_decoder", "building", "persistence", "estimation", "eviction",
-    "retaining", "backends", "prompt_chunks", "evaluation", "calibration", "training", "encoder_calls",
-    "generation_calls", "integration", "testing", "cli", "__init__", "__main__",
+    "report", "artifacts", "saved", "cache", "encoder_decoder", "building", "persistence", "estimation",
+    "eviction", "retaining", "backends", "prompt_chunks", "evaluation", "calibration", "training",
+    "encoder_calls", "generation_calls", "integration", "testing", "cli", "__init__", "__main__",
 )  # fmt: skip
 # Deferred imports that would close a circle at import time, with the reason.
 DEFERRED = {
-    ("cache", "persistence"): "KVCache.save_pretrained is the public name of a function that needs KVCache",
-    ("cache", "encoder_decoder"): "what KVCache.from_pretrained may return, for the type checker only",
-    ("encoder_decoder", "persistence"): "as of KVCache",
+    ("saved", "persistence"): "KVCache.save_pretrained is the public name of a function that needs KVCache",
+    ("saved", "cache"): "what is loaded, for the type checker only",
+    ("saved", "encoder_decoder"): "what is loaded, for the type checker only",
     ("__init__", "*"): "public names are loaded at first use",
     ("integration", "attention"): "loaded when a cache of ours exists",
 }
