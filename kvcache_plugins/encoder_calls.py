@@ -11,12 +11,7 @@ from typing import Any
 
 from .models.cache_argument import cache_name, given_cache
 
-__all__ = ["bind_both", "holds_both", "placed"]
-
-
-def holds_both(kv_cache: Any) -> bool:
-    """Whether a cache is that of an encoder-decoder model."""
-    return hasattr(kv_cache, "cross_attention_cache")
+__all__ = ["bind_both", "placed"]
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
-from .encoder_calls import bind_both, holds_both, placed
+from .encoder_calls import bind_both, placed
 from .errors import IncompatibleTransformersError
-from .models.cache_argument import CACHE_NAMES, cache_name, given_cache
+from .models.cache_argument import CACHE_NAMES, cache_name, given_cache, holds_both
 from .prompt_chunks import soft_prompt_kind, why_read_whole
 from .registry import TRANSFORMERS_BACKENDS, get_backend, list_backends
 
@@ -108,6 +108,11 @@ def _names_ours(cache_config: Any) -> bool:
     return str(backend).lower() in list_backends()
 
 
+def _asks_for_ours(generation_config: Any) -> bool:
+    implementation = getattr(generation_config, "cache_implementation", None)
+    return implementation == "quantized" and _names_ours(getattr(generation_config, "cache_config", None))
+
+
 def _own_choice(model: Any) -> tuple[Any, Any]:
     """`cache_implementation` and `cache_config` of a model's own generation configuration."""
     own = getattr(model, "generation_config", None)
@@ -173,9 +178,8 @@ def ready_to_build(model: Any, generation_config: Any, model_kwargs: dict[str, A
     cache_config = getattr(generation_config, "cache_config", None)
     if isinstance(cache_config, Mapping):
         generation_config.cache_config = dict(cache_config)
-    is_asked_for = generation_config.cache_implementation == "quantized" and _names_ours(cache_config)
     has_encoder = getattr(model.config, "is_encoder_decoder", False)
-    is_ours_to_build = is_asked_for and has_encoder and given_cache(model_kwargs) is None
+    is_ours_to_build = has_encoder and _asks_for_ours(generation_config) and given_cache(model_kwargs) is None
     try:
         with placed(model, generation_config, model_kwargs) if is_ours_to_build else nullcontext():
             yield
@@ -279,20 +283,17 @@ def check_prepared(model: Any, generation_config: Any, model_kwargs: Mapping[str
     Raises:
         ValueError: Naming the backend that would be ignored.
     """
-    cache_config: Any = getattr(generation_config, "cache_config", None)
-    is_asked_for = getattr(generation_config, "cache_implementation", None) == "quantized"
-    if is_asked_for and _names_ours(cache_config) and given_cache(model_kwargs) is None:
+    if _asks_for_ours(generation_config) and given_cache(model_kwargs) is None:
         raise ValueError(
             f"{type(model).__name__} prepares no cache before it generates: cache_config with "
-            f"backend={cache_config['backend']!r} would be ignored. Allowed is the cache itself, as "
-            f"{cache_name()}=kvcache_plugins.build_cache(model, cache_config)."
+            f"backend={generation_config.cache_config['backend']!r} would be ignored. Allowed is the cache "
+            f"itself, as {cache_name()}=kvcache_plugins.build_cache(model, cache_config)."
         )
 
 
 def _check_found(generation_config: Any) -> None:
     """Refuse to go on with a cache of ours that was asked for and cannot be told anything."""
-    cache_config = getattr(generation_config, "cache_config", None)
-    if getattr(generation_config, "cache_implementation", None) == "quantized" and _names_ours(cache_config):
+    if _asks_for_ours(generation_config):
         import transformers
 
         raise IncompatibleTransformersError(

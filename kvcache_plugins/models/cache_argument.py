@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-__all__ = ["CACHE_NAMES", "as_argument", "cache_name", "cache_of", "given_cache"]
+__all__ = ["CACHE_NAMES", "as_argument", "cache_name", "cache_of", "given_cache", "holds_both"]
 
 CACHE_NAMES = ("cache", "past_key_values")
 """Of `generate()`, models and their outputs, the newest first."""
@@ -56,3 +56,8 @@ def given_cache(kwargs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
 def cache_of(output: Any) -> Any:
     """The cache that a model, or `generate()`, has returned in its output."""
     return getattr(output, cache_name())
+
+
+def holds_both(kv_cache: Any) -> bool:
+    """Whether a cache is that of an encoder-decoder model, of its text and of what its encoder has read."""
+    return hasattr(kv_cache, "cross_attention_cache")

@@ -127,7 +127,7 @@ def _decoders_half(decoder: Any, config: Any) -> Any:
     """Let a configuration say of layers and heads what holds of the decoder.
 
     Transformers copies and renames what an encoder-decoder model says of its decoder (BART); it does not
-    where that is half of another model (Donut's MBART, the BART of RAG), nor know T5's name for it.
+    where that is half of another model (Donut's MBART, Florence 2's BART), nor know T5's name for it.
     """
     reads_encoder = getattr(decoder, "attribute_map", {}).get("num_hidden_layers") == "encoder_layers"
     if reads_encoder and decoder is config.get_text_config(decoder=True):  # and not a new copy
