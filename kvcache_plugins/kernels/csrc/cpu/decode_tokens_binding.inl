@@ -9,9 +9,8 @@
 
 #include "binding_inputs.h"
 #include "decode_tokens.h"
+#include "instruction_set.h"
 #include "parallel_tasks.h"
-
-extern "C" const char* kvcache_cpu_instruction_set();  // attention_binding.inl
 
 namespace kvcache {
 namespace {
@@ -20,9 +19,7 @@ constexpr int64_t kRunTokens = 8 * kBlockTokens;  // so that the rotation tables
 constexpr int64_t kSerialSlots = 1 << 15;         // decoded in about the time it takes to wake a thread
 
 TokenDecoder choose_decoder() {
-  const std::string name = kvcache_cpu_instruction_set();
-  const std::string error = "error: ";
-  TORCH_CHECK_VALUE(name.compare(0, error.size(), error) != 0, name.substr(error.size()));
+  const std::string name = instruction_set();
 #if defined(__x86_64__)
   if (name == "avx512") return decode_tokens_avx512;
   if (name == "avx2") return decode_tokens_avx2;

@@ -1,8 +1,10 @@
 // Codes and metadata of tokens, one by one: what kvcache_plugins/quantizers (affine.py, float8.py) computes, operation by
 // operation in fp32, so that the bytes are the same to the last bit. Whole blocks go faster, see encode_unit.inl.
+//
+// Functions of the compiler and not of <cmath>: an inline function of a library is one for all translation units, and
+// may be the one that was compiled for another machine.
 #pragma once
 
-#include <cmath>
 #include <cstring>
 
 #include "encode_unit.h"
@@ -43,11 +45,11 @@ void store_metadata(uint8_t* at, int64_t bytes, float value) {
 
 // Nearest 8-bit float, ties to even; |value| is at most the largest number of the format.
 uint8_t to_float8(float value, int mantissa_bits, int bias) {
-  const uint8_t sign = std::signbit(value) ? 0x80 : 0;
-  const float magnitude = std::fabs(value);
-  const float smallest_normal = std::ldexp(1.0f, 1 - bias);
+  const uint8_t sign = __builtin_signbit(value) ? 0x80 : 0;
+  const float magnitude = __builtin_fabsf(value);
+  const float smallest_normal = __builtin_ldexpf(1.0f, 1 - bias);
   if (magnitude < smallest_normal)  // subnormal; rounding up to the first normal number gives its code
-    return sign | uint8_t(nearest(std::ldexp(magnitude, bias - 1 + mantissa_bits)));
+    return sign | uint8_t(nearest(__builtin_ldexpf(magnitude, bias - 1 + mantissa_bits)));
   uint32_t bits;
   std::memcpy(&bits, &magnitude, 4);
   const int dropped = 23 - mantissa_bits;
@@ -120,7 +122,7 @@ uint8_t encode(float value, float scale, float minimum, const Layout& layout) {
     return uint8_t((code < -127.0f ? -127.0f : code > 127.0f ? 127.0f : code) + 128.0f);
   }
   const float limit = largest_code(layout);
-  const float clamped = std::fmin(std::fmax(scaled, -limit), limit);
+  const float clamped = __builtin_fminf(__builtin_fmaxf(scaled, -limit), limit);
   return layout.format == kE4M3 ? to_float8(clamped, 3, 7) : to_float8(clamped, 2, 15);
 }
 
@@ -129,7 +131,7 @@ void choose(float low, float high, const Layout& layout, float* scale, float* mi
     *scale = round_to_half((high - low + 0.0f) / float((1 << layout.nbits) - 1));
     *minimum = round_to_half(low + 0.0f);  // zero has no sign, see affine.py
   } else {
-    *scale = std::fmax(round_up_to_half(std::fmax(high, -low) / largest_code(layout)), kSmallestScale);
+    *scale = __builtin_fmaxf(round_up_to_half(__builtin_fmaxf(high, -low) / largest_code(layout)), kSmallestScale);
     *minimum = 0.0f;
   }
 }

@@ -10,12 +10,10 @@
 #include <algorithm>
 #include <atomic>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "encode_rotation.h"
-
-extern "C" const char* kvcache_cpu_instruction_set();  // attention_binding.inl
+#include "instruction_set.h"
 
 namespace kvcache {
 namespace {
@@ -23,9 +21,7 @@ namespace {
 constexpr float kLargestHalf = 65504.0f;
 
 inline UnitKernels choose_unit_kernels() {
-  const std::string name = kvcache_cpu_instruction_set();
-  const std::string error = "error: ";
-  TORCH_CHECK_VALUE(name.compare(0, error.size(), error) != 0, name.substr(error.size()));
+  const std::string name = instruction_set();
 #if defined(__x86_64__)
   if (name == "avx512") return unit_kernels_avx512();
   if (name == "avx2") return unit_kernels_avx2();

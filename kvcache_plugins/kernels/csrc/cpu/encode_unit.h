@@ -9,7 +9,7 @@ namespace kvcache {
 struct Layout {
   int64_t nbits, format, head_dim, group_tokens, width, metadata_bytes, interleaved;
   int64_t codes_offset, scale_offset, minimum_offset;
-  int64_t padded_dim() const { return (head_dim + 15) / 16 * 16; }
+  __attribute__((always_inline)) int64_t padded_dim() const { return (head_dim + 15) / 16 * 16; }
 };
 
 // Exact tokens of one row and head: numbers of `dtype` (Dtype), `stride` of them from one token to the next.

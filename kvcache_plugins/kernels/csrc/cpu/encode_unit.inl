@@ -325,7 +325,7 @@ bool are_below(const Rows& rows, int64_t count, int64_t dim, float limit) {
     else
       widen_row(rows.data, rows.dtype, t * rows.stride, dim, numbers);
     int32_t is_outside = 0;
-    for (int64_t c = 0; c < dim; ++c) is_outside |= !(std::fabs(row[c]) < limit);  // also of NaN
+    for (int64_t c = 0; c < dim; ++c) is_outside |= !(__builtin_fabsf(row[c]) < limit);  // also of NaN
     are = is_outside == 0;
   }
   return are;
