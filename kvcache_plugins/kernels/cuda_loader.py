@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import tempfile
 import threading
 import warnings
@@ -31,10 +32,11 @@ from pathlib import Path
 import torch
 
 from ..errors import KernelUnavailableError
-from . import builds, cuda_architectures, cuda_check, cuda_trial
+from . import builds, cuda_architectures, cuda_check, cuda_packages, cuda_trial
 from .builds import KernelStatus
+from .compiler import find_compiler
 from .cuda_architectures import OLDEST, asked_for
-from .cuda_toolkit import find_ninja, find_toolkit, used_by_torch
+from .cuda_toolkit import find_ninja, find_toolkit, used_by_torch, why_unusable
 from .ops import SCHEMAS
 
 __all__ = ["CUDA_FLAGS", "build", "check", "sources", "status", "try_load", "why_not"]
@@ -46,6 +48,8 @@ _NAME = "kvcache_plugins_cuda"
 
 _SWITCH = "KVCACHE_CUDA_KERNELS"
 _NO_GPU = "torch sees no GPU."
+_PROGRESS = re.compile(r"\[\d+/\d+\] ")
+"""How ninja begins a line about a command that it runs."""
 
 _logger = logging.getLogger(__name__)
 _lock = threading.RLock()
@@ -259,21 +263,26 @@ def _compile(target: Path) -> None:
     with tempfile.TemporaryDirectory(
         dir=target.parent, prefix="build-cuda-", ignore_cleanup_errors=True
     ) as directory:
+        toolkit = find_toolkit()
+        home = None if toolkit is None else toolkit.home
         try:
             architectures = cuda_architectures.to_build()
-            with used_by_torch(find_toolkit()), cuda_architectures.told_to_torch(architectures):
+            with used_by_torch(toolkit), cuda_architectures.told_to_torch(architectures):
                 cpp_extension.load(
                     name=_NAME,
                     sources=[str(path) for path in sources()],
                     extra_cflags=["-O2"],
                     extra_cuda_cflags=list(CUDA_FLAGS),
+                    extra_ldflags=cuda_packages.linker_options(home, Path(directory)),
                     build_directory=directory,
                     with_cuda=True,
                     is_python_module=False,
                 )
             (built,) = Path(directory).glob(f"{_NAME}*.so")
         except Exception as error:  # torch documents none, and raises many
-            lines = _reason(error).splitlines()[-20:]
+            # without the commands that have succeeded
+            lines = [line for line in _reason(error).splitlines() if not _PROGRESS.match(line)][-20:]
+            lines += cuda_packages.advice(home, torch.version.cuda)
             raise KernelUnavailableError("\n".join(["the CUDA kernels do not build:", *lines])) from error
         sealed = Path(directory) / "sealed.so"
         sealed.write_bytes(builds.sealed(built.read_bytes()))
@@ -329,8 +338,10 @@ def _why_none() -> str | None:
 def _why_not_buildable() -> str | None:
     if (forbidden := builds.why_forbidden()) is not None:
         return forbidden
-    if _nvcc_release() is None:
-        return "no nvcc was found (CUDA_HOME, or nvcc on the PATH)."
+    if (reason := why_unusable(find_toolkit())) is not None:
+        return reason
+    if find_compiler() is None:
+        return "no C++ compiler was found (CXX, or g++ or c++ on the PATH)."
     if find_ninja() is None:
         return "ninja, with which torch builds extensions, was not found (on the PATH, or beside Python)."
     try:

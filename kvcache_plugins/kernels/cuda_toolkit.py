@@ -1,8 +1,10 @@
 """What torch builds the CUDA kernels with: which nvcc and where what belongs to it lies, and which ninja.
 
 torch takes for a toolkit the directory above the one in which it finds nvcc. That fails where the nvcc on the
-`PATH` is a script that calls another. nvcc itself knows better, so it is asked. torch looks for ninja on the
-`PATH` alone, where that of a virtual environment is missing if its Python is called by its path.
+`PATH` is a script that calls another. nvcc itself knows better, so it is asked. torch also takes the first it
+finds, and refuses it where its CUDA is of another major release, as the nvcc of a distribution often is; here
+the others are looked at, too. torch looks for ninja on the `PATH` alone, where that of a virtual environment
+is missing if its Python is called by its path.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Toolkit", "find_ninja", "find_toolkit", "used_by_torch"]
+import torch
+
+from . import cuda_packages
+
+__all__ = ["Toolkit", "find_ninja", "find_toolkit", "used_by_torch", "why_unusable"]
 
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
 _TOP = re.compile(r"^#\$ TOP=(.+)$", re.MULTILINE)
@@ -48,13 +54,48 @@ class Toolkit:
         """What of the release decides the machine code, as exactly as nvcc says it: `"13.0.48"`."""
         return str(_VERSION.findall(self.release)[-1])
 
+    @property
+    def major(self) -> str:
+        """The first number of its release: torch refuses one that is not of its own CUDA's."""
+        return self.version.split(".")[0]
+
 
 @cache
 def find_toolkit() -> Toolkit | None:
-    """The toolkit of `CUDA_HOME` or `CUDA_PATH`, of the nvcc on the `PATH`, or of `/usr/local/cuda`."""
+    """The toolkit to build with.
+
+    That of `CUDA_HOME` or `CUDA_PATH`, if there is one. Else, of the nvcc on the `PATH`, that in
+    `/usr/local/cuda` and those that pip has installed (`cuda_packages`), the first of torch's own major
+    release of CUDA, or the first, if there is no such.
+    """
     given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    names = [*([f"{given}/bin/nvcc"] if given else []), "nvcc", "/usr/local/cuda/bin/nvcc"]
-    nvcc = next(filter(None, map(shutil.which, names)), None)
+    named = _toolkit(f"{given}/bin/nvcc") if given else None
+    if named is not None:
+        return named
+    names = ["nvcc", "/usr/local/cuda/bin/nvcc", *cuda_packages.nvccs()]
+    found = [toolkit for toolkit in map(_toolkit, names) if toolkit is not None]
+    return next(filter(_fits_torch, found), next(iter(found), None))
+
+
+def why_unusable(toolkit: Toolkit | None) -> str | None:
+    """Say why torch would not build with what [`find_toolkit`] has found, and what would help; or `None`."""
+    if toolkit is None:
+        fault = "no nvcc was found (CUDA_HOME, or nvcc on the PATH)"
+    elif torch.version.cuda is not None and not _fits_torch(toolkit):
+        fault = f"{toolkit.description} is not of the CUDA that torch was made with, {torch.version.cuda}"
+    else:
+        return None
+    command = cuda_packages.how_to_install(torch.version.cuda)
+    return f"{fault}." if command is None else f"{fault}. `{command}` would install one."
+
+
+def _fits_torch(toolkit: Toolkit) -> bool:
+    return toolkit.major == str(torch.version.cuda).split(".")[0]
+
+
+def _toolkit(name: str) -> Toolkit | None:
+    """That of a program, if it runs and says its release."""
+    nvcc = shutil.which(name)
     if nvcc is None:
         return None
     lines = [line for line in _answer(nvcc, "--version").splitlines() if "release" in line]

@@ -122,6 +122,13 @@ def test_a_build_is_sealed_and_found_again(fresh: Path, monkeypatch: pytest.Monk
         (ValueError("Unknown CUDA arch (9.x)"), r"ValueError: Unknown CUDA arch \(9\.x\)"),
         (KeyError("sm_90"), "KeyError: 'sm_90'"),
         (IndexError("list index out of range"), "IndexError: list index"),
+        # the twenty last lines, of which none is of a command that has succeeded
+        (
+            RuntimeError(
+                "\n".join(["Error", *20 * ["[1/2] nvcc a"], "FAILED: b", *20 * ["[2/2] nvcc c"], "fatal"])
+            ),
+            "do not build:\nError\nFAILED: b\nfatal$",
+        ),
         (FileNotFoundError(2, "No such file", "/no/bin/nvcc"), "No such file: '/no/bin/nvcc'"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from kvcache_plugins.kernels import cuda_loader, cuda_toolkit
-from kvcache_plugins.kernels.cuda_toolkit import Toolkit, find_ninja, find_toolkit, used_by_torch
+from kvcache_plugins.kernels import cuda_loader, cuda_packages, cuda_toolkit
+from kvcache_plugins.kernels.cuda_toolkit import (
+    Toolkit,
+    find_ninja,
+    find_toolkit,
+    used_by_torch,
+    why_unusable,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +92,14 @@ def test_a_toolkit_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("body", ["exit 1", "echo nothing that is known", "echo release unknown"])
 def test_an_nvcc_that_does_not_answer(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(script(tmp_path / "nvcc", body).parent), prepend=":")
+    """Another takes its place, and none if there is none."""
+    silent = script(tmp_path / "silent" / "nvcc", body)
+    others = {"nvcc": str(silent), "/usr/local/cuda/bin/nvcc": str(toolkit(tmp_path / "cuda"))}
+    monkeypatch.setattr(cuda_toolkit.shutil, "which", lambda name, path=None: others.get(name))
+    found = find_toolkit()
+    assert found is not None and found.home == tmp_path / "cuda"
+    find_toolkit.cache_clear()
+    others["/usr/local/cuda/bin/nvcc"] = str(silent)
     assert find_toolkit() is None
 
 
@@ -108,6 +123,100 @@ def test_torch_uses_it_for_a_while(tmp_path: Path) -> None:
             assert before == cpp_extension.CUDA_HOME
 
 
+# -- nvcc from pip
+
+CUDA = "99.1"
+"""Of the torch of these tests; no other toolkit of this machine fits it."""
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tree of NVIDIA's packages, with two releases of CUDA, neither of which has a compiler."""
+    monkeypatch.setattr(torch.version, "cuda", CUDA)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "installed")])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    importlib.invalidate_caches()
+    for tree in ("cu98", "cu99", "cudnn"):
+        (tmp_path / "installed" / "nvidia" / tree / "lib").mkdir(parents=True)
+    return tmp_path / "installed" / "nvidia"
+
+
+def test_the_nvcc_of_pip(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = toolkit(tmp_path / "cuda", "13.0")
+    monkeypatch.setenv("PATH", str(other.parent), prepend=":")
+    found = find_toolkit()
+    assert found is not None and found.home == tmp_path / "cuda"  # the first, if none fits
+    reason = why_unusable(found)
+    assert reason is not None and reason.startswith(f"{found.description} is not of the CUDA that torch was")
+    assert '`pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]==99.1.*" ninja` would install one.' in reason
+    find_toolkit.cache_clear()
+    for tree, release in {"cu98": "98.0", "cu99": "99.4"}.items():
+        toolkit(packages / tree, release)
+    found = find_toolkit()
+    assert found is not None and found.home == packages / "cu99" and found.version == "99.4"
+    assert why_unusable(found) is None
+    find_toolkit.cache_clear()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))  # who names one gets that
+    found = find_toolkit()
+    assert found is not None and found.home == tmp_path / "cuda"
+
+
+def test_a_toolkit_that_fits_torch_before_the_first(
+    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nvcc that a distribution has put on the `PATH` is often older."""
+    toolkit(packages / "cu99", "99.0")
+    folders = [str(toolkit(tmp_path / "old", "11.5").parent), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(folders))
+    found = find_toolkit()
+    assert found is not None and found.home == packages / "cu99"
+    monkeypatch.setattr(torch.version, "cuda", "11.8")
+    find_toolkit.cache_clear()
+    found = find_toolkit()
+    assert found is not None and found.home == tmp_path / "old"
+    monkeypatch.setattr(torch.version, "cuda", None)  # then nothing has to fit, as where nothing is built
+    assert why_unusable(found) is None
+
+
+def test_what_is_said_where_there_is_none(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = why_unusable(None)
+    assert reason is not None and reason.startswith(
+        "no nvcc was found (CUDA_HOME, or nvcc on the PATH). `pip "
+    )
+    for cuda in ("12.8", None):  # of which pip has no nvcc
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert why_unusable(None) == "no nvcc was found (CUDA_HOME, or nvcc on the PATH)."
+
+
+def test_packages_without_such_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    assert list(cuda_packages.nvccs()) == []
+    monkeypatch.setitem(sys.modules, "nvidia", None)  # which no module is
+    assert list(cuda_packages.nvccs()) == []
+
+
+def test_a_library_with_its_versioned_name_alone_is_linked(packages: Path, tmp_path: Path) -> None:
+    home = packages / "cu99"
+    assert cuda_packages.linker_options(None, tmp_path) == []
+    assert cuda_packages.linker_options(home, tmp_path) == []  # the linker says what it misses
+    (home / "lib" / "libcudart.so.99").write_bytes(b"a library")
+    assert cuda_packages.linker_options(home, tmp_path) == [f"-L{tmp_path}"]
+    assert (tmp_path / "libcudart.so").read_bytes() == b"a library"
+    (home / "lib" / "libcudart.so").symlink_to("libcudart.so.99")
+    assert cuda_packages.linker_options(home, tmp_path / "elsewhere") == []
+
+
+def test_what_may_be_wrong_with_the_packages(packages: Path, tmp_path: Path) -> None:
+    (line,) = cuda_packages.advice(packages / "cu99", CUDA)
+    assert "of different releases" in line and "==99.1.*" in line
+    assert cuda_packages.advice(packages / "cu99", "12.8") == []
+    assert cuda_packages.advice(tmp_path / "cuda", CUDA) == cuda_packages.advice(None, CUDA) == []
+
+
+# -- ninja, and the compiler of the host
+
+
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A virtual environment that is not activated: its Python runs, its directory is not on the `PATH`."""
@@ -124,6 +233,10 @@ def test_ninja_beside_python(environment: Path, monkeypatch: pytest.MonkeyPatch)
     from torch.utils import cpp_extension
 
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.delenv("CXX", raising=False)
+    reason = cuda_loader._why_not_buildable()
+    assert reason == "no C++ compiler was found (CXX, or g++ or c++ on the PATH)."
+    script(environment.parent / "bin" / "g++", "echo 'g++ 12'")
     assert find_ninja() is None
     reason = cuda_loader._why_not_buildable()
     assert reason is not None and "ninja" in reason and "beside Python" in reason
