@@ -264,7 +264,7 @@ def _compile(target: Path) -> None:
         dir=target.parent, prefix="build-cuda-", ignore_cleanup_errors=True
     ) as directory:
         toolkit = find_toolkit()
-        home = None if toolkit is None else toolkit.home
+        assert toolkit is not None  # or there were no `target`
         try:
             architectures = cuda_architectures.to_build()
             with used_by_torch(toolkit), cuda_architectures.told_to_torch(architectures):
@@ -273,7 +273,8 @@ def _compile(target: Path) -> None:
                     sources=[str(path) for path in sources()],
                     extra_cflags=["-O2"],
                     extra_cuda_cflags=list(CUDA_FLAGS),
-                    extra_ldflags=cuda_packages.linker_options(home, Path(directory)),
+                    extra_include_paths=toolkit.include_paths(),
+                    extra_ldflags=toolkit.linker_options(Path(directory)),
                     build_directory=directory,
                     with_cuda=True,
                     is_python_module=False,
@@ -282,7 +283,7 @@ def _compile(target: Path) -> None:
         except Exception as error:  # torch documents none, and raises many
             # without the commands that have succeeded
             lines = [line for line in _reason(error).splitlines() if not _PROGRESS.match(line)][-20:]
-            lines += cuda_packages.advice(home, torch.version.cuda)
+            lines += cuda_packages.advice(toolkit.home, torch.version.cuda)
             raise KernelUnavailableError("\n".join(["the CUDA kernels do not build:", *lines])) from error
         sealed = Path(directory) / "sealed.so"
         sealed.write_bytes(builds.sealed(built.read_bytes()))

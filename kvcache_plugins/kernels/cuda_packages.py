@@ -1,19 +1,16 @@
 """nvcc as pip installs it, beside the CUDA libraries of torch's own wheels.
 
 From CUDA 13 on, NVIDIA's packages share one tree, `nvidia/cu13` among the installed packages: torch brings
-the libraries and headers there, `cuda-toolkit[nvcc,nvvm,crt,cccl]` the compiler. The tree differs from a
-toolkit in one thing that matters here: its libraries have their versioned names alone, so that a linker
-that is told `-lcudart` finds none. Earlier packages have no nvcc.
+the libraries and headers there, `cuda-toolkit[nvcc,nvvm,crt,cccl]` the compiler. Earlier packages have none.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["advice", "how_to_install", "linker_options", "nvccs"]
+__all__ = ["advice", "how_to_install", "nvccs"]
 
 OLDEST_MAJOR = 13
 """Release of CUDA whose packages have an nvcc."""
@@ -43,23 +40,6 @@ def advice(home: Path | None, cuda: str | None) -> list[str]:
     if command is None or home is None or home.parent not in _folders():
         return []
     return [f"(If the parts of pip's nvcc are of different releases, `{command}` mends that.)"]
-
-
-def linker_options(home: Path | None, folder: Path) -> list[str]:
-    """What the linker needs beside `-lcudart` to find that library.
-
-    Args:
-        home (`Path`, *optional*): Of the toolkit, if it is known.
-        folder (`Path`): Where a link to the library may be made, with the name that the linker looks for.
-    """
-    libraries = [] if home is None else [home / name for name in ("lib64", "lib")]
-    if any((library / "libcudart.so").exists() for library in libraries):
-        return []
-    versioned = sorted(path for library in libraries for path in library.glob("libcudart.so.*"))
-    if not versioned:
-        return []
-    os.symlink(versioned[-1], folder / "libcudart.so")
-    return [f"-L{folder}"]
 
 
 def _folders() -> list[Path]:

@@ -3,13 +3,15 @@
 torch takes for a toolkit the directory above the one in which it finds nvcc. That fails where the nvcc on the
 `PATH` is a script that calls another. nvcc itself knows better, so it is asked. torch also takes the first it
 finds, and refuses it where its CUDA is of another major release, as the nvcc of a distribution often is; here
-the others are looked at, too. torch looks for ninja on the `PATH` alone, where that of a virtual environment
-is missing if its Python is called by its path.
+the others are looked at, too. Where pip or conda has installed one, torch misses the CUDA runtime, or its
+headers. torch looks for ninja on the `PATH` alone, where that of a virtual environment is missing if its
+Python is called by its path.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -28,6 +30,7 @@ __all__ = ["Toolkit", "find_ninja", "find_toolkit", "used_by_torch", "why_unusab
 
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
 _TOP = re.compile(r"^#\$ TOP=(.+)$", re.MULTILINE)
+_HEADER, _LIBRARY = "cuda_runtime_api.h", "libcudart.so"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,32 @@ class Toolkit:
     def major(self) -> str:
         """The first number of its release: torch refuses one that is not of its own CUDA's."""
         return self.version.split(".")[0]
+
+    def include_paths(self) -> list[str]:
+        """Where its headers are, unless torch looks there: conda keeps them by platform."""
+        found = None if self.home is None else _include(self.home)
+        return [] if self.home is None or found in (None, self.home / "include") else [str(found)]
+
+    def linker_options(self, folder: Path) -> list[str]:
+        """What a linker needs beside torch's `-L` and `-lcudart` to find that library.
+
+        Args:
+            folder (`Path`): Where a link to it may be made: pip's packages have it under its versioned name
+                alone, for which no linker looks.
+        """
+        if self.home is None:
+            return []
+        usual = [self.home / name for name in ("lib64", "lib")]
+        if any((place / _LIBRARY).exists() for place in usual):
+            return []
+        others = [place / "lib" for place in _platforms(self.home)]
+        if (found := next((place for place in others if (place / _LIBRARY).exists()), None)) is not None:
+            return [f"-L{found}"]
+        versioned = sorted(path for place in [*usual, *others] for path in place.glob(f"{_LIBRARY}.*"))
+        if not versioned:  # the linker says what it misses
+            return []
+        os.symlink(versioned[-1], folder / _LIBRARY)
+        return [f"-L{folder}"]
 
 
 @cache
@@ -141,7 +170,19 @@ def _home(nvcc: str) -> Path | None:
 
 
 def _is_complete(home: Path) -> bool:
-    return (home / "bin" / "nvcc").exists() and (home / "include" / "cuda_runtime_api.h").exists()
+    return (home / "bin" / "nvcc").exists() and _include(home) is not None
+
+
+def _include(home: Path) -> Path | None:
+    """The first directory of a toolkit that has the headers."""
+    places = [place / "include" for place in (home, *_platforms(home))]
+    return next((place for place in places if (place / _HEADER).exists()), None)
+
+
+def _platforms(home: Path) -> list[Path]:
+    """What a toolkit has for machines like this one, if it keeps that apart."""
+    names = {"x86_64": ["x86_64"], "aarch64": ["sbsa", "aarch64"]}.get(platform.machine(), [])
+    return [home / "targets" / f"{name}-linux" for name in names]
 
 
 def _answer(*command: str) -> str:

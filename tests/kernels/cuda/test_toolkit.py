@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,13 +199,39 @@ def test_packages_without_such_a_tree(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_library_with_its_versioned_name_alone_is_linked(packages: Path, tmp_path: Path) -> None:
     home = packages / "cu99"
-    assert cuda_packages.linker_options(None, tmp_path) == []
-    assert cuda_packages.linker_options(home, tmp_path) == []  # the linker says what it misses
+    assert Toolkit("nvcc", "99.1", None).linker_options(tmp_path) == []
+    found = Toolkit("nvcc", "99.1", home)
+    assert found.linker_options(tmp_path) == []  # the linker says what it misses
     (home / "lib" / "libcudart.so.99").write_bytes(b"a library")
-    assert cuda_packages.linker_options(home, tmp_path) == [f"-L{tmp_path}"]
+    assert found.linker_options(tmp_path) == [f"-L{tmp_path}"]
     assert (tmp_path / "libcudart.so").read_bytes() == b"a library"
     (home / "lib" / "libcudart.so").symlink_to("libcudart.so.99")
-    assert cuda_packages.linker_options(home, tmp_path / "elsewhere") == []
+    assert found.linker_options(tmp_path / "elsewhere") == []
+
+
+@pytest.mark.parametrize(("machine", "name"), [("x86_64", "x86_64-linux"), ("aarch64", "sbsa-linux")])
+def test_what_conda_keeps_by_platform(
+    machine: str, name: str, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    nvcc = toolkit(tmp_path / "conda", CUDA)
+    monkeypatch.setenv("PATH", str(nvcc.parent), prepend=":")
+    found = find_toolkit()
+    assert found is not None and found.home == tmp_path / "conda" and found.include_paths() == []
+    kept = tmp_path / "conda" / "targets" / name
+    kept.mkdir(parents=True)
+    (tmp_path / "conda" / "include").rename(kept / "include")
+    (kept / "lib").mkdir()
+    (kept / "lib" / "libcudart.so").touch()
+    find_toolkit.cache_clear()
+    found = find_toolkit()
+    assert found is not None and found.home == tmp_path / "conda"
+    assert found.include_paths() == [str(kept / "include")]
+    assert found.linker_options(tmp_path) == [f"-L{kept / 'lib'}"]
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    find_toolkit.cache_clear()
+    found = find_toolkit()
+    assert found is not None and found.home is None and found.include_paths() == []
 
 
 def test_what_may_be_wrong_with_the_packages(packages: Path, tmp_path: Path) -> None:
