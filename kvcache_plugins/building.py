@@ -8,7 +8,7 @@ from typing import Any
 from .cache import KVCache
 from .config import drop_legacy_keys
 from .encoder_decoder import KVEncoderDecoderCache, build_both
-from .models.decoder import split_model_or_config
+from .models.decoder import has_encoder, split_model_or_config
 from .registry import get_backend
 
 __all__ = ["build_cache"]
@@ -43,7 +43,7 @@ def build_cache(
     cache_class = get_backend(options.pop("backend"))
     cache_class.config_class.from_dict(options)  # refuses names that Python would, or would take for its own
     _, config = split_model_or_config(model_or_config)
-    build = build_both if getattr(config, "is_encoder_decoder", False) else _build_one
+    build = build_both if has_encoder(config) else _build_one
     return build(cache_class, model_or_config, options, max_cache_length)
 
 

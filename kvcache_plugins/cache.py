@@ -112,7 +112,7 @@ class KVCache(SavedCache, Cache):
                 layer.kernel = kernel
                 layer.final_length = max_cache_length
                 layer.shelf = None if is_limited else self._shelf
-                layer.prepare(*key_value_heads(config, layer_idx))
+                layer.prepare(*self._key_value_heads(layer_idx))
             layers.append(layer)
         if not any(isinstance(layer, PackedLayer) for layer in layers):
             warnings.warn(
@@ -268,6 +268,10 @@ class KVCache(SavedCache, Cache):
     def _plan(self, skipped: frozenset[int] = frozenset(), **rules: Any) -> list[LayerPlan]:
         """Plan the layers by the rules of [`plan_layers`]."""
         return plan_layers(self.model_config, skipped, **rules)
+
+    def _key_value_heads(self, layer_idx: int) -> tuple[int, int, int]:
+        """Heads, channels of a key and of a value, that a layer is given."""
+        return key_value_heads(self.model_config, layer_idx)
 
     def _prepare_model(self, model: nn.Module) -> None:
         refuse_encoder_states(model)

@@ -5,13 +5,14 @@ Nothing of transformers is imported at the top, because importing this package c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from .models.cache_argument import cache_name, given_cache
 
-__all__ = ["bind_both", "placed"]
+__all__ = ["bind_both", "length_of_text", "placed"]
 
 
 @contextmanager
@@ -49,13 +50,53 @@ def bind_both(
         generation_config (`GenerationConfig`): The call's own copy.
         model_kwargs (`dict`): The call's arguments, cache and masks among them.
         max_cache_length (`int`, *optional*): Tokens of the decoder the cache will hold in the end.
+
+    Raises:
+        ValueError: If the cache is of another text, or of another model.
     """
     kv_cache = given_cache(model_kwargs)
+    _check_encoder(kv_cache, model_kwargs.get("encoder_outputs"))
     kv_cache.bind(
         model,
         attention_mask=model_kwargs.get("decoder_attention_mask"),
         max_cache_length=max_cache_length,
         encoder_attention_mask=model_kwargs.get("attention_mask"),
     )
+    kv_cache.is_bound_by_call = True
     if getattr(generation_config, "is_assistant", False):
         kv_cache.activate_past_recording()
+
+
+def length_of_text(model: Any, kv_cache: Any, input_ids: Any, model_kwargs: dict[str, Any]) -> int | None:
+    """Tokens of the decoder's text, those of earlier calls included; `None` if nothing was read before.
+
+    A text that goes on is given its mask if it has none: transformers goes by that to leave out what has been
+    read, and without one reads it again.
+
+    Args:
+        model (`PreTrainedModel`): What generates.
+        kv_cache (`KVEncoderDecoderCache`): Its cache.
+        input_ids (`torch.Tensor` of shape `(B, T)`): The decoder's text.
+        model_kwargs (`dict`): The call's arguments, to which a mask may be added.
+    """
+    seen, mask = kv_cache.get_seq_length(), model_kwargs.get("decoder_attention_mask")
+    is_bound, kv_cache.is_bound_by_call = kv_cache.is_bound_by_call, False
+    if seen == 0 or not is_bound:  # MusicGen binds none, and has read a token by now
+        return None
+    if mask is not None:
+        return int(mask.shape[-1])
+    if input_ids.shape[1] > seen and "decoder_attention_mask" in inspect.signature(model.forward).parameters:
+        model_kwargs["decoder_attention_mask"] = input_ids.new_ones(input_ids.shape)
+    return int(input_ids.shape[1])
+
+
+def _check_encoder(kv_cache: Any, encoder_outputs: Any) -> None:
+    """Refuse to go on with what has been read of another text, as far as its length tells."""
+    held = kv_cache.cross_attention_cache.get_seq_length()
+    states = encoder_outputs[0] if encoder_outputs is not None else None
+    if held > 0 and states is not None and states.shape[1] != held:
+        raise ValueError(
+            f"The encoder has read {states.shape[1]} tokens, and this cache of the backend "
+            f"{kv_cache.backend!r} holds {held} of what it has read before. Allowed are the same input, and "
+            "for another a new cache, or this one after its `reset()`."
+        )

@@ -20,7 +20,7 @@ from .layers.base import PackedLayer
 from .layers.extending import extended
 from .layers.shown import ShownLayer
 from .models.facts import LayerFacts
-from .models.layer_plan import LayerPlan, plan_cross_attention
+from .models.layer_plan import LayerPlan, encoder_key_value_heads, plan_cross_attention
 from .report import CacheReport
 from .saved import SavedCache
 
@@ -75,6 +75,9 @@ class CrossAttentionCache(KVCache):
         # they come at once, so that none is newest
         return super()._limited_storage(replace(config, residual_length=0))
 
+    def _key_value_heads(self, layer_idx: int) -> tuple[int, int, int]:
+        return encoder_key_value_heads(self.model_config, layer_idx)
+
     def _plan(self, skipped: frozenset[int] = frozenset(), **rules: Any) -> list[LayerPlan]:
         return plan_cross_attention(self.model_config, skipped, cross_reason=rules.get("cross_reason"))
 
@@ -94,6 +97,8 @@ class KVEncoderDecoderCache(SavedCache, EncoderDecoderCache):
 
     self_attention_cache: KVCache  # type: ignore[assignment]  # transformers writes its own class
     _cross_attention_cache: CrossAttentionCache
+    is_bound_by_call = False
+    """Whether a call of `generate()` has bound it, and has yet to read."""
 
     def __init__(self, self_attention_cache: KVCache, cross_attention_cache: CrossAttentionCache) -> None:
         super().__init__(self_attention_cache, cross_attention_cache)

@@ -13,9 +13,10 @@ from .encoder_decoder import layers_of
 from .layers.base import PackedLayer
 from .layers.counting import tensors_in
 from .layers.offloading import SLOTS
-from .models.decoder import decoder_config, split_model_or_config
+from .models.decoder import decoder_config, has_encoder, split_model_or_config
 from .models.layer_plan import (
     LayerPlan,
+    encoder_key_value_heads,
     indexer_sizes,
     key_value_heads,
     plan_cross_attention,
@@ -70,10 +71,10 @@ def estimate(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"estimate: {name} must be an integer >= 1, got {value!r}.")
     model, config = split_model_or_config(model_or_config)
-    has_encoder = bool(getattr(config, "is_encoder_decoder", False))
-    if has_encoder != (encoder_tokens is not None):
-        kind = "an encoder-decoder" if has_encoder else "a decoder-only"
-        allowed = "an integer >= 1" if has_encoder else "None"
+    reads_encoder = has_encoder(config)
+    if reads_encoder != (encoder_tokens is not None):
+        kind = "an encoder-decoder" if reads_encoder else "a decoder-only"
+        allowed = "an integer >= 1" if reads_encoder else "None"
         raise ValueError(
             f"estimate: {type(config).__name__} is of {kind} model, for which encoder_tokens must be "
             f"{allowed}, got {encoder_tokens!r}."
@@ -82,7 +83,7 @@ def estimate(
     if dtype is None:
         dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
     plans = plan_layers(config)
-    cross_plans = plan_cross_attention(config) if has_encoder else []
+    cross_plans = plan_cross_attention(config) if reads_encoder else []
     if isinstance(cache_config, Mapping) and str(cache_config.get("backend")).lower() == "dense":
         layers: list[Any] = [plan.build_dense() for plan in (*plans, *cross_plans)]
     else:
@@ -95,7 +96,7 @@ def estimate(
         states.feed_text(layer, plan, layer_idx, tokens)
         fed.append(layer)
     for layer_idx, layer in enumerate(layers[len(plans) :]):
-        layer.update(*states.of(layer_idx, encoder_tokens or 0))
+        layer.update(*states.of(encoder_key_value_heads(config, layer_idx), encoder_tokens or 0))
         fed.append(layer)
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors_of(fed)}
     packed = (layer for layer in fed if isinstance(layer, PackedLayer))
@@ -118,9 +119,9 @@ class _States:
         sizes: tuple[int | None, int] = indexer_sizes(config) or (None, 0)
         self.indexer_dim, self.position_dims = sizes
 
-    def of(self, layer_idx: int, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `count` tokens."""
-        heads, key_dim, value_dim = key_value_heads(self.config, layer_idx)
+    def of(self, shape: tuple[int, int, int], count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of `count` tokens, of so many heads with so many channels."""
+        heads, key_dim, value_dim = shape
         return self._empty(heads, count, key_dim), self._empty(heads, count, value_dim)
 
     def feed_text(self, layer: Any, plan: LayerPlan, layer_idx: int, tokens: int) -> None:
@@ -128,7 +129,7 @@ class _States:
         if isinstance(layer, PackedLayer):
             layer.set_prompt_length(tokens)
         for count in (tokens - 1, 1):
-            layer.update(*self.of(layer_idx, count))
+            layer.update(*self.of(key_value_heads(self.config, layer_idx), count))
             if self.indexer_dim is not None and plan.has_indexer:
                 layer.update_indexer(self._empty(count, self.indexer_dim))
         if self.position_dims and plan.has_indexer:

@@ -6,13 +6,12 @@ Nothing of transformers is imported at the top, because importing this package c
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
-from .encoder_calls import bind_both, placed
+from .encoder_calls import bind_both, length_of_text, placed
 from .errors import IncompatibleTransformersError
 from .models.cache_argument import CACHE_NAMES, cache_name, given_cache, holds_both
 from .prompt_chunks import soft_prompt_kind, why_read_whole
@@ -21,9 +20,11 @@ from .registry import TRANSFORMERS_BACKENDS, get_backend, list_backends
 __all__ = [
     "bind_cache",
     "check_batching",
+    "check_before_encoder",
     "check_prepared",
     "check_request",
-    "choose_cache_of_assistant",
+    "names_ours",
+    "own_choice",
     "ready_to_build",
 ]
 
@@ -85,7 +86,7 @@ def check_batching(model: Any, generation_config: Any) -> None:
     """
     chosen = getattr(model, "generation_config", None) if generation_config is None else generation_config
     cache_config: Any = getattr(chosen, "cache_config", None)
-    if _names_ours(cache_config):
+    if names_ours(cache_config):
         raise ValueError(
             "Continuous batching (generate_batch) has paged caches of transformers' own: cache_config with "
             f"backend={cache_config['backend']!r} would be ignored. Allowed there is cache_config=None; "
@@ -95,7 +96,7 @@ def check_batching(model: Any, generation_config: Any) -> None:
 
 def _check_not_forgotten(model: Any, cache_config: Any) -> None:
     """Refuse a backend of ours without the word that has transformers look at `cache_config` at all."""
-    if not _names_ours(cache_config) or _own_choice(model)[0] == "quantized":
+    if not names_ours(cache_config) or own_choice(model)[0] == "quantized":
         return  # None was given to turn the model's own choice off
     raise ValueError(
         f"cache_config names the backend {cache_config['backend']!r}, which would be ignored: "
@@ -103,65 +104,21 @@ def _check_not_forgotten(model: Any, cache_config: Any) -> None:
     )
 
 
-def _names_ours(cache_config: Any) -> bool:
+def names_ours(cache_config: Any) -> bool:
+    """Whether a `cache_config` names a backend of the registry."""
     backend = cache_config.get("backend") if isinstance(cache_config, Mapping) else None
     return str(backend).lower() in list_backends()
 
 
 def _asks_for_ours(generation_config: Any) -> bool:
     implementation = getattr(generation_config, "cache_implementation", None)
-    return implementation == "quantized" and _names_ours(getattr(generation_config, "cache_config", None))
+    return implementation == "quantized" and names_ours(getattr(generation_config, "cache_config", None))
 
 
-def _own_choice(model: Any) -> tuple[Any, Any]:
-    """`cache_implementation` and `cache_config` of a model's own generation configuration."""
+def own_choice(model: Any) -> tuple[Any, Any]:
+    """Return `cache_implementation` and `cache_config` of a model's own generation configuration."""
     own = getattr(model, "generation_config", None)
     return getattr(own, "cache_implementation", None), getattr(own, "cache_config", None)
-
-
-def choose_cache_of_assistant(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
-    """Give a drafting model the cache its own configuration names, else one like its target's if that fits.
-
-    It runs with a copy of the target's configuration, whose `cache_config` may name layers and artifacts of
-    the target alone, and of which some releases of transformers take `cache_implementation` away. From the
-    second round on it is given the cache of the last one as well, which transformers refuses beside that.
-
-    Args:
-        model (`PreTrainedModel`): What generates; nothing is done to others than assistants.
-        generation_config (`GenerationConfig`): The call's own copy, which is written to.
-        model_kwargs (`dict`): The call's arguments.
-    """
-    cache_config = getattr(generation_config, "cache_config", None)
-    if not getattr(generation_config, "is_assistant", False) or not _names_ours(cache_config):
-        return
-    implementation, own_config = _own_choice(model)
-    if given_cache(model_kwargs) is not None:
-        generation_config.cache_implementation = None
-        return
-    if implementation is not None:
-        generation_config.cache_implementation = implementation
-        generation_config.cache_config = own_config
-        return
-    generation_config.cache_implementation = "quantized"
-    if (reason := _why_not(model, generation_config, model_kwargs)) is not None:
-        warnings.warn(
-            f"The assistant {type(model).__name__} drafts with a dense cache, as its target's does not fit: "
-            f"{reason} The assistant's own generation_config may name another.",
-            stacklevel=3,
-        )
-        generation_config.cache_implementation = generation_config.cache_config = None
-
-
-def _why_not(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> str | None:
-    """Why a model cannot have the cache that is asked for; `None` if it can."""
-    from .building import build_cache
-
-    try:
-        check_request(model, generation_config, model_kwargs)
-        build_cache(model.config, generation_config.cache_config).bind(model)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 @contextmanager
@@ -217,17 +174,10 @@ def bind_cache(
     if kv_cache is None or not _is_ours(kv_cache):
         _check_found(generation_config)
         return
-    _check_use(model, generation_config, f"a cache of the backend {kv_cache.backend!r}")
-    _check_checkpointing(model, kv_cache)
+    _check_given(model, generation_config, kv_cache)
     if holds_both(kv_cache):
         bind_both(model, generation_config, model_kwargs, max_cache_length)
         return
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{type(model).__name__} has an encoder, and this cache of the backend {kv_cache.backend!r} is "
-            "for the decoder's own text alone. Allowed are cache_implementation='quantized' with a "
-            "cache_config, and what `kvcache_plugins.build_cache(model, cache_config)` returns."
-        )
     prompt_length = _prompt_length(generation_config, model_kwargs)
     _check_news(kv_cache, prompt_length)
     is_assistant = getattr(generation_config, "is_assistant", False)
@@ -272,18 +222,22 @@ def _fill_holes(model_kwargs: dict[str, Any]) -> None:
         model_kwargs["attention_mask"] = mask.cummax(dim=1).values
 
 
-def check_prepared(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse to read a prompt without the cache of ours that was asked for.
+def check_prepared(model: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Refuse to read a prompt without the cache of ours that was asked for, or with one that has seen it.
 
     Args:
         model (`PreTrainedModel`): What generates, and may have left out what prepares a cache.
+        input_ids (`torch.Tensor` of shape `(B, T)`): The prompt; of a model with an encoder, its decoder's.
         generation_config (`GenerationConfig`): The call's own copy.
-        model_kwargs (`dict`): The call's arguments.
+        model_kwargs (`dict`): The call's arguments; may be given a mask of the decoder's text.
 
     Raises:
-        ValueError: Naming the backend that would be ignored.
+        ValueError: Naming the backend that would be ignored, or what has been seen.
     """
-    if _asks_for_ours(generation_config) and given_cache(model_kwargs) is None:
+    kv_cache = given_cache(model_kwargs)
+    if holds_both(kv_cache) and _is_ours(kv_cache) and not getattr(generation_config, "is_assistant", False):
+        _check_news(kv_cache, length_of_text(model, kv_cache, input_ids, model_kwargs))
+    if _asks_for_ours(generation_config) and kv_cache is None:
         raise ValueError(
             f"{type(model).__name__} prepares no cache before it generates: cache_config with "
             f"backend={generation_config.cache_config['backend']!r} would be ignored. Allowed is the cache "
@@ -299,6 +253,42 @@ def _check_found(generation_config: Any) -> None:
         raise IncompatibleTransformersError(
             f"transformers {transformers.__version__} knows caches by another name than any of "
             f"{CACHE_NAMES}, so that this one could not be told of padding and much else."
+        )
+
+
+def check_before_encoder(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse before an encoder reads, which may take long, what would be refused after it.
+
+    Args:
+        model (`PreTrainedModel`): What generates.
+        generation_config (`GenerationConfig`): The call's own copy.
+        model_kwargs (`dict`): The call's arguments.
+
+    Raises:
+        ValueError: On a wrong option, or for a model, backend or cache that does not serve.
+        KernelUnavailableError: If `kernel="native"` cannot be met.
+    """
+    if not model.config.is_encoder_decoder or getattr(generation_config, "is_assistant", False):
+        return
+    check_request(model, generation_config, model_kwargs)
+    kv_cache = given_cache(model_kwargs)
+    if kv_cache is None and _asks_for_ours(generation_config):
+        from .building import build_cache
+
+        build_cache(model.config, generation_config.cache_config)
+    elif kv_cache is not None and _is_ours(kv_cache):
+        _check_given(model, generation_config, kv_cache)
+
+
+def _check_given(model: Any, generation_config: Any, kv_cache: Any) -> None:
+    """Refuse a cache of ours that a call would not use, or not as it is meant."""
+    _check_use(model, generation_config, f"a cache of the backend {kv_cache.backend!r}")
+    _check_checkpointing(model, kv_cache)
+    if getattr(model.config, "is_encoder_decoder", False) and not holds_both(kv_cache):
+        raise ValueError(
+            f"{type(model).__name__} has an encoder, and this cache of the backend {kv_cache.backend!r} is "
+            "for the decoder's own text alone. Allowed are cache_implementation='quantized' with a "
+            "cache_config, and what `kvcache_plugins.build_cache(model, cache_config)` returns."
         )
 
 

@@ -27,14 +27,15 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from .assistant_calls import choose_cache_of_assistant
 from .config import drop_legacy_keys
 from .errors import IncompatibleTransformersError
 from .generation_calls import (
     bind_cache,
     check_batching,
+    check_before_encoder,
     check_prepared,
     check_request,
-    choose_cache_of_assistant,
     ready_to_build,
 )
 from .registry import TRANSFORMERS_BACKENDS, get_backend
@@ -44,6 +45,11 @@ __all__ = ["install", "uninstall"]
 _OWN_ATTENTION = "kvcache_plugins"
 _TOLD = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
 """What a cache is told of a call, of what transformers knows of it."""
+_READING_ENCODERS = (
+    "_maybe_prepare_encoder_kwargs_for_generation",
+    "_prepare_encoder_decoder_kwargs_for_generation",
+)
+"""Names of the method in which an encoder reads, the newest first."""
 
 _Undo = Callable[[], None]
 _undo: list[_Undo] = []
@@ -147,14 +153,35 @@ def _generation_seam(module: ModuleType) -> None:
 
     cls._prepare_cache_for_generation = prepare
     _undo.append(lambda: setattr(cls, "_prepare_cache_for_generation", original))
+    _encoder_seam(cls)
     _prefill_seam(cls)
     _batching_seam(cls)
+
+
+def _encoder_seam(cls: type) -> None:
+    """Install into the class that generates; nothing if its release has encoders read in another method."""
+    name = next((name for name in _READING_ENCODERS if name in vars(cls)), "")
+    original: Any = vars(cls).get(name)
+    if original is None or not {"generation_config", "model_kwargs"} <= set(
+        inspect.signature(original).parameters
+    ):
+        return
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs).arguments
+        check_before_encoder(self, bound["generation_config"], bound["model_kwargs"])
+        return original(self, *args, **kwargs)
+
+    setattr(cls, name, read)
+    _undo.append(lambda: setattr(cls, name, original))
 
 
 def _prefill_seam(cls: type) -> None:
     """Install into the class that generates; nothing if its release reads prompts by another method."""
     original: Any = vars(cls).get("_prefill")
-    if original is None or not {"generation_config", "model_kwargs"} <= set(
+    if original is None or not {"input_ids", "generation_config", "model_kwargs"} <= set(
         inspect.signature(original).parameters
     ):
         return
@@ -163,7 +190,7 @@ def _prefill_seam(cls: type) -> None:
     @wraps(original)
     def prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
-        check_prepared(self, bound["generation_config"], bound["model_kwargs"])
+        check_prepared(self, bound["input_ids"], bound["generation_config"], bound["model_kwargs"])
         return original(self, *args, **kwargs)
 
     setattr(cls, "_prefill", prefill)  # noqa: B010  # private, and not in every release

@@ -49,6 +49,7 @@ def test_importing_second_adds_nothing_heavy_and_does_not_initialise_cuda() -> N
     added = eval(first)  # our own print
     assert [name for name in added if name.startswith("kvcache_plugins")] == [
         "kvcache_plugins",
+        "kvcache_plugins.assistant_calls",
         "kvcache_plugins.config",
         "kvcache_plugins.encoder_calls",
         "kvcache_plugins.errors",

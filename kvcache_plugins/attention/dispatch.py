@@ -15,6 +15,7 @@ Models that call none of these multiply with handles themselves (`attention.prod
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeAlias
 
@@ -30,6 +31,7 @@ from ..layers.handle import KVHandle
 from ..layers.handle_view import HandleView
 from ..layers.heads import GroupedHandle
 from ..layers.lazy import LazyTensor, intercept
+from ..layers.padded import PaddedHandle
 from ..layers.view import joined
 from . import products  # noqa: F401  # registers the products that models write out
 from .concatenated import attend_concatenated
@@ -48,7 +50,7 @@ __all__ = [
 ]
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
-Handle: TypeAlias = KVHandle | HandleView | ConcatenatedHandle
+Handle: TypeAlias = KVHandle | HandleView | ConcatenatedHandle | PaddedHandle
 
 
 @intercept(F.scaled_dot_product_attention)
@@ -86,6 +88,9 @@ def _as_handles(key: Tensor, value: Tensor) -> tuple[Handle, Handle] | None:
     if isinstance(key, HandleView) and isinstance(value, HandleView):
         is_alike = key.seen == value.seen and key.has_heads_as_stored
         return (key, value) if is_alike and _as_handles(key.handle, value.handle) is not None else None
+    if isinstance(key, PaddedHandle) and isinstance(value, PaddedHandle):
+        is_whole = not key.is_dense and not value.is_dense
+        return (key, value) if is_whole else None
     if isinstance(key, ConcatenatedHandle) and isinstance(value, ConcatenatedHandle):
         is_whole = key.lengths == value.lengths and not key.is_dense and not value.is_dense
         return (key, value) if is_whole else None
@@ -100,6 +105,8 @@ def _attend(query: Tensor, key: Handle, value: Handle, options: AttentionOptions
         return _attend_repeated(query, key, value, options)
     if isinstance(key, ConcatenatedHandle) and isinstance(value, ConcatenatedHandle):
         return attend_concatenated(query, key, value, options)
+    if isinstance(key, PaddedHandle) and isinstance(value, PaddedHandle):
+        return _attend_padded(query, key, value, options)
     assert isinstance(key, KVHandle) and isinstance(value, KVHandle)
     options = fitted(options, key, query.shape[2])
     with torch.no_grad():
@@ -121,6 +128,16 @@ def _attend_repeated(query: Tensor, key: HandleView, value: HandleView, options:
     options = options_of_heads(options, order, query.shape[1])
     output = _attend(query.index_select(1, order), key.handle, value.handle, options)
     return output.index_select(1, order.argsort())
+
+
+def _attend_padded(
+    query: Tensor, key: PaddedHandle, value: PaddedHandle, options: AttentionOptions
+) -> Tensor:
+    """Attend without the channels that are zero, which add nothing to logits and are zero in the output."""
+    scaling = options.scaling if options.scaling is not None else query.shape[3] ** -0.5
+    own = query[..., : key.handle.shape[3]]
+    output = _attend(own, key.handle, value.handle, replace(options, scaling=scaling))
+    return F.pad(output, (0, value.added))
 
 
 def forward_over_handles(

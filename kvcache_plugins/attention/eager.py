@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedOperationError
+from ..errors import KernelUnavailableError, UnsupportedOperationError
 from ..kernels.selection import native_is_unavailable
 from ..layers.handle import KVHandle
 from .dispatch import AttentionFunction, attention_options, wrap_attention_function
@@ -75,13 +75,14 @@ def wrap_eager_function(eager: AttentionFunction) -> AttentionFunction:
                 f"{obstacle}. model.set_attn_implementation('kvcache_plugins') can."
             )
         reads = layer.fallback_reads
-        result = eager(module, query, key, value, *args, **kwargs)
+        where = f"for attn_implementation='eager': {obstacle}"
+        try:
+            result = eager(module, query, key, value, *args, **kwargs)
+        except KernelUnavailableError as error:
+            raise native_is_unavailable(f"layer {layer.layer_idx}", f"decoded whole {where}") from error
         if max(key.tokens.packed_length, value.tokens.packed_length) > 0:
-            is_decoded = layer.fallback_reads > reads
-            how = "decoded whole" if is_decoded else "multiplied apart"
-            layer.kernel_reason = f"{how} for attn_implementation='eager': {obstacle}"
-            if is_decoded and layer.config.kernel == "native":
-                raise native_is_unavailable(f"layer {layer.layer_idx}", layer.kernel_reason)
+            how = "decoded whole" if layer.fallback_reads > reads else "multiplied apart"
+            layer.kernel_reason = f"{how} {where}"
         if layer.observes_queries:
             with torch.no_grad():
                 options = attention_options(module, query, key.tokens.length, mask, **others)

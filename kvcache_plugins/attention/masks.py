@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ..layers.crossing import CrossAttentionLayer
 from ..layers.handle import KVHandle
 from .reference import AttentionOptions
 
@@ -28,6 +29,12 @@ def fitted(options: AttentionOptions, key: KVHandle, query_length: int) -> Atten
     mask, length = options.mask, key.tokens.length
     if mask is None or mask.shape[-1] in (1, length):
         return options
+    if isinstance(key.layer, CrossAttentionLayer):
+        raise ValueError(
+            f"attention_mask is for {mask.shape[-1]} tokens of what the encoder has read, or of images, and "
+            f"layer {key.layer.layer_idx} holds {length}. Allowed are masks for these and, for another "
+            "input, a new cache, or this one after its `reset()`."
+        )
     if not key.layer.is_ragged:
         raise ValueError(
             f"attention_mask is for {mask.shape[-1]} tokens, but layer {key.layer.layer_idx} holds {length}, "

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..models.facts import LayerFacts
 from .base import PackedLayer
 from .extending import extended
+from .padding import left_padding
 from .shown import ShownLayer
 from .view import StreamView
 
@@ -29,7 +30,6 @@ class CrossAttentionLayer(ShownLayer):
         real_tokens (`torch.Tensor` of shape `(B, T)`, *optional*): Which of those to come are no padding.
     """
 
-    is_ragged = True
     real_tokens: Tensor | None = None
 
     def bind(
@@ -46,8 +46,25 @@ class CrossAttentionLayer(ShownLayer):
             stream.final_length = self.final_length
         real_tokens, self.real_tokens = self.real_tokens, None
         if real_tokens is not None and real_tokens.shape == key_states[:, 0, :, 0].shape:
+            self._keep_sinks(real_tokens)
             key_states, value_states = _without_padding(real_tokens, key_states, value_states)
         return super()._append(key_states, value_states, defer=defer)
+
+    def _keep_sinks(self, real_tokens: Tensor) -> None:
+        """Have every row begin at its first real token, if all have what the codecs learn from."""
+        pads, columns = left_padding(real_tokens.to(self.device))
+        learning = max(stream.codec.warmup_tokens for stream in self.streams)
+        if pads is not None and int(pads.max()) + learning <= real_tokens.shape[1]:
+            self.padding.set(pads, columns)
+
+    def reset(self) -> None:
+        super().reset()
+        self.real_tokens = None
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.real_tokens is not None:
+            self.real_tokens = self.real_tokens[indices.to(self.real_tokens.device)]
+        super().batch_select_indices(indices)
 
     def room(self, limit: int) -> int:
         """All of them: tokens of the text bring nothing to this layer."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from ..kernels.selection import native_is_unavailable
 from .gradients import refusing_gradients
 from .lazy import LazyTensor
 from .view import StreamView
@@ -65,11 +66,17 @@ class KVHandle(LazyTensor):
         return self._dense is not None
 
     def dense(self) -> Tensor:
-        """Bring everything into one tensor; the layer counts the read if anything had to be decoded."""
+        """Bring everything into one tensor; the layer counts the read if anything had to be decoded.
+
+        Raises:
+            KernelUnavailableError: If it had to be, and the layer was configured with `kernel="native"`.
+        """
         if self._dense is None:
             if self.tokens.packed_length:
                 self.layer.fallback_reads += 1
                 self.layer.kernel, self.layer.kernel_reason = "torch", _DECODED
+                if self.layer.config.kernel == "native":
+                    raise native_is_unavailable(f"layer {self.layer.layer_idx}", _DECODED)
             else:
                 self.layer.is_read_as_tensors = True
             with torch.no_grad():

@@ -13,6 +13,7 @@ __all__ = [
     "decoder_config",
     "decoder_of",
     "decoder_only_config",
+    "has_encoder",
     "most_positions",
     "split_model_or_config",
 ]
@@ -47,6 +48,15 @@ def split_model_or_config(model_or_config: Any) -> tuple[nn.Module | None, Any]:
     )
 
 
+def has_encoder(config: Any) -> bool:
+    """Whether a model's text comes of a decoder that reads an encoder: the model's own, or a part of it.
+
+    Of the models that hand an image to a T5, some say so themselves (BLIP-2) and some do not (InstructBLIP).
+    """
+    parts = (config, getattr(config, "text_config", None))
+    return any(getattr(part, "is_encoder_decoder", False) for part in parts)
+
+
 def decoder_config(config: Any) -> Any:
     """Return the configuration of the text decoder, which may be half of an encoder-decoder model.
 
@@ -59,7 +69,7 @@ def decoder_config(config: Any) -> Any:
             f"Models of type {config.model_type!r} take their caches apart to search beams, and put them "
             "together again as dense ones. Allowed for this model is no cache_implementation at all."
         )
-    decoder = _decoders_half(config.get_text_config(decoder=True), config)
+    decoder = _decoders_half(config)
     check_loops(decoder)
     if decoder.model_type in _OWN_CROSS_CACHES:
         raise ValueError(
@@ -85,7 +95,7 @@ def decoder_only_config(config: Any, what: str = "What was asked for", instead: 
     Raises:
         ValueError: For encoder-decoder models, and whatever [`decoder_config`] refuses.
     """
-    if getattr(config, "is_encoder_decoder", False):
+    if has_encoder(config):
         raise ValueError(
             f"{what} serves decoder-only models; {type(config).__name__} "
             f"(model_type={getattr(config, 'model_type', None)!r}) is an encoder-decoder model. "
@@ -123,19 +133,27 @@ def most_positions(config: Any) -> int | None:
     return positions
 
 
-def _decoders_half(decoder: Any, config: Any) -> Any:
-    """Let a configuration say of layers and heads what holds of the decoder.
+def _decoders_half(config: Any) -> Any:
+    """The configuration of a decoder, with the numbers of layers and heads that are the decoder's.
 
     Transformers copies and renames what an encoder-decoder model says of its decoder (BART); it does not
     where that is half of another model (Donut's MBART, Florence 2's BART), nor know T5's name for it.
     """
-    reads_encoder = getattr(decoder, "attribute_map", {}).get("num_hidden_layers") == "encoder_layers"
-    if reads_encoder and decoder is config.get_text_config(decoder=True):  # and not a new copy
-        decoder = copy.deepcopy(decoder)
-        has_encoder, decoder.is_encoder_decoder = decoder.is_encoder_decoder, True
+    decoder = config.get_text_config(decoder=True)
+    if decoder is not config.get_text_config(decoder=True):  # a copy of transformers' making, renamed
+        is_to_be_renamed = False
+    else:
+        is_to_be_renamed = getattr(decoder, "attribute_map", {}).get("num_hidden_layers") == "encoder_layers"
+        decoder = copy.deepcopy(decoder) if is_to_be_renamed or _layers_of_half(config, decoder) else decoder
+    if is_to_be_renamed:
+        has_encoder_of_its_own, decoder.is_encoder_decoder = decoder.is_encoder_decoder, True
         decoder = decoder.get_text_config(decoder=True)
-        decoder.is_encoder_decoder = has_encoder
-    num_layers = getattr(decoder, "num_decoder_layers", None)
-    if num_layers is not None and decoder is not config and getattr(config, "is_encoder_decoder", False):
+        decoder.is_encoder_decoder = has_encoder_of_its_own
+    if (num_layers := _layers_of_half(config, decoder)) is not None:
         decoder.num_hidden_layers = num_layers
     return decoder
+
+
+def _layers_of_half(config: Any, decoder: Any) -> int | None:
+    """Layers of a decoder by T5's name; `None` where there is no such name, or no encoder."""
+    return getattr(decoder, "num_decoder_layers", None) if has_encoder(config) else None

@@ -11,6 +11,7 @@ from .loops import repeated_layers
 __all__ = [
     "LayerPlan",
     "caches_latents",
+    "encoder_key_value_heads",
     "indexer_sizes",
     "key_value_heads",
     "plan_cross_attention",
@@ -170,8 +171,17 @@ def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
         kv_heads = heads  # Falcon 40B repeats its heads before it caches them
     elif kv_heads is None and getattr(layer, "multi_query", False):
         kv_heads = 1
-    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    # relatives of T5 have a name of their own for it, which not all of them tell transformers
+    head_dim = getattr(layer, "head_dim", None) or getattr(layer, "d_kv", None) or layer.hidden_size // heads
     return kv_heads or heads, head_dim, getattr(layer, "v_head_dim", None) or head_dim
+
+
+def encoder_key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
+    """The same of what a decoder's layer makes of its encoder; Dia has heads of another kind there."""
+    heads = getattr(config, "cross_num_key_value_heads", None)
+    if heads is None:
+        return key_value_heads(config, layer_idx)
+    return heads, config.cross_head_dim, config.cross_head_dim
 
 
 def indexer_sizes(config: Any) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from kvcache_plugins.attention import dispatch  # noqa: F401  (teaches handles about SDPA)
 from kvcache_plugins.backends.kivi import KIVIConfig, KIVILayer
-from kvcache_plugins.errors import UnsupportedOperationError
+from kvcache_plugins.errors import KernelUnavailableError, UnsupportedOperationError
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.models.facts import LayerFacts
@@ -237,3 +237,49 @@ def test_copies_of_a_layer_are_independent_of_its_handles(
 def test_no_attribute_of_a_handle_hides_one_of_tensors() -> None:
     own = {"dense", "layer", "tokens", "_dense"}
     assert not [name for name in own if hasattr(torch.Tensor, name)]
+
+
+# -- heads with channels of zeros behind their own
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_padded_heads_are_attended_to_without_the_zeros(
+    layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: tuple[Tensor, Tensor], scale: float | None
+) -> None:
+    query = torch.randn(B, H, 1, D)
+    padded = [F.pad(handle, (0, 8)) for handle in handles]
+    assert [tuple(states.shape) for states in padded] == [(B, H, T, D + 8), (B, H, T, DV + 8)]
+    found = F.scaled_dot_product_attention(F.pad(query, (0, 8)), *padded, scale=scale)
+    expected = F.scaled_dot_product_attention(
+        *(F.pad(states, (0, 8)) for states in (query, *dense)), scale=scale
+    )
+    assert_close("padded", expected, found, 1e-5)
+    assert torch.equal(found[..., DV:], torch.zeros(B, H, 1, 8))
+    assert layer.fallback_reads == 0
+
+
+@pytest.mark.parametrize("pad", [(8, 0), (0, -8), (0, 0, 0, 8)])
+def test_other_padding_decodes(
+    layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: tuple[Tensor, Tensor], pad: tuple[int, ...]
+) -> None:
+    assert torch.equal(F.pad(handles[0], pad), F.pad(dense[0], pad))
+    assert torch.equal(F.pad(handles[1], (0, 8), value=1.0), F.pad(dense[1], (0, 8), value=1.0))
+    assert layer.fallback_reads == 2
+
+
+def test_padded_heads_elsewhere_are_decoded_with_their_zeros(
+    layer: PackedLayer, handles: tuple[KVHandle, KVHandle], dense: tuple[Tensor, Tensor]
+) -> None:
+    padded = F.pad(handles[0], (0, 8))
+    assert torch.equal(padded + 1, F.pad(dense[0], (0, 8)) + 1)
+    assert layer.fallback_reads == 1 and "PaddedHandle(8, KVHandle(" in repr(padded)
+
+
+def test_native_refuses_what_has_to_be_decoded() -> None:
+    layer = KIVILayer(KIVIConfig(**{**OPTIONS, "kernel": "native"}), 7, LayerFacts())
+    layer.update(torch.randn(B, H, T - 1, D), torch.randn(B, H, T - 1, DV))
+    key, _ = layer.update(torch.randn(B, H, 1, D), torch.randn(B, H, 1, DV))
+    with pytest.raises(
+        KernelUnavailableError, match=r"layer 7 .* by other means than attention and products"
+    ):
+        key + 1
