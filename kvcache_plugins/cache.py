@@ -49,6 +49,8 @@ __all__ = ["KVCache"]
 
 _ = _dispatch
 
+_UNREAD = "nothing packed has been read yet"
+
 
 class KVCache(SavedCache, Cache):
     """A `transformers.Cache` whose attention layers are packed. Base class of every backend's cache.
@@ -184,7 +186,10 @@ class KVCache(SavedCache, Cache):
         *,
         prompt_length: int | None = None,
     ) -> KVCache:
-        """Tell the cache what `update` is never told. `generate()` does this by itself; own loops may.
+        """Tell the cache what `update` is never told. `generate()` does this by itself.
+
+        Loops of one's own do so where rows are padded, and before an evicting cache reads a prompt in several
+        calls: pads are taken for tokens otherwise, and every call for the end of a prompt.
 
         Args:
             model (`PreTrainedModel`): Whose rotary parameters and key biases to use.
@@ -204,7 +209,7 @@ class KVCache(SavedCache, Cache):
             KernelUnavailableError: If `kernel="native"` cannot be met where the model is.
         """
         check_owner(self.model_config, model, [layer.layer_idx for layer in self.packed_layers])
-        check_in_step(self._packed_text_layers)
+        self.check_in_step()
         check_attention_function(model)
         self._prepare_model(model)
         self._select_kernel(model)
@@ -225,6 +230,20 @@ class KVCache(SavedCache, Cache):
         if self._shelf is not None:
             self._shelf.clear()
         self.reads_long_text, self.whole_prompt_reason = False, None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens, of all layers or of none.
+
+        Raises:
+            UnsupportedOperationError: If a layer has forgotten what would have to be there then.
+        """
+        for layer in self.packed_layers:
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def check_in_step(self) -> None:
+        """Raise `ValueError` if the layers have seen different numbers of tokens."""
+        check_in_step(self._packed_text_layers)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (integers, or a boolean mask over the rows)."""
@@ -257,9 +276,7 @@ class KVCache(SavedCache, Cache):
             },
             fallback_reads=sum(layer.fallback_reads for layer in packed),
             values=sum(values for values, _ in sizes),
-            kernel_reasons={
-                layer.layer_idx: layer.kernel_reason for layer in packed if layer.kernel_reason is not None
-            },
+            kernel_reasons={layer.layer_idx: reason for layer in packed if (reason := _why_torch(layer))},
             whole_prompt_reason=self.whole_prompt_reason,
             host_bytes=self._host_bytes() if self.config.offload else None,
             dropped_outliers=sum(layer.dropped_outliers for layer in packed),
@@ -357,3 +374,9 @@ class KVCache(SavedCache, Cache):
                 yield from layer.tensors().values()
             else:
                 yield from tensors_in(vars(layer))
+
+
+def _why_torch(layer: PackedLayer) -> str | None:
+    """Why the latest attention over packed tokens was not by a fast kernel, if it was not."""
+    is_unread = layer.kernel == "torch" and layer.config.kernel != "torch"
+    return layer.kernel_reason or (_UNREAD if is_unread else None)

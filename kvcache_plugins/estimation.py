@@ -25,6 +25,9 @@ from .models.layer_plan import (
 
 __all__ = ["estimate"]
 
+_STEP = 32
+"""Generated tokens given to a layer at once, so few that one which evicts takes them for such."""
+
 
 def estimate(
     model_or_config: Any,
@@ -35,6 +38,7 @@ def estimate(
     dtype: torch.dtype | None = None,
     max_cache_length: int | None = None,
     encoder_tokens: int | None = None,
+    new_tokens: int = 1,
 ) -> int:
     """Predict `kv_bytes()` of a cache that was given `tokens` tokens.
 
@@ -58,6 +62,8 @@ def estimate(
             tells it; room is then made for these and no more.
         encoder_tokens (`int`, *optional*): States per row that the encoder hands to the decoder, where there
             is one: tokens of a text, patches of an image, 1500 of 30 seconds of Whisper's sound.
+        new_tokens (`int`): Tokens generated after those: `max_new_tokens` of `generate()`, which hands all
+            but the last one to the cache, and tells it so before (`max_cache_length`, unless it is given).
 
     Returns:
         `int`: bytes.
@@ -65,7 +71,8 @@ def estimate(
     Raises:
         ValueError: On a wrong option, a count that is not positive, or none for an encoder.
     """
-    for name, value in (("tokens", tokens), ("batch_size", batch_size), ("encoder_tokens", encoder_tokens)):
+    counts = {"tokens": tokens, "batch_size": batch_size, "new_tokens": new_tokens}
+    for name, value in {**counts, "encoder_tokens": encoder_tokens}.items():
         if name == "encoder_tokens" and value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -80,6 +87,8 @@ def estimate(
             f"{allowed}, got {encoder_tokens!r}."
         )
     config = decoder_config(config)
+    if max_cache_length is None and new_tokens > 1:
+        max_cache_length = tokens + new_tokens - 1
     if dtype is None:
         dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
     plans = plan_layers(config)
@@ -93,7 +102,7 @@ def estimate(
     for layer_idx, (layer, plan) in enumerate(zip(layers[: len(plans)], plans, strict=True)):
         if plan.is_cross_attention or not hasattr(layer, "get_mask_sizes"):
             continue  # also linear attention, and layers without any state
-        states.feed_text(layer, plan, layer_idx, tokens)
+        states.feed_text(layer, plan, layer_idx, tokens, new_tokens - 1)
         fed.append(layer)
     for layer_idx, layer in enumerate(layers[len(plans) :]):
         layer.update(*states.of(encoder_key_value_heads(config, layer_idx), encoder_tokens or 0))
@@ -124,16 +133,19 @@ class _States:
         heads, key_dim, value_dim = shape
         return self._empty(heads, count, key_dim), self._empty(heads, count, value_dim)
 
-    def feed_text(self, layer: Any, plan: LayerPlan, layer_idx: int, tokens: int) -> None:
-        """Give a layer a prompt, and the last token by itself."""
+    def feed_text(self, layer: Any, plan: LayerPlan, layer_idx: int, tokens: int, generated: int) -> None:
+        """Give a layer a prompt, the last token by itself, and generated ones."""
         if isinstance(layer, PackedLayer):
             layer.set_prompt_length(tokens)
-        for count in (tokens - 1, 1):
+        step = max(generated, 1)
+        if getattr(layer, "evicts", False):
+            step = 1 if layer.config.evict_at_decode else _STEP
+        for count in (tokens - 1, 1, *(min(step, generated - done) for done in range(0, generated, step))):
             layer.update(*self.of(key_value_heads(self.config, layer_idx), count))
             if self.indexer_dim is not None and plan.has_indexer:
                 layer.update_indexer(self._empty(count, self.indexer_dim))
         if self.position_dims and plan.has_indexer:
-            shape = (self.position_dims, self.batch_size, tokens)
+            shape = (self.position_dims, self.batch_size, tokens + generated)
             layer.indexer_position_ids = torch.empty(shape, dtype=torch.int64, device="meta")
             self.position_dims = 0  # the first layer keeps those of all
 

@@ -179,6 +179,7 @@ def bind_cache(
         bind_both(model, generation_config, model_kwargs, max_cache_length)
         return
     prompt_length = _prompt_length(generation_config, model_kwargs)
+    kv_cache.check_in_step()  # first: a forward that was interrupted has seen all in some layers
     _check_news(kv_cache, prompt_length)
     is_assistant = getattr(generation_config, "is_assistant", False)
     if is_assistant:

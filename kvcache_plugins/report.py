@@ -24,7 +24,7 @@ class CacheReport:
         fallback_reads (`int`): Times an operation without a fused path decoded a whole layer.
         values (`int`): Numbers (key and value entries) held.
         kernel_reasons (`dict[int, str]`): Layers whose latest attention over packed tokens was not by a fast
-            kernel, with the reason.
+            kernel, with the reason; before there has been any, that there was none.
         whole_prompt_reason (`str`, *optional*): Why the latest prompt was read in one call, although chunks
             would have bounded memory.
         host_bytes (`int`, *optional*): Those of `kv_bytes` that rest in the host's memory, beside a GPU;

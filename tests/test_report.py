@@ -107,6 +107,17 @@ def test_why_layers_are_read_by_torch() -> None:
     assert re.search(r"^torch layers 0, 2-3 +kernel='torch' was given$", str(report), re.MULTILINE)
 
 
+def test_before_anything_was_read() -> None:
+    model = tiny_model("llama")
+    cache = build_cache(model, {"backend": "int8"})
+    with torch.no_grad():
+        model(torch.randint(3, 120, (1, 100)), **as_argument(cache))  # which attends to exact tokens
+        assert set(cache.report().kernel_reasons.values()) == {"nothing packed has been read yet"}
+        assert re.search(r"^torch layers 0-\d+ +nothing packed has been read yet$", str(cache.report()), re.M)
+        model(torch.randint(3, 120, (1, 1)), **as_argument(cache))
+    assert cache.report().kernel_reasons == {} and set(cache.report().kernel) == {"cpu"}
+
+
 def test_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_library", None)
     monkeypatch.setattr(loader, "_failure", "no C++ compiler was found.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,7 +57,11 @@ class LocretConfig(EvictingConfig):
 
 
 class LocretLayer(EvictingLayer):
-    """Worth of a token: what its retaining head makes of its query, key and value projections."""
+    """Worth of a token: what its retaining head makes of its query, key and value projections.
+
+    Attributes:
+        heads (`str`): Where the heads are: an absolute path, or the name of a hub repository.
+    """
 
     reads_model = True
     config: LocretConfig
@@ -64,6 +69,9 @@ class LocretLayer(EvictingLayer):
     def __init__(self, config: BackendConfig, layer_idx: int, facts: LayerFacts) -> None:
         super().__init__(config, layer_idx, facts)
         self._tap: _Tap | None = None
+        # a relative path is of the directory in which the cache is built, which may not stay the current one
+        heads = str(self.config.heads)
+        self.heads = str(Path(heads).resolve()) if Path(heads).is_dir() else heads
 
     def attach(self, tap: ProjectionTap) -> None:
         """Say where the projections of the layer can be taken from."""
@@ -79,8 +87,7 @@ class LocretLayer(EvictingLayer):
                 "heads read: pass the cache to `generate()`, or call `cache.bind(model)` before the first "
                 "forward."
             )
-        assert self.config.heads is not None
-        return load_heads(self.config.heads).score(self.layer_idx, tap.take(self.layer_idx)).to(keys.device)
+        return load_heads(self.heads).score(self.layer_idx, tap.take(self.layer_idx)).to(keys.device)
 
 
 class _Tap(weakref.ref[ProjectionTap]):
@@ -125,8 +132,8 @@ class LocretCache(EvictingCache):
 
     def _check_heads(self, config: Any) -> None:
         """Raise `ValueError` unless the heads of every layer were made for such a model."""
-        names = {layer.config.heads for layer in self.evicting_layers if isinstance(layer, LocretLayer)}
-        for name in sorted(str(name) for name in names):
+        names = {layer.heads for layer in self.evicting_layers if isinstance(layer, LocretLayer)}
+        for name in sorted(names):
             load_heads(name).check_model(config)
 
 

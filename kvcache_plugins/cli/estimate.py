@@ -22,6 +22,7 @@ __all__ = ["add_parser", "run"]
 
 _DEFAULT_PRESET = "llama3-8b"
 _MOST = 2**31 - 1  # positions have 32 bits
+_MOST_NEW = 2**20  # which take a minute
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,6 +49,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--encoder_tokens", type=int, metavar="N", help="that an encoder reads, of a model which has one"
     )
+    parser.add_argument(
+        "--new_tokens", type=int, default=1, metavar="N", help="generated after those (default: 1)"
+    )
     parser.add_argument("--batch_size", type=int, default=1, metavar="B", help="rows (default: 1)")
     parser.add_argument("--dtype", help="of the model, such as bf16 (default: the configuration's)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -61,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     for tokens in args.tokens:
         check_count("tokens", tokens, most=_MOST)
     check_count("batch_size", args.batch_size, most=_MOST)
+    check_count("new_tokens", args.new_tokens, most=_MOST_NEW)
     if args.encoder_tokens is not None:
         check_count("encoder_tokens", args.encoder_tokens, most=_MOST)
     chosen = list(OURS) if args.cache_config is None else parse_cache_configs(args.cache_config)
@@ -85,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
                 args.batch_size,
                 dtype=dtype,
                 encoder_tokens=args.encoder_tokens,
+                new_tokens=args.new_tokens,
             )
             dense_bytes = dense_bytes or kv_bytes  # the dense cache comes first
             fraction = kv_bytes / dense_bytes
@@ -92,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
                 {
                     "cache_config": cache_config,
                     "tokens": tokens,
+                    "new_tokens": args.new_tokens,
                     "batch_size": args.batch_size,
                     "kv_bytes": kv_bytes,
                     "memory_fraction": fraction,
@@ -140,6 +147,8 @@ def _print_table(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[s
     title = f"{name}, {str(dtype).removeprefix('torch.')}, batch of {args.batch_size}"
     if args.encoder_tokens is not None:
         title += f", {args.encoder_tokens} tokens of the encoder"
+    if args.new_tokens > 1:
+        title += f", {args.new_tokens} generated"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("tokens", justify="right")
     table.add_column("cache", overflow="fold")

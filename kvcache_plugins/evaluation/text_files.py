@@ -26,7 +26,7 @@ def read_text_file(name: str | os.PathLike[str], option: str) -> str:
     if not str(name):
         raise ValueError(f"{option} must be a file, got {name!r}.")
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        text = Path(name).read_text(encoding="utf-8-sig")  # without the mark that some editors put first
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} must be UTF-8 text, {str(name)!r} is not ({error}).") from error
     except OSError as error:

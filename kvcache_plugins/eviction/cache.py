@@ -210,8 +210,10 @@ class EvictingCache(KVCache):
         if bool(holes.any()) and (self.config.evict_at_decode or length > self._smallest_budget(length)):
             raise ValueError(
                 f"attention_mask has zeros after a one in row {int(holes.nonzero()[0])}. A cache that evicts "
-                "takes padding on the left only; allowed are rows of zeros followed by ones. `generate()` "
-                "makes such a mask by itself where `input_ids` hold the padding token: pass attention_mask."
+                "takes padding on the left only; allowed are rows of zeros followed by ones. Later turns of "
+                "a batch, and texts after a prefix that they share, are as long as each other, or read one "
+                "row at a time. `generate()` makes a mask with holes by itself where `input_ids` hold the "
+                "padding token: pass attention_mask."
             )
 
     def _check_pooling(self, prompt_length: int | None) -> None:

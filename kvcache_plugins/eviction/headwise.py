@@ -126,12 +126,18 @@ class HeadwiseLayer(EvictingLayer):
             self._awaits_queries = False
             self.evict_due()
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        if not self.parts:
+            super().check_crop(tokens_to_remove)
+        elif -int(tokens_to_remove) < self.cumulative_length:
+            for _, layer in self.parts:
+                layer.check_crop(tokens_to_remove)
+
     def crop(self, tokens_to_remove: int) -> None:
         if not self.parts or -int(tokens_to_remove) >= self.cumulative_length:
             super().crop(tokens_to_remove)
             return
-        for _, layer in self.parts:
-            layer.check_crop(tokens_to_remove)
+        self.check_crop(tokens_to_remove)
         for _, layer in self.parts:
             layer.crop(tokens_to_remove)
         self.cumulative_length += int(tokens_to_remove)

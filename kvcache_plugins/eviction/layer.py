@@ -1,8 +1,8 @@
 """The evicting cache layer: scores what it is given, and keeps the best of it, packed or not.
 
 After a chunk has been attended to, the layer chooses `budget` slots per row and head and moves them together.
-Packed tokens move as codes, bit for bit; nothing is decoded. Views that attention still reads keep the
-streams they were made of, so a layer's peak is what it held plus one chunk plus what it keeps.
+Packed tokens move as codes; nothing is decoded. Views that attention still reads keep the streams they were
+made of, so a layer's peak is what it held plus one chunk plus what it keeps.
 
 A backend derives from [`EvictingLayer`] and says what a token is worth: `score` when it arrives, `observe`
 when it is attended to, or `ranks` when some must go.
@@ -94,8 +94,7 @@ class EvictingLayer(PackedLayer):
 
     def withdraw(self, count: int) -> None:
         """Take the `count` newest tokens, which `crop` has removed, out of `companions`; all goes, if any."""
-        if count:
-            self.companions = {}
+        self.companions = {} if count else self.companions
 
     def key_stream(self, head_dim: int) -> StreamSpec:
         return stored_stream(self, "key", head_dim)
@@ -253,9 +252,9 @@ class EvictingLayer(PackedLayer):
         Raises:
             UnsupportedOperationError: If some head has evicted one of them.
         """
-        removed = -int(tokens_to_remove)
         self.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
+        removed = -int(tokens_to_remove)
         if self.is_initialized:
             self.ledger.truncate(min(removed, self.ledger.scores.shape[2]))
             with storing():
@@ -332,7 +331,8 @@ class EvictingLayer(PackedLayer):
         if self.prompt_length is None:
             return "prompt" if count > 1 or seen == 0 else "decode"
         if seen >= self.prompt_length:
-            return "decode"
+            # so many were not generated: a text that nobody has told of, in a loop of one's own
+            return "prompt" if count > self.config.decode_slack and not self.record_past else "decode"
         return "chunk" if seen + count < self.prompt_length else "prompt"
 
     def _has_drafts(self, seen: int) -> bool:

@@ -5,8 +5,7 @@ Backends derive from [`PackedLayer`] and write `key_stream` and `value_stream`; 
 Invariants, tested by the conformance suite:
 
 * a token is encoded exactly once, from its exact value; old blocks never change;
-* a layer fed the same tensors ends in the same bytes, however they were split into calls (the first call
-  aside, which may set what is learnt from a prompt);
+* a layer fed the same tensors ends in the same bytes, however they were split into calls (but for the first);
 * an operation that cannot be done exactly raises, naming backend and operation.
 """
 
@@ -269,17 +268,17 @@ class PackedLayer(CacheLayerMixin):
         """Pack before a `crop` only, so that rejected tokens never were part of a block; until `bind`."""
         self.record_past = True
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens, as transformers' layers do.
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise `UnsupportedOperationError` if `crop` would: a cache asks all layers first."""
 
-        Exact tokens go first. If the cut falls inside a group of packed tokens that share metadata, the
-        survivors of that group return to the residual window as their decoded values.
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens.
+
+        Survivors of a group that shares metadata return to the residual window as their decoded values.
         """
         tokens_to_remove = int(tokens_to_remove)  # some releases of transformers pass a tensor
         if tokens_to_remove > 0:
-            raise ValueError(
-                f"`crop` takes the number of tokens to remove as a negative integer, got {tokens_to_remove}."
-            )
+            raise ValueError(f"`crop` takes a negative integer, tokens to remove, got {tokens_to_remove}.")
         if not self.is_initialized:
             return
         self.prefetch()

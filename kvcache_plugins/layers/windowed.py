@@ -94,13 +94,7 @@ class WindowedLayer(PackedLayer):
             self._forget_oldest(leaving)
         return (keys.without_oldest(surplus), values.without_oldest(surplus)) if surplus else (keys, values)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens.
-
-        Raises:
-            UnsupportedOperationError: If tokens that the next query should then see have left the window;
-                `activate_past_recording` keeps them until the next `crop`.
-        """
+    def check_crop(self, tokens_to_remove: int) -> None:
         seen = max(0, self.cumulative_length + min(0, int(tokens_to_remove)))
         if self.padding.dropped > max(0, seen - self.window + 1):
             raise UnsupportedOperationError(
@@ -109,6 +103,15 @@ class WindowedLayer(PackedLayer):
                 f"{self.padding.dropped}, some of which token {seen} sees. `activate_past_recording` before "
                 "the tokens that are to be removed keeps them."
             )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens.
+
+        Raises:
+            UnsupportedOperationError: If tokens that the next query should then see have left the window;
+                `activate_past_recording` keeps them until the next `crop`.
+        """
+        self.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
         if self.is_initialized:
             self._forget_oldest(self._leaving(self.cumulative_length))

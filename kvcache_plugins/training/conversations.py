@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ __all__ = ["Conversations", "messages_of", "read_rows"]
 _PAIRS = (("prompt", "answer"), ("instruction", "output"), ("question", "answer"), ("prompt", "completion"))
 _ASKED = {"instruction": ("instruction", "input"), "question": ("context", "question")}
 """Columns that make a prompt, where the text that it is about has one of its own, which may be empty."""
-_SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
+_SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "tool": "user",
+    "function": "user",
+}
+"""Whose turns they are, for chat templates: many know none of tools."""
 _Message = dict[str, str]
 
 
@@ -32,7 +41,7 @@ class Conversations(Dataset[Example]):
     Args:
         rows (`Sequence[Mapping]`): Each `{"prompt", "answer"}`, `{"instruction", "output"}` (with `input`, if
             it has one), `{"question", "answer"}` (with `context`), or `{"messages"}` or `{"conversations"}`
-            that end with an answer.
+            that end with an answer. Calls of tools are read as JSON, and what tools say as the user's.
         tokenizer (`PreTrainedTokenizerBase`): The model's.
         max_length (`int`): Tokens of prompt and answer: longer prompts lose their middle, and an answer is
             cut after half of it.
@@ -129,9 +138,23 @@ def _message(turn: Any) -> _Message:
     if not isinstance(turn, Mapping):
         raise ValueError(f"a message must be an object with role and content, got {turn!r}.")
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise ValueError(f"a message must have role and content as text, got {dict(turn)!r}.")
+    content = _text(content)
+    if content is None and turn.get("tool_calls"):
+        content = json.dumps(turn["tool_calls"], ensure_ascii=False)
+    if not isinstance(role, str) or content is None:
+        raise ValueError(
+            f"a message must have a role, and content that is text, parts of text, or `tool_calls`; got "
+            f"{dict(turn)!r}."
+        )
     return {"role": _SPEAKERS.get(role, role), "content": content}
+
+
+def _text(content: Any) -> str | None:
+    """What is said, which may come in parts; `None` if it is not text alone."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    parts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    return "".join(parts) if parts and all(isinstance(part, str) for part in parts) else None
 
 
 def read_rows(dataset: str) -> Sequence[Mapping[str, Any]]:

@@ -224,6 +224,8 @@ def _write(
         set_aside(output / RESULTS_FILE, document)
         if (output / WEIGHTS_FILE).exists():
             print(f"replaced: {output / WEIGHTS_FILE}, the heads of an earlier training")
+        elif (output / _CARD_FILE).exists():
+            print(f"replaced: {output / _CARD_FILE}, the card of another artifact")
     if not options.no_plots:
         title = f"Retaining heads for {heads.config.base_model_name_or_path or 'a model'}"
         try:

@@ -244,6 +244,25 @@ def test_estimate_json_is_the_python_estimate(capsys: pytest.CaptureFixture[str]
     assert packed["bits_per_value"] == pytest.approx(16 * packed["memory_fraction"])
 
 
+def test_estimate_after_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"backend": "knorm", "budget": 128, "storage": {"backend": "int4"}}
+    arguments = ["estimate", "--model", str(BUNDLED_MODEL), "--tokens", "300", "--new_tokens", "65"]
+    arguments += ["--cache_config", json.dumps(config)]
+    assert main([*arguments, "--json"]) == 0
+    dense, packed = json.loads(capsys.readouterr().out)
+    assert (dense["new_tokens"], dense["tokens"]) == (65, 300)
+    assert dense["kv_bytes"] == 6 * 2 * 2 * 64 * 2 * (300 + 64)  # the last one is never read
+    from transformers import AutoConfig
+
+    model_config = AutoConfig.from_pretrained(BUNDLED_MODEL)
+    assert packed["kv_bytes"] == kvp.estimate(model_config, config, 300, new_tokens=65)
+    assert packed["kv_bytes"] > kvp.estimate(model_config, config, 300)
+    assert main(arguments) == 0
+    assert "65 generated" in capsys.readouterr().out
+    assert main([*arguments, "--new_tokens", "0"]) == 2
+    assert "new_tokens must be" in capsys.readouterr().err
+
+
 def test_estimate_of_an_encoder_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = WhisperConfig(d_model=64, decoder_layers=2, decoder_attention_heads=4, dtype="bfloat16")
     config.save_pretrained(tmp_path)

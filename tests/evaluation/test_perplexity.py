@@ -53,6 +53,12 @@ def results(output: Path) -> dict[str, Any]:
 # ---- what is refused, before the model is loaded ----
 
 
+def test_the_mark_that_editors_put_first_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "marked.txt"
+    path.write_bytes(b"\xef\xbb\xbfA book.")
+    assert text_files.read_text_file(path, "--text_files") == "A book."
+
+
 def _refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     assert main(arguments) == 2
     return capsys.readouterr().err

@@ -14,6 +14,7 @@ import kvcache_plugins
 from kvcache_plugins.eviction.cache import EvictingCache
 from kvcache_plugins.eviction.layer import EvictingLayer
 from kvcache_plugins.layers.handle import KVHandle
+from kvcache_plugins.models.cache_argument import as_argument
 from tests.eviction.feeding import (
     EVICTING,
     NEEDS_QUERIES,
@@ -190,6 +191,27 @@ def test_estimate_is_what_is_held_after_a_prompt(backend: str, storage: Any) -> 
         cache = bound_cache(model, config, length)
         feed(model, cache, ids(length, 2), chunks_of(length, 50))
         assert kvcache_plugins.estimate(model, config, length, 2) == cache.kv_bytes()
+
+
+@pytest.mark.parametrize("count", [1, 2, 70, 150])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "knorm"},
+        {"backend": "knorm", "evict_at_decode": True},
+        {"backend": "snapkv", "storage": {"backend": "int4", "residual_length": 8}},
+        {"backend": "keydiff", "storage": {"backend": "int8"}, "budget": 200},
+    ],
+    ids=["exact", "bounded", "packed", "kept"],
+)
+def test_estimate_is_what_is_held_after_an_answer(options: dict[str, Any], count: int) -> None:
+    model: Any = model_of()
+    config = {"budget": 64, "chunk_size": 50, **options}
+    cache = kvcache_plugins.build_cache(model, config)
+    model.generate(
+        ids(110, 2), **as_argument(cache), do_sample=False, max_new_tokens=count, min_new_tokens=count
+    )
+    assert kvcache_plugins.estimate(model, config, 110, 2, new_tokens=count) == cache.kv_bytes()
 
 
 @pytest.mark.parametrize("backend", EVICTING)

@@ -217,6 +217,38 @@ def test_crop_refuses_what_is_gone(name: str) -> None:
 
 
 @pytest.mark.parametrize("storage", [None, {"backend": "int8"}], ids=["exact", "int8"])
+def test_a_crop_that_one_layer_refuses_changes_none(storage: dict[str, Any] | None) -> None:
+    model = model_of(num_hidden_layers=3)
+    config = {"backend": "streaming_llm", "budget": 24, "sink_length": 0, "storage": storage}
+    cache = bound_cache(model, {**config, "layer_overrides": {"0": {"budget": 46}}}, PROMPT)
+    feed(model, cache, ids(PROMPT), [PROMPT])
+    before = _snapshot(cache)
+    with pytest.raises(NotImplementedError, match="layer 1 has evicted some of the newest 30 tokens"):
+        cache.crop(-30)
+    for now, state in zip(_snapshot(cache), before, strict=True):
+        assert now.keys() == state.keys() and all(torch.equal(now[name], state[name]) for name in now)
+    cache.crop(-20)
+    assert {layer.get_seq_length() for layer in cache.layers} == {PROMPT - 20}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_text_that_follows_in_an_own_loop_is_evicted_from(name: str) -> None:
+    """Although the last that was said of a prompt is where the one before it ended."""
+    model = model_of(num_hidden_layers=3)
+    cache = bound_cache(model, {"budget": 24, **CONFIGS[name]}, PROMPT)
+    feed(model, cache, ids(PROMPT), [PROMPT])
+
+    def held() -> list[int]:
+        return [layer.mean_held for layer in cache.evicting_layers if layer.evicts]
+
+    before = held()
+    feed(model, cache, ids(12, seed=1), [12])  # as drafts are, which may be taken back
+    assert held() == [count + 12 for count in before]
+    feed(model, cache, ids(100, seed=2), [100])
+    assert held() == before and cache.get_seq_length() == PROMPT + 112
+
+
+@pytest.mark.parametrize("storage", [None, {"backend": "int8"}], ids=["exact", "int8"])
 def test_crop_of_all_that_is_held(storage: dict[str, Any] | None) -> None:
     # What came before was evicted, and is counted still.
     model, tokens = model_of(), ids(60)

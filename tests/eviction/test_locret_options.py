@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,21 @@ def test_a_cache_for_a_configuration_is_told_by_generate() -> None:
     ]  # fmt: skip
     assert cache_of(answers[0]).num_held() == 24 + 7
     assert torch.equal(torch.stack(answers[0].logits), torch.stack(answers[1].logits))
+
+
+def test_a_relative_path_is_of_where_the_cache_was_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = model_of()
+    options = locret(model)
+    (tmp_path / "heads").symlink_to(options["heads"])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    cache = kvcache_plugins.build_cache(model, {**options, "heads": "heads"})
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    cache.bind(model, prompt_length=77)
+    got = feed(model, copy.deepcopy(cache), ids(77), chunks_of(77, 16))
+    assert torch.equal(got, feed(model, bound_locret(model, 77), ids(77), chunks_of(77, 16)))
 
 
 @pytest.mark.parametrize("has_hooks", [False, True])

@@ -86,6 +86,25 @@ def test_a_prompt_has_the_text_it_is_about(row: dict[str, Any], prompt: str) -> 
     assert messages_of(row)[0]["content"] == prompt
 
 
+def test_parts_of_text_and_tools() -> None:
+    call = [{"type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    row = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Who"}, {"type": "text", "text": "?"}]},
+            {"role": "assistant", "content": None, "tool_calls": call},
+            {"role": "tool", "content": "I"},
+            {"role": "assistant", "content": ["I", "."]},
+        ]
+    }
+    asked, called, told, answer = messages_of(row)
+    assert (asked, answer) == ({"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."})
+    assert called["role"] == "assistant" and json.loads(called["content"]) == call
+    assert told == {"role": "user", "content": "I"}
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]}
+    with pytest.raises(ValueError, match="content that is text, parts of text, or `tool_calls`"):
+        messages_of({"messages": [image, {"role": "assistant", "content": "I."}]})
+
+
 def test_a_prompt_ends_where_the_answer_begins(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": "Who is there?", "answer": "It is I."}]
     plain = Conversations(rows, tokenizer, max_length=100)[0]
@@ -141,7 +160,7 @@ def test_files_are_read_shuffled_and_checked(tmp_path: Path, tokenizer: Any) -> 
         ({"text": "a"}, r"Row 2 of --dataset: must be one of .*found are \['text'\]"),
         ({"prompt": "a", "answer": ""}, "with an answer"),
         ({"messages": [{"role": "user", "content": "a"}]}, "that end with one"),
-        ({"messages": [{"role": "user"}]}, "role and content as text"),
+        ({"messages": [{"role": "user"}]}, "a message must have a role, and content that is text"),
     ):
         with pytest.raises(ValueError, match=message):
             Conversations([{"prompt": "a", "answer": "b"}, {}, row], tokenizer, max_length=10, order=[0, 2])
