@@ -16,6 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from .artifacts.named import paths_of_artifacts
 from .attention import dispatch as _dispatch  # registers how handles are attended to
 from .attention.latent_models import let_latents_pass
 from .config import BackendConfig
@@ -88,6 +89,8 @@ class KVCache(SavedCache, Cache):
             decoder_only_config(config, what, "backends that keep every token, such as 'int8' and 'kivi'")
         config = decoder_config(config)
         self.config = self.config_class.from_dict(options)
+        # now, because the current directory may be another one when the cache is saved
+        self.artifact_paths = paths_of_artifacts(self.config.to_dict())
         kernel = self._select_kernel(model)
         self.model_config = config
         self._plans = self._plan()

@@ -129,6 +129,11 @@ class KVEncoderDecoderCache(SavedCache, EncoderDecoderCache):
         return self.self_attention_cache.model_config
 
     @property
+    def artifact_paths(self) -> dict[str, str]:
+        """Where the artifacts lie that the options name."""
+        return self.self_attention_cache.artifact_paths
+
+    @property
     def packed_layers(self) -> list[PackedLayer]:
         """The layers this package stores, those of the text first."""
         return self.self_attention_cache.packed_layers + self.cross_attention_cache.packed_layers

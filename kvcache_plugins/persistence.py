@@ -16,6 +16,7 @@ import json
 import os
 import uuid
 import zlib
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from .artifacts.files import read_json, read_tensors, write_json, write_tensors
 from .artifacts.folders import replacing
-from .artifacts.named import named_artifacts, paths_of_artifacts, with_artifacts_at
+from .artifacts.named import named_artifacts, there, with_artifacts_at
 from .building import build_cache
 from .cache import KVCache
 from .encoder_decoder import KVEncoderDecoderCache, layers_of
@@ -66,34 +67,38 @@ def save_cache(cache: KVCache | KVEncoderDecoderCache, directory: str | os.PathL
         )
         layers.append(facts | {_STATIC_SUMS: _static_sums(layer)})
         tensors |= {f"layers.{layer_idx}.{name}": _on_host(t) for name, t in layer_tensors.items()}
-    options = cache.config.to_dict()
     facts = {
         "format_version": FORMAT_VERSION,
         "backend": cache.backend,
-        "options": options,
+        "options": cache.config.to_dict(),
         "model": _fingerprint(cache.model_config),
         "layers": layers,
         "reads_long_text": getattr(cache, "reads_long_text", False),
         _PAIR: uuid.uuid4().hex,
         _SUMS: {name: _checksum(tensor) for name, tensor in tensors.items()},
-        _PATHS: paths_of_artifacts(options),
+        _PATHS: cache.artifact_paths,
     }
     with replacing(directory) as folder:
         write_tensors(folder / _TENSORS, tensors, {_PAIR: facts[_PAIR]})
         write_json(folder / _FACTS, facts)
 
 
-def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCache | KVEncoderDecoderCache:
+def load_cache(
+    directory: str | os.PathLike[str], model_or_config: Any, artifacts: Mapping[str, str] | None = None
+) -> KVCache | KVEncoderDecoderCache:
     """Read a cache saved by [`save_cache`] for the same model.
 
     Args:
         directory (`str`): Where it was saved.
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model it belongs to. With a model the
             tensors go to its device.
+        artifacts (`dict[str, str]`, *optional*): Where artifacts lie now, by the names that the options of
+            the cache have for them, if they have been moved.
 
     Raises:
         ArtifactError: If files are missing or damaged, or were saved for a model of another shape or with
             another calibration.
+        ValueError: If `artifacts` names one that the options do not.
     """
     folder = Path(directory)
     model, config = split_model_or_config(model_or_config)
@@ -112,8 +117,12 @@ def load_cache(directory: str | os.PathLike[str], model_or_config: Any) -> KVCac
     expected = _fingerprint(decoder_config(config))
     if facts["model"] != expected:
         raise ArtifactError(f"{folder} was saved for the model {facts['model']}, not for {expected}.")
+    known = set(named_artifacts(facts["options"]))
+    if unknown := sorted(set(artifacts or ()) - known):
+        raise ValueError(f"artifacts must be of those that {folder} names, {sorted(known)}; got {unknown}.")
     try:
-        options = with_artifacts_at(facts["options"], facts.get(_PATHS, {}))
+        paths = there(facts.get(_PATHS, {})) | dict(artifacts or {})
+        options = with_artifacts_at(facts["options"], paths)
         cache = build_cache(model_or_config, {"backend": facts["backend"], **options})
     except (AttributeError, TypeError, ValueError) as error:
         raise ArtifactError(f"{folder / _FACTS}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,9 +25,13 @@ class SavedCache:
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | os.PathLike[str], model_or_config: Any
+        cls,
+        directory: str | os.PathLike[str],
+        model_or_config: Any,
+        *,
+        artifacts: Mapping[str, str] | None = None,
     ) -> KVCache | KVEncoderDecoderCache:
         """Load a cache saved by `save_pretrained`, of whatever backend (see `persistence.load_cache`)."""
         from .persistence import load_cache
 
-        return load_cache(directory, model_or_config)
+        return load_cache(directory, model_or_config, artifacts)

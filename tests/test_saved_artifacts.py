@@ -86,6 +86,20 @@ def test_moved_with_its_artifact(saved: KVCache, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArtifactError, match=r"there/cache/cache\.json: calibration='made' is neither"):
         KVCache.from_pretrained("there/cache", model())
+    loaded = KVCache.from_pretrained("there/cache", model(), artifacts={"made": "there/made"})
+    read(loaded, 8, seed=1)  # as the other has
+    assert torch.equal(read(loaded, 8, seed=2), read(saved, 8, seed=2))
+    with pytest.raises(ValueError, match=r"of those that there/cache names, \['made'\]; got \['other'\]"):
+        KVCache.from_pretrained("there/cache", model(), artifacts={"other": "there/made"})
+
+
+@pytest.mark.parametrize("saved", ["kvquant", "storage"], indirect=True)
+def test_saved_from_another_directory(
+    saved: KVCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved.save_pretrained("later")
+    assert_loads("later", saved)
 
 
 @pytest.mark.parametrize("saved", USES, indirect=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["named_artifacts", "paths_of_artifacts", "with_artifacts_at"]
+__all__ = ["named_artifacts", "paths_of_artifacts", "there", "with_artifacts_at"]
 
 _OPTIONS = ("heads", "calibration", "weights")
 """Options that name a folder or a file."""
@@ -27,15 +27,19 @@ def paths_of_artifacts(options: Any) -> dict[str, str]:
     return {name: str(Path(name).absolute()) for name in named_artifacts(options) if Path(name).exists()}
 
 
+def there(paths: Mapping[str, str]) -> dict[str, str]:
+    """Return the paths at which there still is something."""
+    return {name: path for name, path in paths.items() if Path(path).exists()}
+
+
 def with_artifacts_at(options: Any, paths: Mapping[str, str]) -> Any:
-    """Return options whose artifacts are named by `paths` where there still is something."""
+    """Return options whose artifacts are named by `paths` where these have another name for them."""
     if not isinstance(options, Mapping):
         return options
     moved = {}
     for option, value in options.items():
         if option in _OPTIONS and isinstance(value, str):
-            path = paths.get(value)
-            moved[option] = value if path is None or not Path(path).exists() else path
+            moved[option] = paths.get(value, value)
         else:
             moved[option] = with_artifacts_at(value, paths)
     return moved

@@ -77,7 +77,8 @@ def cache_directory() -> Path:
 def user_directory() -> Path:
     """Directory of what is kept for this user where nothing else is said; it need not exist."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "kvcache_plugins"
+    is_valid = bool(base) and Path(str(base)).is_absolute()  # or it is to be ignored, says its specification
+    return (Path(str(base)) if is_valid else Path("~/.cache").expanduser()) / "kvcache_plugins"
 
 
 def cached_builds() -> dict[Path, os.stat_result]:

@@ -119,6 +119,20 @@ def test_no_compiler(tmp_path: Path) -> None:
     assert "no C++ compiler was found (CXX=/no/compiler)" in said
 
 
+def test_where_builds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("KVCACHE_KERNEL_CACHE", raising=False)
+    for given in (None, "", "relative/cache"):  # such a path is to be ignored, says its specification
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        if given is not None:
+            monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert builds.cache_directory() == tmp_path / ".cache" / "kvcache_plugins"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert builds.cache_directory() == tmp_path / "other" / "kvcache_plugins"
+    monkeypatch.setenv("KVCACHE_KERNEL_CACHE", "~/kernels")
+    assert builds.cache_directory() == tmp_path / "kernels"
+
+
 def test_cache_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()  # a directory below a file cannot be made, whoever asks
     kernels, count, said = attend(tmp_path / "file" / "cache")
