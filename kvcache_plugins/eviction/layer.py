@@ -1,8 +1,8 @@
 """The evicting cache layer: scores what it is given, and keeps the best of it, packed or not.
 
-After a chunk has been attended to, the layer chooses `budget` slots per row and head and moves them together.
-Packed tokens move as codes; nothing is decoded. Views that attention still reads keep the streams they were
-made of, so a layer's peak is what it held plus one chunk plus what it keeps.
+After a chunk has been attended to, the layer chooses `budget` slots per row and head and moves them together,
+packed tokens as codes. Views that attention still reads keep the streams they were made of, so a layer's peak
+is what it held plus one chunk plus what it keeps.
 
 A backend derives from [`EvictingLayer`] and says what a token is worth: `score` when it arrives, `observe`
 when it is attended to, or `ranks` when some must go.
@@ -235,11 +235,10 @@ class EvictingLayer(PackedLayer):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Refuse to `crop` tokens of which some are gone."""
-        removed = -int(tokens_to_remove)
-        if self.is_initialized and 0 < removed < self.cumulative_length:
+        removed, seen = -int(tokens_to_remove), self.cumulative_length
+        if self.is_initialized and 0 < removed < seen:
             newest = self.ledger.positions[:, :, -removed:]
-            first = self.cumulative_length - removed
-            expected = torch.arange(first, first + newest.shape[2], device=newest.device)
+            expected = torch.arange(seen - removed, seen - removed + newest.shape[2], device=newest.device)
             if removed > self.held_length or bool((newest != expected).any()):
                 raise UnsupportedOperationError(
                     f"crop({tokens_to_remove}): layer {self.layer_idx} has evicted some of the newest "
@@ -254,8 +253,8 @@ class EvictingLayer(PackedLayer):
         """
         self.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
-        removed = -int(tokens_to_remove)
         if self.is_initialized:
+            removed = -int(tokens_to_remove)
             self.ledger.truncate(min(removed, self.ledger.scores.shape[2]))
             with storing():
                 self.withdraw(removed)
@@ -331,8 +330,9 @@ class EvictingLayer(PackedLayer):
         if self.prompt_length is None:
             return "prompt" if count > 1 or seen == 0 else "decode"
         if seen >= self.prompt_length:
-            # so many were not generated: a text that nobody has told of, in a loop of one's own
-            return "prompt" if count > self.config.decode_slack and not self.record_past else "decode"
+            is_longer = count > self.config.decode_slack and seen + count > (self._full_length or 0)
+            # than what was to come, and no drafts: a text, in a loop of one's own
+            return "prompt" if is_longer and not self.record_past else "decode"
         return "chunk" if seen + count < self.prompt_length else "prompt"
 
     def _has_drafts(self, seen: int) -> bool:

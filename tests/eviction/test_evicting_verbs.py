@@ -246,6 +246,9 @@ def test_a_text_that_follows_in_an_own_loop_is_evicted_from(name: str) -> None:
     assert held() == [count + 12 for count in before]
     feed(model, cache, ids(100, seed=2), [100])
     assert held() == before and cache.get_seq_length() == PROMPT + 112
+    cache.bind(model, max_cache_length=cache.get_seq_length() + 100, prompt_length=cache.get_seq_length())
+    feed(model, cache, ids(100, seed=2), [100])  # as was to come
+    assert held() == [count + 100 for count in before]
 
 
 @pytest.mark.parametrize("storage", [None, {"backend": "int8"}], ids=["exact", "int8"])
