@@ -415,6 +415,17 @@ def test_more_layers_in_the_decoder(given: dict[str, Tensor]) -> None:
     assert len(cache_of(generate(model, given, INT8)).self_attention_cache.layers) == 3
 
 
+def test_heads_that_are_padded_for_attention() -> None:
+    """As those of the published Moonshine models are, from 36 channels to 40."""
+    model, heard = encoder_decoder("moonshine", pad_head_dim_to_multiple_of=24), source("moonshine")
+    assert model.model.decoder.layers[0].self_attn.head_dim_padding == 8
+    expected = generate(model, heard, **as_argument(EncoderDecoderCache(Rounded({0, 1}), Rounded({0, 1}))))
+    found = generate(model, heard, {**INT8, "kernel": "native"})
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    report = cache_of(found).report()
+    assert report.kernel == report.cross_attention.kernel == ["cpu"] * 2 and report.fallback_reads == 0
+
+
 @pytest.mark.allow_deprecation("Passing `generation_config` together", reason="Whisper calls generate() so")
 def test_whisper_generates() -> None:
     model, heard = encoder_decoder("whisper"), source("whisper")
