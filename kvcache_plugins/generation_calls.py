@@ -30,6 +30,11 @@ __all__ = [
 
 _WITHOUT_CACHE = ("flaubert", "openai-gpt", "xlm")
 """Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
+_OF_FURTHER_CALLS = {
+    "whisper": " Recordings longer than 30 seconds, and other temperatures, are further calls of generate(), "
+    "which makes a cache for each of them if it is given cache_implementation='quantized' instead."
+}
+"""What to say to users of models whose `generate()` makes several calls of that of transformers."""
 _SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
 
 
@@ -237,7 +242,8 @@ def check_prepared(model: Any, input_ids: Any, generation_config: Any, model_kwa
     """
     kv_cache = given_cache(model_kwargs)
     if holds_both(kv_cache) and _is_ours(kv_cache) and not getattr(generation_config, "is_assistant", False):
-        _check_news(kv_cache, length_of_text(model, kv_cache, input_ids, model_kwargs))
+        length = length_of_text(model, kv_cache, input_ids, model_kwargs)
+        _check_news(kv_cache, length, _OF_FURTHER_CALLS.get(model.config.model_type, ""))
     if _asks_for_ours(generation_config) and kv_cache is None:
         raise ValueError(
             f"{type(model).__name__} prepares no cache before it generates: cache_config with "
@@ -328,14 +334,14 @@ def _keeps_caches_without_gradients() -> bool:
     return "torch.is_grad_enabled()" in inspect.getsource(modeling_layers)
 
 
-def _check_news(kv_cache: Any, prompt_length: int | None) -> None:
+def _check_news(kv_cache: Any, prompt_length: int | None, further: str = "") -> None:
     """Refuse a prompt of which the cache has seen all, so that there is nothing to go on from."""
     seen = kv_cache.get_seq_length()
     if prompt_length is not None and 0 < prompt_length <= seen:
         raise ValueError(
             f"The prompt has {prompt_length} tokens, and its cache has seen {seen} before. Allowed are a "
             "next turn, given with all that came before it, and for another text a new cache, or this one "
-            "after its `reset()`."
+            f"after its `reset()`.{further}"
         )
 
 
