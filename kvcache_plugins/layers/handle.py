@@ -35,11 +35,14 @@ class KVHandle(LazyTensor):
         tokens (`StreamView`): What to read.
         sources (`tuple[torch.Tensor, ...]`): The newest of them as the model gave them, which a gradient
             would have to reach.
+        may_be_decoded (`bool`): Whether it is there for whoever asks the layer, also to take it apart
+            (Whisper, the rows of a batch), and not for attention alone.
     """
 
     layer: PackedLayer
     tokens: StreamView
     sources: tuple[Tensor, ...]
+    may_be_decoded = False
     _dense: Tensor | None
 
     @staticmethod
@@ -69,13 +72,14 @@ class KVHandle(LazyTensor):
         """Bring everything into one tensor; the layer counts the read if anything had to be decoded.
 
         Raises:
-            KernelUnavailableError: If it had to be, and the layer was configured with `kernel="native"`.
+            KernelUnavailableError: If it had to be, and the layer was configured with `kernel="native"`,
+                unless `may_be_decoded`.
         """
         if self._dense is None:
             if self.tokens.packed_length:
                 self.layer.fallback_reads += 1
                 self.layer.kernel, self.layer.kernel_reason = "torch", _DECODED
-                if self.layer.config.kernel == "native":
+                if self.layer.config.kernel == "native" and not self.may_be_decoded:
                     raise native_is_unavailable(f"layer {self.layer.layer_idx}", _DECODED)
             else:
                 self.layer.is_read_as_tensors = True

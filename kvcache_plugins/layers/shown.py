@@ -26,4 +26,6 @@ class ShownLayer(PackedLayer):
         return self._whole(self.value_stream_) if self.is_initialized else None
 
     def _whole(self, stream: Stream) -> KVHandle:
-        return KVHandle(self, StreamView.of(stream))
+        handle = KVHandle(self, StreamView.of(stream))
+        handle.may_be_decoded = True
+        return handle
