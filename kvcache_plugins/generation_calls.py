@@ -130,6 +130,7 @@ def own_choice(model: Any) -> tuple[Any, Any]:
 def ready_to_build(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> Iterator[None]:
     """Have transformers build what was asked for: it knows no quantized cache for encoder-decoder models.
 
+    Nor does it take a cache, such as that of the last turn, for a model whose own configuration names one.
     `cache_config` stays as the user wrote it; some releases of transformers consume its keys.
 
     Args:
@@ -141,11 +142,15 @@ def ready_to_build(model: Any, generation_config: Any, model_kwargs: dict[str, A
     if isinstance(cache_config, Mapping):
         generation_config.cache_config = dict(cache_config)
     has_encoder = getattr(model.config, "is_encoder_decoder", False)
-    is_ours_to_build = has_encoder and _asks_for_ours(generation_config) and given_cache(model_kwargs) is None
+    kv_cache, implementation = given_cache(model_kwargs), generation_config.cache_implementation
+    is_ours_to_build = has_encoder and _asks_for_ours(generation_config) and kv_cache is None
+    if kv_cache is not None and _is_ours(kv_cache) and (implementation, cache_config) == own_choice(model):
+        generation_config.cache_implementation = None
     try:
         with placed(model, generation_config, model_kwargs) if is_ours_to_build else nullcontext():
             yield
     finally:
+        generation_config.cache_implementation = implementation
         generation_config.cache_config = cache_config
 
 

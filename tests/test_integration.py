@@ -358,6 +358,24 @@ def test_generate_does_not_change_the_users_config(model: Any) -> None:
     assert options == {"backend": "kivi", "nbits": 2}
 
 
+def test_a_kept_cache_goes_before_the_models_own_choice(model: Any) -> None:
+    """Transformers would refuse the second turn of a model that is saved with a cache of ours."""
+    own = copy.deepcopy(model)
+    own.generation_config.update(cache_implementation="quantized", cache_config={"backend": "int8"})
+    settings = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    first = own.generate(INPUTS, **settings)
+    assert cache_of(first).backend == "int8"
+    prompt = torch.cat([first.sequences, INPUTS], dim=1)
+    second = own.generate(prompt, **as_argument(cache_of(first)), **settings)
+    assert cache_of(second) is cache_of(first)
+    other = kvp.build_cache(own, {"backend": "kivi"})
+    assert cache_of(own.generate(INPUTS, **as_argument(other), **settings)) is other
+    assert own.generation_config.cache_implementation == "quantized"
+    asked = {"cache_implementation": "quantized", "cache_config": {"backend": "kivi"}}
+    with pytest.raises(ValueError, match="Passing both"):  # of what the call itself asks for
+        own.generate(prompt, **as_argument(cache_of(first)), **asked, **settings)
+
+
 def test_generate_binds_padding_and_final_length(model: Any) -> None:
     inputs = torch.arange(5, 65).view(2, 30)
     mask = torch.ones_like(inputs)
