@@ -89,13 +89,13 @@ class KVCache(SavedCache, Cache):
             decoder_only_config(config, what, "backends that keep every token, such as 'int8' and 'kivi'")
         config = decoder_config(config)
         self.config = self.config_class.from_dict(options)
-        # now, because the current directory may be another one when the cache is saved
-        self.artifact_paths = paths_of_artifacts(self.config.to_dict())
         kernel = self._select_kernel(model)
         self.model_config = config
         self._plans = self._plan()
         skipped = self.config.skipped_layers(len(self._plans))
         layer_configs = [self.config.for_layer(index, len(self._plans)) for index in range(len(self._plans))]
+        # now, because the current directory may be another one when the cache is saved
+        self.artifact_paths = paths_of_artifacts(self.config.to_dict())
         for checked in (self.config, *(other for other in layer_configs if other is not self.config)):
             self.check_artifacts(checked, config)
         facts = self._describe(model)
