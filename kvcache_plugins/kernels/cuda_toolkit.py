@@ -30,6 +30,8 @@ __all__ = ["Toolkit", "find_ninja", "find_toolkit", "used_by_torch", "why_unusab
 
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
 _TOP = re.compile(r"^#\$ TOP=(.+)$", re.MULTILINE)
+_INSTALLED = Path("/usr/local")
+"""Where NVIDIA's installers put toolkits, of several releases side by side."""
 _HEADER, _LIBRARY = "cuda_runtime_api.h", "libcudart.so"
 
 
@@ -93,15 +95,16 @@ class Toolkit:
 def find_toolkit() -> Toolkit | None:
     """The toolkit to build with.
 
-    That of `CUDA_HOME` or `CUDA_PATH`, if there is one. Else, of the nvcc on the `PATH`, that in
-    `/usr/local/cuda` and those that pip has installed (`cuda_packages`), the first of torch's own major
-    release of CUDA, or the first, if there is no such.
+    That of `CUDA_HOME` or `CUDA_PATH`, if there is one. Else, of the nvcc on the `PATH`, those in
+    `/usr/local/cuda` and beside it, and those that pip has installed (`cuda_packages`), the first of torch's
+    own major release of CUDA, or the first, if there is no such.
     """
     given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     named = _toolkit(f"{given}/bin/nvcc") if given else None
     if named is not None:
         return named
-    names = ["nvcc", "/usr/local/cuda/bin/nvcc", *cuda_packages.nvccs()]
+    others = sorted(_INSTALLED.glob("cuda-*/bin/nvcc"), reverse=True)
+    names = ["nvcc", str(_INSTALLED / "cuda" / "bin" / "nvcc"), *map(str, others), *cuda_packages.nvccs()]
     found = [toolkit for toolkit in map(_toolkit, names) if toolkit is not None]
     return next(filter(_fits_torch, found), next(iter(found), None))
 

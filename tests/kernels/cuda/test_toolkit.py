@@ -179,6 +179,23 @@ def test_a_toolkit_that_fits_torch_before_the_first(
     assert why_unusable(found) is None
 
 
+def test_several_toolkits_side_by_side(
+    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which one is called `cuda`."""
+    monkeypatch.setattr(cuda_toolkit, "_INSTALLED", tmp_path / "local")
+    for name, release in {"cuda-12.8": "12.8", "cuda-99.0": "99.0", "cuda-99.1": "99.1"}.items():
+        toolkit(tmp_path / "local" / name, release)
+    (tmp_path / "local" / "cuda").symlink_to("cuda-12.8")
+    found = find_toolkit()
+    assert found is not None and found.home == tmp_path / "local" / "cuda-99.1"
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    find_toolkit.cache_clear()
+    found = find_toolkit()
+    assert found is not None and found.home == tmp_path / "local" / "cuda"
+
+
 def test_what_is_said_where_there_is_none(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reason = why_unusable(None)
     assert reason is not None and reason.startswith(
