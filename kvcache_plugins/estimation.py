@@ -23,7 +23,10 @@ from .models.layer_plan import (
     plan_layers,
 )
 
-__all__ = ["estimate"]
+__all__ = ["MOST_NEW_TOKENS", "estimate"]
+
+MOST_NEW_TOKENS = 2**17
+"""Generated tokens of a prediction: layers that evict are given them a few at a time."""
 
 _STEP = 32
 """Generated tokens given to a layer at once, so few that one which evicts takes them for such."""
@@ -77,6 +80,8 @@ def estimate(
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"estimate: {name} must be an integer >= 1, got {value!r}.")
+    if new_tokens > MOST_NEW_TOKENS:
+        raise ValueError(f"estimate: new_tokens must be at most {MOST_NEW_TOKENS}, got {new_tokens}.")
     model, config = split_model_or_config(model_or_config)
     reads_encoder = has_encoder(config)
     if reads_encoder != (encoder_tokens is not None):
@@ -97,7 +102,7 @@ def estimate(
         layers: list[Any] = [plan.build_dense() for plan in (*plans, *cross_plans)]
     else:
         layers = layers_of(build_cache(model_or_config, cache_config, max_cache_length=max_cache_length))
-    states = _States(config, batch_size, dtype)
+    states = _States(config, batch_size, dtype, max_cache_length)
     fed = []
     for layer_idx, (layer, plan) in enumerate(zip(layers[: len(plans)], plans, strict=True)):
         if plan.is_cross_attention or not hasattr(layer, "get_mask_sizes"):
@@ -121,10 +126,13 @@ class _States:
         config (`PreTrainedConfig`): The decoder's configuration.
         batch_size (`int`): Rows.
         dtype (`torch.dtype`): Of keys and values.
+        final_length (`int`, *optional*): Tokens a layer is told that it will have been given in the end.
     """
 
-    def __init__(self, config: Any, batch_size: int, dtype: torch.dtype) -> None:
-        self.config, self.batch_size, self.dtype = config, batch_size, dtype
+    def __init__(
+        self, config: Any, batch_size: int, dtype: torch.dtype, final_length: int | None = None
+    ) -> None:
+        self.config, self.batch_size, self.dtype, self.final_length = config, batch_size, dtype, final_length
         sizes: tuple[int | None, int] = indexer_sizes(config) or (None, 0)
         self.indexer_dim, self.position_dims = sizes
 
@@ -136,18 +144,30 @@ class _States:
     def feed_text(self, layer: Any, plan: LayerPlan, layer_idx: int, tokens: int, generated: int) -> None:
         """Give a layer a prompt, the last token by itself, and generated ones."""
         if isinstance(layer, PackedLayer):
+            layer.bind(layer.facts, None, self.final_length)
             layer.set_prompt_length(tokens)
-        step = max(generated, 1)
-        if getattr(layer, "evicts", False):
-            step = 1 if layer.config.evict_at_decode else _STEP
-        for count in (tokens - 1, 1, *(min(step, generated - done) for done in range(0, generated, step))):
-            layer.update(*self.of(key_value_heads(self.config, layer_idx), count))
+        shape = key_value_heads(self.config, layer_idx)
+        for count in self._counts(layer, tokens, generated):
+            layer.update(*self.of(shape, count))
             if self.indexer_dim is not None and plan.has_indexer:
                 layer.update_indexer(self._empty(count, self.indexer_dim))
         if self.position_dims and plan.has_indexer:
-            shape = (self.position_dims, self.batch_size, tokens + generated)
-            layer.indexer_position_ids = torch.empty(shape, dtype=torch.int64, device="meta")
+            positions = (self.position_dims, self.batch_size, tokens + generated)
+            layer.indexer_position_ids = torch.empty(positions, dtype=torch.int64, device="meta")
             self.position_dims = 0  # the first layer keeps those of all
+
+    def _counts(self, layer: Any, tokens: int, generated: int) -> Iterator[int]:
+        """Yield how many tokens a layer is given at once, each time from what it holds then."""
+        yield from (tokens - 1, 1)
+        while generated > 0:
+            count = generated
+            if getattr(layer, "evicts", False):
+                count = min(count, _STEP)
+                if layer.config.evict_at_decode:  # no further than to where it makes room
+                    most = layer.budget_for(tokens) + layer.config.decode_slack + 1
+                    count = max(1, min(count, most - layer.mean_held))
+            yield count
+            generated -= count
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(self.batch_size, *shape, dtype=self.dtype, device="meta")

@@ -22,7 +22,6 @@ __all__ = ["add_parser", "run"]
 
 _DEFAULT_PRESET = "llama3-8b"
 _MOST = 2**31 - 1  # positions have 32 bits
-_MOST_NEW = 2**20  # which take a minute
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,12 +59,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print one row per number of tokens and cache, the dense cache first."""
-    from ..estimation import estimate
+    from ..estimation import MOST_NEW_TOKENS, estimate
 
     for tokens in args.tokens:
         check_count("tokens", tokens, most=_MOST)
     check_count("batch_size", args.batch_size, most=_MOST)
-    check_count("new_tokens", args.new_tokens, most=_MOST_NEW)
+    check_count("new_tokens", args.new_tokens, most=MOST_NEW_TOKENS)
     if args.encoder_tokens is not None:
         check_count("encoder_tokens", args.encoder_tokens, most=_MOST)
     chosen = list(OURS) if args.cache_config is None else parse_cache_configs(args.cache_config)

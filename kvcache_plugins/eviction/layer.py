@@ -275,8 +275,7 @@ class EvictingLayer(PackedLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.pads = None
-        self.prompt_length, self._turn_length = None, 0
+        self.pads, self.prompt_length, self._turn_length = None, None, 0
 
     def _forget(self) -> None:
         super()._forget()
@@ -394,7 +393,8 @@ class EvictingLayer(PackedLayer):
         """Tell the streams how much they will hold in the end, where that is known."""
         final, prompt = self._full_length, self.prompt_length
         if final is not None and self.evicts and prompt is not None and self._budget is not None:
-            final = min(final, self._budget + max(0, final - prompt))
+            slack = self.config.decode_slack + 1 if self.config.evict_at_decode else final
+            final = min(final, self._budget + min(slack, max(0, final - prompt)))
         self.final_length = final
         for stream in self.streams if self.is_initialized else ():
             stream.final_length = final

@@ -199,10 +199,11 @@ def test_estimate_is_what_is_held_after_a_prompt(backend: str, storage: Any) -> 
     [
         {"backend": "knorm"},
         {"backend": "knorm", "evict_at_decode": True},
+        {"backend": "tova", "evict_at_decode": True, "storage": {"backend": "int8"}},
         {"backend": "snapkv", "storage": {"backend": "int4", "residual_length": 8}},
         {"backend": "keydiff", "storage": {"backend": "int8"}, "budget": 200},
     ],
-    ids=["exact", "bounded", "packed", "kept"],
+    ids=["exact", "bounded", "bounded-packed", "packed", "kept"],
 )
 def test_estimate_is_what_is_held_after_an_answer(options: dict[str, Any], count: int) -> None:
     model: Any = model_of()
