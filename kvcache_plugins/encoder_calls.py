@@ -12,7 +12,7 @@ from typing import Any
 
 from .models.cache_argument import cache_name, given_cache
 
-__all__ = ["bind_both", "length_of_text", "placed"]
+__all__ = ["begin_text", "bind_both", "placed"]
 
 
 @contextmanager
@@ -67,8 +67,8 @@ def bind_both(
         kv_cache.activate_past_recording()
 
 
-def length_of_text(model: Any, kv_cache: Any, input_ids: Any, model_kwargs: dict[str, Any]) -> int | None:
-    """Tokens of the decoder's text, those of earlier calls included; `None` if nothing was read before.
+def begin_text(model: Any, kv_cache: Any, input_ids: Any, model_kwargs: dict[str, Any]) -> int | None:
+    """Begin to read a decoder's text with a cache that a call has bound.
 
     A text that goes on is given its mask if it has none: transformers goes by that to leave out what has been
     read, and without one reads it again.
@@ -78,6 +78,9 @@ def length_of_text(model: Any, kv_cache: Any, input_ids: Any, model_kwargs: dict
         kv_cache (`KVEncoderDecoderCache`): Its cache.
         input_ids (`torch.Tensor` of shape `(B, T)`): The decoder's text.
         model_kwargs (`dict`): The call's arguments, to which a mask may be added.
+
+    Returns:
+        `int | None`: Tokens of the text, those of earlier calls included; `None` if nothing was read before.
     """
     seen, mask = kv_cache.get_seq_length(), model_kwargs.get("decoder_attention_mask")
     is_bound, kv_cache.is_bound_by_call = kv_cache.is_bound_by_call, False

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
-from .encoder_calls import bind_both, length_of_text, placed
+from .encoder_calls import begin_text, bind_both, placed
 from .errors import IncompatibleTransformersError
 from .models.cache_argument import CACHE_NAMES, cache_name, given_cache, holds_both
 from .prompt_chunks import soft_prompt_kind, why_read_whole
@@ -247,7 +247,7 @@ def check_prepared(model: Any, input_ids: Any, generation_config: Any, model_kwa
     """
     kv_cache = given_cache(model_kwargs)
     if holds_both(kv_cache) and _is_ours(kv_cache) and not getattr(generation_config, "is_assistant", False):
-        length = length_of_text(model, kv_cache, input_ids, model_kwargs)
+        length = begin_text(model, kv_cache, input_ids, model_kwargs)
         _check_news(kv_cache, length, _OF_FURTHER_CALLS.get(model.config.model_type, ""))
     if _asks_for_ours(generation_config) and kv_cache is None:
         raise ValueError(

@@ -50,6 +50,8 @@ _READING_ENCODERS = (
     "_prepare_encoder_decoder_kwargs_for_generation",
 )
 """Names of the method in which an encoder reads, the newest first."""
+_READING_PROMPTS = ("_prefill",)
+"""The same of a prompt, which some releases read by no method of its own."""
 
 _Undo = Callable[[], None]
 _undo: list[_Undo] = []
@@ -153,48 +155,37 @@ def _generation_seam(module: ModuleType) -> None:
 
     cls._prepare_cache_for_generation = prepare
     _undo.append(lambda: setattr(cls, "_prepare_cache_for_generation", original))
-    _encoder_seam(cls)
-    _prefill_seam(cls)
+    of_call = ("generation_config", "model_kwargs")
+    _check_before(cls, _READING_ENCODERS, check_before_encoder, of_call)
+    _check_before(cls, _READING_PROMPTS, check_prepared, ("input_ids", *of_call))
     _batching_seam(cls)
 
 
-def _encoder_seam(cls: type) -> None:
-    """Install into the class that generates; nothing if its release has encoders read in another method."""
-    name = next((name for name in _READING_ENCODERS if name in vars(cls)), "")
-    original: Any = vars(cls).get(name)
-    if original is None or not {"generation_config", "model_kwargs"} <= set(
-        inspect.signature(original).parameters
-    ):
+def _check_before(cls: type, names: Sequence[str], check: Callable[..., None], told: Sequence[str]) -> None:
+    """Install a check into the class that generates; nothing if its release has no such method.
+
+    Args:
+        cls (`type`): The class.
+        names (`Sequence[str]`): Of the method before which is checked, those of the newest releases first.
+        check (`Callable`): Given the model, and what of the method's arguments it is told.
+        told (`Sequence[str]`): Their names.
+    """
+    name = next((name for name in names if name in vars(cls)), None)
+    if name is None:
         return
+    original = vars(cls)[name]
     signature = inspect.signature(original)
+    if not set(told) <= set(signature.parameters):
+        return
 
     @wraps(original)
-    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
-        check_before_encoder(self, bound["generation_config"], bound["model_kwargs"])
+        check(self, **{argument: bound[argument] for argument in told})
         return original(self, *args, **kwargs)
 
-    setattr(cls, name, read)
+    setattr(cls, name, checked)
     _undo.append(lambda: setattr(cls, name, original))
-
-
-def _prefill_seam(cls: type) -> None:
-    """Install into the class that generates; nothing if its release reads prompts by another method."""
-    original: Any = vars(cls).get("_prefill")
-    if original is None or not {"input_ids", "generation_config", "model_kwargs"} <= set(
-        inspect.signature(original).parameters
-    ):
-        return
-    signature = inspect.signature(original)
-
-    @wraps(original)
-    def prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs).arguments
-        check_prepared(self, bound["input_ids"], bound["generation_config"], bound["model_kwargs"])
-        return original(self, *args, **kwargs)
-
-    setattr(cls, "_prefill", prefill)  # noqa: B010  # private, and not in every release
-    _undo.append(lambda: setattr(cls, "_prefill", original))
 
 
 def _batching_seam(cls: type) -> None:

@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from .artifacts.files import read_json, read_tensors, write_json, write_tensors
 from .artifacts.folders import replacing
-from .artifacts.named import named_artifacts, there, with_artifacts_at
+from .artifacts.named import named_artifacts, still_there, with_artifacts_at
 from .building import build_cache
 from .cache import KVCache
 from .encoder_decoder import KVEncoderDecoderCache, layers_of
@@ -121,7 +121,7 @@ def load_cache(
     if unknown := sorted(set(artifacts or ()) - known):
         raise ValueError(f"artifacts must be of those that {folder} names, {sorted(known)}; got {unknown}.")
     try:
-        paths = there(facts.get(_PATHS, {})) | dict(artifacts or {})
+        paths = still_there(facts.get(_PATHS, {})) | dict(artifacts or {})
         options = with_artifacts_at(facts["options"], paths)
         cache = build_cache(model_or_config, {"backend": facts["backend"], **options})
     except (AttributeError, TypeError, ValueError) as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["named_artifacts", "paths_of_artifacts", "there", "with_artifacts_at"]
+__all__ = ["named_artifacts", "paths_of_artifacts", "still_there", "with_artifacts_at"]
 
 _OPTIONS = ("heads", "calibration", "weights")
 """Options that name a folder or a file."""
@@ -27,7 +27,7 @@ def paths_of_artifacts(options: Any) -> dict[str, str]:
     return {name: str(Path(name).absolute()) for name in named_artifacts(options) if Path(name).exists()}
 
 
-def there(paths: Mapping[str, str]) -> dict[str, str]:
+def still_there(paths: Mapping[str, str]) -> dict[str, str]:
     """Return the paths at which there still is something."""
     return {name: path for name, path in paths.items() if Path(path).exists()}
 

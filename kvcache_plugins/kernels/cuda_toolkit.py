@@ -105,8 +105,12 @@ def find_toolkit() -> Toolkit | None:
         return named
     others = sorted(_INSTALLED.glob("cuda-*/bin/nvcc"), reverse=True)
     names = ["nvcc", str(_INSTALLED / "cuda" / "bin" / "nvcc"), *map(str, others), *cuda_packages.nvccs()]
-    found = [toolkit for toolkit in map(_toolkit, names) if toolkit is not None]
-    return next(filter(_fits_torch, found), next(iter(found), None))
+    first = None
+    for toolkit in filter(None, map(_toolkit, names)):
+        if _fits_torch(toolkit):
+            return toolkit
+        first = first or toolkit
+    return first
 
 
 def why_unusable(toolkit: Toolkit | None) -> str | None:

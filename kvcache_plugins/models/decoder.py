@@ -140,20 +140,16 @@ def _decoders_half(config: Any) -> Any:
     where that is half of another model (Donut's MBART, Florence 2's BART), nor know T5's name for it.
     """
     decoder = config.get_text_config(decoder=True)
-    if decoder is not config.get_text_config(decoder=True):  # a copy of transformers' making, renamed
-        is_to_be_renamed = False
-    else:
-        is_to_be_renamed = getattr(decoder, "attribute_map", {}).get("num_hidden_layers") == "encoder_layers"
-        decoder = copy.deepcopy(decoder) if is_to_be_renamed or _layers_of_half(config, decoder) else decoder
+    is_the_users = decoder is config.get_text_config(decoder=True)  # and no copy, renamed by transformers
+    map_of_names = getattr(decoder, "attribute_map", {})
+    is_to_be_renamed = is_the_users and map_of_names.get("num_hidden_layers") == "encoder_layers"
+    num_layers = getattr(decoder, "num_decoder_layers", None) if has_encoder(config) else None
+    if is_the_users and (is_to_be_renamed or num_layers is not None):
+        decoder = copy.deepcopy(decoder)
     if is_to_be_renamed:
         has_encoder_of_its_own, decoder.is_encoder_decoder = decoder.is_encoder_decoder, True
         decoder = decoder.get_text_config(decoder=True)
         decoder.is_encoder_decoder = has_encoder_of_its_own
-    if (num_layers := _layers_of_half(config, decoder)) is not None:
+    if num_layers is not None:
         decoder.num_hidden_layers = num_layers
     return decoder
-
-
-def _layers_of_half(config: Any, decoder: Any) -> int | None:
-    """Layers of a decoder by T5's name; `None` where there is no such name, or no encoder."""
-    return getattr(decoder, "num_decoder_layers", None) if has_encoder(config) else None

@@ -189,5 +189,6 @@ def test_a_reset_forgets_what_was_said_of_padding() -> None:
     model, given = encoder_decoder("t5"), source("bart")
     cache = kvp.build_cache(model, {"backend": "kivi", "nbits": 2, "residual_length": 0})
     cache.bind(model, encoder_attention_mask=given["attention_mask"])
+    assert all(layer.real_tokens is not None for layer in cache.cross_attention_cache.layers)
     cache.reset()
     assert all(layer.real_tokens is None for layer in cache.cross_attention_cache.layers)
