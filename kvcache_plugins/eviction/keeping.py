@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels import cuda_loader
 from ..kernels.gathering import gather_records
 from ..kernels.layout import MAX_HEAD_DIM
-from ..kernels.ops import gather_tokens
+from ..kernels.writing_ops import gather_tokens
 from ..layers.field_layout import side_layout
 from ..layers.padding import Padding
 from ..layers.records import Records

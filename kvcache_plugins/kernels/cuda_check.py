@@ -23,7 +23,8 @@ from .decoding import decode_side
 from .gathering import gather_records
 from .layout import FORMATS, Side, SideLayout
 from .level_sample import random_levels
-from .ops import append_tokens, decode_attention, decode_tokens, encode_tokens, gather_tokens
+from .ops import decode_attention, decode_tokens
+from .writing_ops import append_tokens, encode_tokens, gather_tokens
 
 __all__ = ["Sample", "find_deviation", "find_deviations", "samples"]
 

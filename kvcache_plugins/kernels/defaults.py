@@ -45,7 +45,7 @@ def _is_nothing_due(key_plan: Sequence[int], value_plan: Sequence[int]) -> bool:
     return key_plan[2] == 0 and value_plan[2] == 0
 
 
-def _encode_tokens(*args: object) -> bool:
+def _leave_to_codecs(*args: object) -> bool:
     """Leave the encoding to the codecs, which are the torch implementation."""
     return False
 
@@ -196,7 +196,8 @@ DEFAULTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attend_latents": (_attend_latents, _attend_latents_shape),
     "decode_attention": (_decode_attention, _decode_attention_shape),
     "decode_tokens": (_decode_tokens, _decode_tokens_shape),
-    "encode_tokens": (_encode_tokens, _encode_tokens),
+    "encode_levels": (_leave_to_codecs, _leave_to_codecs),
+    "encode_tokens": (_leave_to_codecs, _leave_to_codecs),
     "gather_tokens": (_gather_tokens, _gather_tokens_shape),
     "multiply_keys": (_multiply_keys, _multiply_keys_shape),
     "multiply_values": (_multiply_values, _multiply_values_shape),

@@ -1,7 +1,8 @@
-"""The package's torch operators: their schemas, and the functions that call them.
+"""The package's torch operators: their schemas, and the functions that call those that read a cache.
 
-The only file that calls `torch.ops.kvcache_plugins`. Beneath is plain torch (`defaults`); a native library
-(`loader`) adds implementations for a device on top of it; nothing here builds or loads one.
+Only this file and `writing_ops`, for those that write one, call `torch.ops.kvcache_plugins`. Beneath is plain
+torch (`defaults`); a native library (`loader`) adds implementations for a device on top of it; nothing here
+builds or loads one.
 """
 
 from __future__ import annotations
@@ -10,18 +11,16 @@ import torch
 from torch import Tensor
 
 from .defaults import DEFAULTS
-from .layout import Side, SideLayout
+from .layout import Side
 
 __all__ = [
     "SCHEMAS",
-    "append_tokens",
     "attend_latents",
     "decode_attention",
     "decode_tokens",
-    "encode_tokens",
-    "gather_tokens",
     "multiply_keys",
     "multiply_values",
+    "operators",
 ]
 
 SCHEMAS = {
@@ -46,6 +45,11 @@ SCHEMAS = {
         "(Tensor records, Tensor[] segments, Tensor?[] extras, Tensor? sink_start, int[] layout, "
         "bool is_key, int start, int stop, ScalarType dtype) -> Tensor"
     ),
+    "encode_levels": (
+        "(Tensor(a!) records, Tensor(b!)? entries, Tensor(c!)? starts, Tensor states, bool is_key, "
+        "int[] layout, Tensor boundaries, Tensor levels, int side, int start, Tensor? scale=None, "
+        "Tensor? offset=None, Tensor? first_plain=None, Tensor? cos=None, Tensor? sin=None) -> bool"
+    ),
     "encode_tokens": (
         "(Tensor(a!) records, Tensor states, bool is_key, int[] layout, int start, "
         "Tensor? cos=None, Tensor? sin=None) -> bool"
@@ -63,48 +67,8 @@ SCHEMAS = {
         "int[] layout, int start) -> Tensor"
     ),
 }
-"""Name and signature of every operator; a native library is built for exactly these. `attend_latents` and the
-two products have native implementations on the CPU only."""
-
-
-def append_tokens(
-    records: Tensor,
-    key_states: Tensor,
-    value_states: Tensor,
-    key_tail: Tensor,
-    value_tail: Tensor,
-    key_plan: list[int],
-    value_plan: list[int],
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    factors: Tensor | None = None,
-) -> bool:
-    """Put new tokens into the exact tails, and encode those of `[tail | new tokens]` that are due.
-
-    Args:
-        records (`torch.Tensor` of shape `(B, H, N, record_bytes)`): uint8, zero where nothing is written yet.
-        key_states (`torch.Tensor` of shape `(B, H, n, D)`): The new keys.
-        value_states (`torch.Tensor` of shape `(B, H, n, Dv)`): The new values.
-        key_tail (`torch.Tensor` of shape `(B, H, capacity, D)`): Exact keys, in the dtype of the new ones.
-        value_tail (`torch.Tensor` of shape `(B, H, capacity, Dv)`): The same of the values.
-        key_plan (`list[int]`): `[write, first, count, slot]`: place in the tail of the first new token, place
-            of the first token that is due, how many are (new ones among them or not), and the slot of the
-            first; then the integers of a layout, see `encode_tokens`, which may be left out if `count` is 0.
-        value_plan (`list[int]`): The same of the values.
-        cos (`torch.Tensor`, *optional*): Rotation to be undone of keys, see `encode_tokens`.
-        sin (`torch.Tensor`, *optional*): Given with `cos`.
-        factors (`torch.Tensor` of shape `(B, H, 1, D)`, *optional*): fp32; keys are divided by them before
-            they are encoded. Not together with a rotation.
-
-    Returns:
-        `bool`: Whether all that was due is encoded. If not, the tails hold the new tokens and the records are
-        what they were: see `encode_tokens`. On a GPU nobody waits for the numbers: metadata beyond fp16
-        saturate there, which a later call reports by a `RuntimeError`.
-    """
-    done: bool = torch.ops.kvcache_plugins.append_tokens(
-        records, key_states, value_states, key_tail, value_tail, key_plan, value_plan, cos, sin, factors
-    )
-    return done
+"""Name and signature of every operator; a native library is built for exactly these. `attend_latents`,
+`encode_levels` and the two products have native implementations on the CPU only."""
 
 
 def attend_latents(
@@ -146,7 +110,7 @@ def attend_latents(
     Returns:
         `torch.Tensor` of shape `(B, H, q, R)`: fp32, sums of latents; zeros where nothing is visible.
     """
-    output: Tensor = torch.ops.kvcache_plugins.attend_latents(
+    output: Tensor = operators.attend_latents(
         query,
         records,
         latents.contiguous_rows(),
@@ -203,7 +167,7 @@ def decode_attention(
     Returns:
         `torch.Tensor` of shape `(B, Hq, q, Dv)`: in the dtype of `query`; zeros where nothing is visible.
     """
-    output: Tensor = torch.ops.kvcache_plugins.decode_attention(
+    output: Tensor = operators.decode_attention(
         query,
         records,
         keys.contiguous_rows(),
@@ -248,7 +212,7 @@ def decode_tokens(
     Returns:
         `torch.Tensor` of shape `(B, H, stop - start, D)`: contiguous.
     """
-    states: Tensor = torch.ops.kvcache_plugins.decode_tokens(
+    states: Tensor = operators.decode_tokens(
         records,
         side.contiguous_rows(),
         side.extras,
@@ -260,62 +224,6 @@ def decode_tokens(
         dtype,
     )
     return states
-
-
-def encode_tokens(
-    records: Tensor,
-    states: Tensor,
-    is_key: bool,
-    layout: list[int],
-    start: int,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-) -> bool:
-    """Encode new tokens into their places in the records.
-
-    Args:
-        records (`torch.Tensor` of shape `(B, H, N, record_bytes)`): uint8, zero where nothing is written yet.
-        states (`torch.Tensor` of shape `(B, H, n, D)`): fp32, bf16 or fp16; whole groups of tokens.
-        is_key (`bool`): Whether codes go in key order.
-        layout (`list[int]`): `[nbits, format, head_dim, group_tokens, width, metadata_bytes, interleaved,
-            codes_offset, scale_offset, minimum_offset]`, offsets in bytes inside a record, -1 if absent.
-        start (`int`): Slot of the first token.
-        cos (`torch.Tensor` of shape `(period, rotary_dim / 2)`, *optional*): fp32; a token of slot `t` is
-            first rotated back by row `t % period`, in fp32 and to the last bit as `Rotary.turn` does it.
-            Pairs are as `interleaved` says.
-        sin (`torch.Tensor` of shape `(period, rotary_dim / 2)`, *optional*): fp32, given with `cos`.
-
-    Returns:
-        `bool`: Whether it was done. If not, nothing was written: no native library is loaded, or the states
-        hold what only the torch path handles (numbers that are not finite, metadata beyond fp16, or that may
-        be once rotated).
-    """
-    done: bool = torch.ops.kvcache_plugins.encode_tokens(records, states, is_key, layout, start, cos, sin)
-    return done
-
-
-def gather_tokens(
-    records_in: Tensor, records_out: Tensor, index: Tensor, keys: SideLayout, values: SideLayout
-) -> None:
-    """Copy codes and metadata of chosen slots into slots `0..K - 1` of other records, bit for bit.
-
-    Nothing is decoded to numbers, so a token that is kept stays what it was. Of every block that holds one of
-    the `K` slots, the fields of both sides are written whole: zero beyond slot `K - 1`, as blocks are that
-    later tokens complete. Other bytes of `records_out` are left alone.
-
-    Args:
-        records_in (`torch.Tensor` of shape `(B, H, N, record_bytes)`): uint8.
-        records_out (`torch.Tensor` of shape `(B, H, M, record_bytes)`): uint8, at least `K` slots; other
-            memory.
-        index (`torch.Tensor` of shape `(B, H, K)`): int64, slots of `records_in` per row and head, in any
-            order, repeated or not.
-        keys (`SideLayout`): Fields of the keys in both records; groups within one token (`group_tokens ==
-            1`), if any metadata is stored. Slots from `packed_length` on may not be chosen.
-        values (`SideLayout`): The same of the values.
-    """
-    torch.ops.kvcache_plugins.gather_tokens(
-        records_in, records_out, index, keys.integers(), values.integers()
-    )
 
 
 def multiply_keys(
@@ -333,7 +241,7 @@ def multiply_keys(
     Returns:
         `torch.Tensor` of shape `(B, Hq, q, T - start)`: fp32.
     """
-    logits: Tensor = torch.ops.kvcache_plugins.multiply_keys(
+    logits: Tensor = operators.multiply_keys(
         query, records, keys.contiguous_rows(), keys.extras, sink_start, keys.layout.integers(), start
     )
     return logits
@@ -356,7 +264,7 @@ def multiply_values(
         `torch.Tensor` of shape `(B, Hq, q, Dv)`: in the dtype of the weights. What has weight 0 counts for
         nothing, whatever it holds.
     """
-    sums: Tensor = torch.ops.kvcache_plugins.multiply_values(
+    sums: Tensor = operators.multiply_values(
         weights, records, values.contiguous_rows(), values.extras, sink_start, values.layout.integers(), start
     )
     return sums
@@ -373,3 +281,5 @@ def _register() -> None:
 
 
 _register()
+operators = torch.ops.kvcache_plugins
+"""All of them, registered."""

@@ -7,8 +7,10 @@ from torch import Tensor
 from ..kernels import cuda_loader, loader
 from ..kernels.cuda_inputs import rotation_tables
 from ..kernels.layout import MAX_HEAD_DIM
-from ..kernels.ops import encode_tokens
+from ..kernels.writing_ops import encode_tokens
+from ..quantizers.packing import BLOCK_TOKENS
 from .codec import Codec, RotatedCodec, ScaledCodec, code_format_of
+from .outliers import OutlierStore
 from .padding import Padding
 from .records import Records
 
@@ -64,6 +66,13 @@ class NativeEncoder:
         """Whether `append_tokens` may be called on the device: not if its kernels have failed their check."""
         return self._device_type != "cuda" or cuda_loader.try_load(self.device)
 
+    def first_slot(self, start: int, padding: Padding) -> int:
+        """First slot from `start` on that a kernel might encode: not one of a block that holds pads or sinks."""
+        if start >= padding.first_plain_slot:
+            return start
+        unit = max(BLOCK_TOKENS, self.codec.unit_tokens)
+        return -(-padding.first_plain_slot // unit) * unit
+
     def can_encode(self, start: int, padding: Padding) -> bool:
         """Whether there is a kernel for tokens from slot `start` on; the first question may build it.
 
@@ -75,7 +84,9 @@ class NativeEncoder:
             return cuda_loader.try_load(self.device)
         return self._device_type == "cpu" and loader.try_load()
 
-    def encode(self, records: Records, states: Tensor, start: int, padding: Padding) -> bool:
+    def encode(
+        self, records: Records, states: Tensor, start: int, padding: Padding, outliers: OutlierStore | None
+    ) -> bool:
         """Encode tokens and write them into the records, with the same bytes as the codec would give.
 
         Args:
@@ -83,6 +94,7 @@ class NativeEncoder:
             states (`torch.Tensor` of shape `(B, H, n, D)`): Whole groups of tokens.
             start (`int`): Slot of the first.
             padding (`Padding`): Pads and sinks of every row.
+            outliers (`OutlierStore`, *optional*): Where lists of outliers go, of codecs that have some.
 
         Returns:
             `bool`: Whether it was done; if not, nothing was written.

@@ -12,7 +12,7 @@ from ..models.rotary import Rotary
 from ..quantizers.affine import round_to_half
 from ..quantizers.granularity import Granularity, per_token
 from ..quantizers.nonuniform import dequantize_nonuniform, quantize_nonuniform
-from ..quantizers.outliers import add_outliers, choose_outliers
+from ..quantizers.outliers import add_outliers, are_largest, choose_outliers
 from ..quantizers.packing import BLOCK_TOKENS
 from .codec import Codec, Encoded, WrappedCodec
 from .padding import Padding
@@ -59,7 +59,8 @@ class NonUniformCodec(Codec):
     def static_state(self) -> dict[str, Tensor]:
         return {"levels": self.levels}
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def books_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The two codebooks, those to encode and those to decode by, on a device."""
         if self.codebook.device != device:
             self.codebook, self.levels = self.codebook.to(device), self.levels.to(device)
         return self.codebook, self.levels
@@ -67,7 +68,7 @@ class NonUniformCodec(Codec):
     def _encode(
         self, states: Tensor, scale: Tensor, offset: Tensor, qualifies: Tensor, metadata: dict[str, Tensor]
     ) -> Encoded:
-        codebook, levels = self._on(states.device)
+        codebook, levels = self.books_on(states.device)
         codes = quantize_nonuniform((states - offset) / scale, codebook)
         if self.outlier_capacity == 0:
             return Encoded(codes, metadata)
@@ -75,7 +76,7 @@ class NonUniformCodec(Codec):
         return Encoded(codes, metadata, choose_outliers(residuals, qualifies, self.outlier_capacity))
 
     def _decode(self, encoded: Encoded, scale: Tensor, offset: Tensor) -> Tensor:
-        _, levels = self._on(encoded.codes.device)
+        _, levels = self.books_on(encoded.codes.device)
         states = dequantize_nonuniform(encoded.codes, levels, scale, offset)
         return states if encoded.outliers is None else add_outliers(states, encoded.outliers)
 
@@ -124,14 +125,14 @@ class ChannelNonUniformCodec(NonUniformCodec):
         self._set_range(lower, upper)
 
     def encode(self, states: Tensor, position: int, valid: Tensor | None = None) -> Encoded:
-        scale, offset = self._range_on(states.device)
+        scale, offset = self.range_on(states.device)
         usable = torch.isfinite(states)
         if valid is not None:
             usable = usable & valid[:, None, :, None]
         return self._encode(states, scale, offset, usable, {})
 
     def decode(self, encoded: Encoded, position: int) -> Tensor:
-        return self._decode(encoded, *self._range_on(encoded.codes.device))
+        return self._decode(encoded, *self.range_on(encoded.codes.device))
 
     def batch_state(self) -> dict[str, Tensor]:
         if not self.is_learnt or self.scale is None or self.offset is None:
@@ -152,7 +153,8 @@ class ChannelNonUniformCodec(NonUniformCodec):
         self.scale = ((upper - lower) / 2).float().clamp_min(torch.finfo(torch.float16).tiny)
         self.offset = ((upper + lower) / 2).float()
 
-    def _range_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def range_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Half of every channel's range and its middle, fp32 `(1 or B, H, 1, D)`, on a device."""
         assert self.scale is not None and self.offset is not None
         if self.scale.device != device:
             self.scale, self.offset = self.scale.to(device), self.offset.to(device)
@@ -162,8 +164,8 @@ class ChannelNonUniformCodec(NonUniformCodec):
 class TokenNonUniformCodec(NonUniformCodec):
     """Values: one range per token, over all of its heads, from the token itself (KVQuant, 3.2 and 3.4).
 
-    The `side` largest and the `side` smallest numbers of a token are outliers, the range is that of the
-    others.
+    The `side` largest and the `side` smallest numbers of a token are outliers, of equal ones the first; the
+    range is that of the others.
     """
 
     metadata_names = ("scale", "offset")
@@ -181,18 +183,15 @@ class TokenNonUniformCodec(NonUniformCodec):
         batch, heads, tokens, channels = states.shape
         vectors = states.transpose(1, 2).reshape(batch, tokens, heads * channels)
         usable = torch.isfinite(vectors)
-        count = min(self.side + 1, vectors.shape[-1])
-        top = vectors.masked_fill(~usable, -torch.inf).topk(count, dim=-1)
-        bottom = vectors.masked_fill(~usable, torch.inf).topk(count, dim=-1, largest=False)
-        high, low = top.values[..., -1:], bottom.values[..., -1:]
+        least, most = vectors.masked_fill(~usable, torch.inf), vectors.masked_fill(~usable, -torch.inf)
+        is_high, is_low = are_largest(most, self.side), are_largest(-least, self.side)
+        high = most.masked_fill(is_high, -torch.inf).amax(dim=-1, keepdim=True)
+        low = least.masked_fill(is_low, torch.inf).amin(dim=-1, keepdim=True)
         is_range = torch.isfinite(high) & torch.isfinite(low) & (high >= low)
         high, low = (torch.where(is_range, bound, 0.0) for bound in (high, low))
         scale = round_to_half((high - low) / 2).clamp_min(torch.finfo(torch.float16).tiny)
-        offset = round_to_half((high + low) / 2)
-        outlying = torch.zeros_like(usable)
-        for extreme in (top, bottom):
-            outlying.scatter_(-1, extreme.indices[..., : self.side], True)
-        outlying &= usable
+        offset = round_to_half((high + low) / 2 + 0.0)  # zero has no sign, see affine.py
+        outlying = (is_high | is_low) & usable
         if valid is not None:
             outlying &= valid[..., None]
         qualifies = outlying.view(batch, tokens, heads, channels).transpose(1, 2)
@@ -225,15 +224,18 @@ class UnrotatedCodec(WrappedCodec):
     def with_padding(self, padding: Padding) -> UnrotatedCodec:
         return UnrotatedCodec(self.inner, self.rotary, padding)
 
-    def _turn(self, states: Tensor, position: int, *, undo: bool) -> Tensor:
+    def tables(self, states: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of `states` `(B, H, T, D)` from slot `position` on: `(1 or B, T, pairs)`."""
         slots = torch.arange(position, position + states.shape[2], device=states.device)
         starts = self.padding.starts(states)
         if not self.padding.longest:
             starts = starts[:1]
-        positions = slots - starts[:, None]  # (B or 1, T)
-        cos, sin = (
-            table.view(*positions.shape, -1)[:, None] for table in self.rotary.tables(positions.flatten())
-        )
+        positions = slots - starts[:, None]
+        cos, sin = (table.view(*positions.shape, -1) for table in self.rotary.tables(positions.flatten()))
+        return cos, sin
+
+    def _turn(self, states: Tensor, position: int, *, undo: bool) -> Tensor:
+        cos, sin = (table[:, None] for table in self.tables(states, position))
         return self.rotary.turn(states, cos, -sin if undo else sin)
 
     def calibrate(self, states: Tensor, valid: Tensor) -> None:

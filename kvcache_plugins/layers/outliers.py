@@ -35,6 +35,11 @@ class OutlierStore:
         self.entries = torch.zeros(batch_size, 0, capacity, dtype=torch.int32, device=device)
         self.starts = torch.zeros(batch_size, 0, num_heads + 1, dtype=torch.int16, device=device)
 
+    @property
+    def lists(self) -> Outliers:
+        """The lists of all blocks there is room for."""
+        return Outliers(self.entries, self.starts)
+
     def ensure(self, num_blocks: int) -> None:
         """Make room for so many blocks."""
         missing = num_blocks - self.entries.shape[1]
@@ -68,7 +73,7 @@ class OutlierStore:
             chosen.entries = self.entries.new_zeros(batch_size, blocks, self.capacity)
             chosen.starts = self.starts.new_zeros(batch_size, blocks, self.starts.shape[2])
         else:
-            found, dropped = gather_outliers(Outliers(self.entries, self.starts), index, self.capacity)
+            found, dropped = gather_outliers(self.lists, index, self.capacity)
             chosen.entries, chosen.starts = found
             chosen.dropped += dropped
         chosen.ensure(num_blocks)
@@ -84,7 +89,7 @@ class OutlierStore:
 
     def tensors(self) -> dict[str, Tensor]:
         """Both tensors, by name."""
-        return Outliers(self.entries, self.starts).named()
+        return self.lists.named()
 
     def saved_tensors(self, num_blocks: int) -> dict[str, Tensor]:
         """The lists of the first `num_blocks` blocks by name, and how many entries were dropped, if any."""

@@ -9,6 +9,8 @@ __all__ = ["block_runs", "cut"]
 
 def cut(start: int, stop: int, step: int) -> list[tuple[int, int]]:
     """Split `[start, stop)` at the multiples of `step`."""
+    if start >= stop:
+        return []
     return [(max(low, start), min(low + step, stop)) for low in range(start - start % step, stop, step)]
 
 

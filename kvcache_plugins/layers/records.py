@@ -10,6 +10,7 @@ lets a partial block be completed with a bitwise or.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from .codec import Codec
 __all__ = ["RecordLayout", "Records", "SidePlaces", "size_class"]
 
 _ALIGNMENT = 64
+_HALF_MAX = torch.finfo(torch.float16).max
 _METADATA_DTYPES = {2: torch.float16, 4: torch.float32}
 
 
@@ -187,6 +189,13 @@ class Records:
         rows = raw.view(_METADATA_DTYPES[self.layout.metadata_bytes])
         width = rows.shape[-1] // codec.rows_per_block
         return rows.view(*rows.shape[:-1], codec.rows_per_block, width)
+
+    def fit(self, metadata: Iterable[Tensor]) -> None:
+        """Widen the metadata to fp32 at the first number that fp16 cannot hold."""
+        if self.layout.metadata_bytes == 4 or self.data.is_meta:
+            return
+        if any(bool(values.abs().max() > _HALF_MAX) for values in metadata):
+            self.widen_metadata()
 
     def widen_metadata(self) -> None:
         """Turn fp16 metadata into fp32 in place of the old buffer; codes and values stay what they are."""

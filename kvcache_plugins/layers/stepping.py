@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..kernels.ops import append_tokens
+from ..kernels.writing_ops import append_tokens
 from .storing import storing
 from .stream import Stream
 from .view import StreamView

@@ -13,7 +13,6 @@ before it, plus everything else exact; then the tokens that are due are packed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +27,7 @@ from ..quantizers.packing import (
     unpack_values,
 )
 from .codec import Codec, Encoded
+from .level_encoding import encoder_for
 from .native_encoding import NativeEncoder
 from .outliers import OutlierStore
 from .padding import Padding
@@ -41,7 +41,6 @@ __all__ = ["Stream", "StreamSpec"]
 
 _SLAB_VALUES = 1 << 20
 """Values encoded at once: 4 MB in fp32, so that the temporaries of a long prompt stay a few tens of MB."""
-_HALF_MAX = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class Stream:
     def encoder(self) -> NativeEncoder:
         """What native kernels must know to encode the stream as it is now."""
         if self._encoder is None or not self._encoder.is_for(self.codec, self.records):
-            self._encoder = NativeEncoder(self.codec, self.side, self.records, self.interleaved)
+            self._encoder = encoder_for(self.codec, self.side, self.records, self.interleaved)
         return self._encoder
 
     def append(self, states: Tensor, *, defer: bool = False) -> StreamView:
@@ -293,7 +292,7 @@ class Stream:
             self.outliers.ensure(self.records.num_blocks)
 
     def _pack(self, source: StreamView, start: int, stop: int) -> None:
-        """Encode tokens `[start, stop)` of `source` in slabs and write them into the records."""
+        """Pack tokens `[start, stop)` of `source`."""
         if start >= stop:
             return
         self.reserve(stop)
@@ -301,18 +300,23 @@ class Stream:
             self.calibrate(source)
         if self.padding.sink_length and start < self.padding.first_plain_slot:
             self._keep_sinks(source, start, stop)
-        step = self.slab_tokens
-        # `estimate` runs on shapes alone: what is allocated does not depend on the codes.
-        is_shape_only = self.records.data.is_meta
-        longest = step * (self.encoder.slabs_at_once if self.use_native else 1)
-        for low, high in () if is_shape_only else cut(start, stop, longest):
+        if not self.records.data.is_meta:  # of shapes alone: what is allocated does not depend on the codes
+            self._encode(source, start, stop)
+        self.packed_length = stop
+
+    def _encode(self, source: StreamView, start: int, stop: int) -> None:
+        """Encode tokens `[start, stop)` of `source` in slabs and write them into the records."""
+        step, slabs, first = self.slab_tokens, 1, stop
+        if self.use_native:  # pads and sinks are the codec's, and no more than the blocks that hold them
+            slabs, first = self.encoder.slabs_at_once, self.encoder.first_slot(start, self.padding)
+        for low, high in cut(start, min(first, stop), step) + cut(first, stop, step * slabs):
             states = source.read(low, high)
-            if self.use_native and self.encoder.encode(self.records, states, low, self.padding):
+            given = self.records, states, low, self.padding, self.outliers
+            if self.use_native and self.encoder.encode(*given):
                 continue
             for begin, end in cut(low, high, step):
                 part = states[:, :, begin - low : end - low].float()
                 self._write(begin, self.codec.encode(part, begin, self.padding.plain_mask(begin, part)))
-        self.packed_length = stop
 
     def calibrate(self, source: StreamView) -> None:
         """Let the codec learn from the first tokens of `source`, which begins at slot 0."""
@@ -332,7 +336,7 @@ class Stream:
     def _write(self, start: int, encoded: Encoded) -> None:
         """Write a run of encoded tokens, completing partial blocks with a bitwise or."""
         stop = start + encoded.codes.shape[2]
-        self._fit_metadata(encoded.metadata.values())
+        self.records.fit(encoded.metadata.values())
         for low, high in block_runs(start, stop):
             first, last = low // BLOCK_TOKENS, -(-high // BLOCK_TOKENS)
             codes = encoded.codes[:, :, low - start : high - start]
@@ -361,13 +365,6 @@ class Stream:
                 target[:, :, 0, low - first * per_block : high - first * per_block] = part
             else:
                 target.copy_(part.expand(-1, target.shape[1], -1, -1).unflatten(2, (last - first, per_block)))
-
-    def _fit_metadata(self, metadata: Iterable[Tensor]) -> None:
-        """Widen the records to fp32 metadata at the first value fp16 cannot hold."""
-        if self.records.layout.metadata_bytes == 4 or self.records.data.is_meta:
-            return
-        if any(bool(values.abs().max() > _HALF_MAX) for values in metadata):
-            self.records.widen_metadata()
 
     def _pack_codes(self, codes: Tensor) -> Tensor:
         """uint8 `(B, H, 64 n, D)` -> `(B, H, n, nbytes)`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["dequantize_nonuniform", "normal_float_codebook", "quantize_nonuniform"]
+__all__ = ["boundaries_of", "dequantize_nonuniform", "normal_float_codebook", "quantize_nonuniform"]
 
 _LARGEST_QUANTILE = 0.9677083
 """`1 - (1/32 + 1/30) / 2`: keeps the outermost levels of a normal distribution finite (QLoRA, appendix E)."""
@@ -37,6 +37,11 @@ def normal_float_codebook(nbits: int) -> Tensor:
     return torch.cat([low / low[0].abs(), high / high[-1].clamp_min(1e-12)]).float()
 
 
+def boundaries_of(codebook: Tensor) -> Tensor:
+    """Return what lies halfway between neighbouring levels of a `codebook`: fp32 `(2 ** nbits - 1,)`."""
+    return (codebook[1:] + codebook[:-1]) / 2
+
+
 def quantize_nonuniform(normalised: Tensor, codebook: Tensor) -> Tensor:
     """Return the nearest level of each number, the lower one of two equally near.
 
@@ -47,7 +52,7 @@ def quantize_nonuniform(normalised: Tensor, codebook: Tensor) -> Tensor:
     Returns:
         `torch.Tensor`: uint8 codes of the shape of `normalised`.
     """
-    boundaries = (codebook[1:] + codebook[:-1]) / 2
+    boundaries = boundaries_of(codebook)
     if normalised.device.type != "cpu":
         return torch.bucketize(normalised.contiguous(), boundaries).to(torch.uint8)
     # so few that comparing with each is 3 to 10 times as fast as searching; what is no number is below none

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .packing import BLOCK_TOKENS
 
-__all__ = ["MAX_CAPACITY", "Outliers", "add_outliers", "choose_outliers", "gather_outliers"]
+__all__ = ["MAX_CAPACITY", "Outliers", "add_outliers", "are_largest", "choose_outliers", "gather_outliers"]
 
 MAX_CAPACITY = torch.iinfo(torch.int16).max
 """Entries a block's list can address."""
@@ -50,7 +50,8 @@ def choose_outliers(residuals: Tensor, qualifies: Tensor, capacity: int) -> Outl
     Args:
         residuals (`torch.Tensor` of shape `(B, H, 64 n, D)`): fp32 `x - x'` of every number.
         qualifies (`torch.Tensor` of shape `(B, H, 64 n, D)`): Which numbers may be outliers.
-        capacity (`int`): Most entries of a block; of more, those with the largest residuals are kept.
+        capacity (`int`): Most entries of a block; of more, those with the largest residuals are kept, of
+            equal ones the first.
     """
     batch, heads, tokens, channels = residuals.shape
     blocks = tokens // BLOCK_TOKENS
@@ -61,9 +62,10 @@ def choose_outliers(residuals: Tensor, qualifies: Tensor, capacity: int) -> Outl
     kept, size = by_block(residuals).clamp(-_HALF_MAX, _HALF_MAX), heads * BLOCK_TOKENS * channels
     loss = torch.where(by_block(qualifies), kept.abs(), -1.0)
     count = min(capacity, size)
-    # what does not qualify is moved behind the last place, so that sorting by place leaves it at the end
-    worst = loss.topk(count, dim=-1)
-    places = torch.where(worst.values >= 0, worst.indices, size).sort(dim=-1).values
+    is_kept = are_largest(loss, count) & (loss >= 0)
+    # what is not kept is moved behind the last place, so that the first places are left
+    every = torch.arange(size, device=loss.device)
+    places = torch.where(is_kept, every, size).topk(count, dim=-1, largest=False).values
     is_real = places < size
     inside = places.clamp_max(size - 1)
     half = kept.gather(-1, inside).to(torch.float16).view(torch.int16).int() & 0xFFFF
@@ -73,6 +75,21 @@ def choose_outliers(residuals: Tensor, qualifies: Tensor, capacity: int) -> Outl
     first_places = torch.arange(heads + 1, device=places.device) * (BLOCK_TOKENS * channels)
     starts = torch.searchsorted(places, first_places.expand(batch, blocks, -1).contiguous()).to(torch.int16)
     return Outliers(torch.nn.functional.pad(entries, (0, capacity - count)), starts)
+
+
+def are_largest(numbers: Tensor, count: int) -> Tensor:
+    """Which are the `count` largest along the last dimension; of equal ones the first, on every device.
+
+    Args:
+        numbers (`torch.Tensor` of shape `(..., n)`): Without NaN.
+        count (`int`): At most `n`.
+    """
+    if count == 0:
+        return torch.zeros_like(numbers, dtype=torch.bool)
+    least = numbers.topk(count, dim=-1).values[..., -1:]
+    is_above, is_least = numbers > least, numbers == least
+    room = count - is_above.sum(dim=-1, keepdim=True)
+    return is_above | (is_least & (is_least.cumsum(dim=-1) <= room))
 
 
 def add_outliers(states: Tensor, outliers: Outliers) -> Tensor:

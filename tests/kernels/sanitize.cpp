@@ -1,7 +1,7 @@
 // Runs the kernels on random tasks whose buffers are exactly as large as they may read, for the address and
 // undefined-behaviour sanitizers. Unused metadata is NaN. Every kernel must agree with the portable one, those that
 // encode to the last bit. A round is one of attention, of one of its two products by itself, or of attention over
-// latents, and one of encoding.
+// latents, and one of either kind of encoding.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -14,58 +14,13 @@
 
 #include "attend_latents.h"
 #include "decode_attention.h"
-#include "encode_unit.h"
+#include "sanitize_encoding.h"
+#include "sanitize_inputs.h"
 
 using kvcache::Side;
 using kvcache::Task;
 
 namespace {
-
-std::mt19937 generator(7);
-
-int64_t draw(int64_t low, int64_t high) {
-  return std::uniform_int_distribution<int64_t>(low, high)(generator);
-}
-
-template <typename T>
-T pick(std::initializer_list<T> choices) {
-  return choices.begin()[draw(0, static_cast<int64_t>(choices.size()) - 1)];
-}
-
-float real() { return std::uniform_real_distribution<float>(-1.0f, 1.0f)(generator); }
-
-// Buffers of exactly the size asked for: a vector may own more.
-struct Arena {
-  std::vector<std::unique_ptr<char[]>> buffers;
-
-  char* bytes(int64_t count) {
-    buffers.emplace_back(new char[count]);
-    char* data = buffers.back().get();
-    for (int64_t i = 0; i < count; i += 4) {
-      const uint32_t word = static_cast<uint32_t>(generator());
-      std::memcpy(data + i, &word, std::min<int64_t>(4, count - i));
-    }
-    return data;
-  }
-
-  float* floats(int64_t count) {
-    float* data = reinterpret_cast<float*>(bytes(count * 4));
-    for (int64_t i = 0; i < count; ++i) data[i] = real();
-    return data;
-  }
-
-  const void* exact(int64_t count, int32_t dtype) {
-    if (dtype == kvcache::kFloat32) return floats(count);
-    uint16_t* data = reinterpret_cast<uint16_t*>(bytes(count * 2));
-    for (int64_t i = 0; i < count; ++i) {
-      const float value = real();
-      uint32_t bits;
-      std::memcpy(&bits, &value, 4);
-      data[i] = dtype == kvcache::kBFloat16 ? bits >> 16 : (bits >> 16 & 0x8000) | draw(0x2000, 0x3c00);
-    }
-    return data;
-  }
-};
 
 void fill_metadata(uint8_t* field, const Side& side, int64_t used_tokens) {
   for (int row = 0; row < 64 / side.group_tokens; ++row) {
@@ -321,84 +276,6 @@ std::vector<Candidate> candidates() {
   return all;
 }
 
-// Tokens to encode: whole blocks or what is left of one, or a group of several blocks.
-struct Encoding {
-  kvcache::Layout layout;
-  kvcache::Rows rows;
-  int64_t start, count, record_bytes, blocks;
-  bool is_key;
-};
-
-Encoding make_encoding(Arena& arena) {
-  Encoding made{};
-  kvcache::Layout& layout = made.layout;
-  layout.format = draw(0, 3);
-  layout.nbits = layout.format == kvcache::kAffine ? pick<int64_t>({2, 3, 4, 8}) : 8;
-  layout.head_dim = pick<int64_t>({8, 24, 40, 64, 80, 96, 128, 200, 512});
-  made.is_key = draw(0, 1) != 0;
-  layout.interleaved = draw(0, 1);
-  layout.metadata_bytes = pick<int64_t>({2, 4});
-  layout.group_tokens = made.is_key && layout.format == kvcache::kAffine ? pick<int64_t>({1, 16, 32, 64, 128}) : 1;
-  layout.width = layout.group_tokens > 1 ? layout.head_dim : pick<int64_t>({1, 1, layout.head_dim / 8});
-  const bool spans_blocks = layout.group_tokens > kvcache::kBlockTokens;
-  const bool is_whole = spans_blocks || draw(0, 2) > 0;
-  made.count = spans_blocks ? layout.group_tokens : kvcache::kBlockTokens;
-  made.start = made.count * draw(0, 2);
-  if (!is_whole) {
-    const int64_t groups = kvcache::kBlockTokens / layout.group_tokens, first = draw(0, groups - 1);
-    made.start += first * layout.group_tokens;
-    made.count = draw(1, groups - first) * layout.group_tokens;
-  }
-  const int64_t codes = kvcache::kBlockTokens * layout.padded_dim() * layout.nbits / 8;
-  const int64_t shared = std::min<int64_t>(layout.group_tokens, kvcache::kBlockTokens);
-  const int64_t metadata = kvcache::kBlockTokens / shared * layout.width * layout.metadata_bytes;
-  layout.codes_offset = 0;
-  layout.scale_offset = codes;
-  layout.minimum_offset = layout.format == kvcache::kAffine ? codes + metadata : -1;
-  made.record_bytes = codes + metadata * (layout.format == kvcache::kAffine ? 2 : 1);
-  made.blocks = (made.start + made.count + kvcache::kBlockTokens - 1) / kvcache::kBlockTokens;
-  made.rows.dtype = pick<int32_t>({kvcache::kFloat32, kvcache::kBFloat16, kvcache::kFloat16});
-  made.rows.stride = layout.head_dim + draw(0, 3);
-  const int64_t numbers = (made.count - 1) * made.rows.stride + layout.head_dim;
-  made.rows.data = arena.exact(numbers, made.rows.dtype);
-  return made;
-}
-
-std::vector<char> encoded(const Encoding& made, const kvcache::UnitKernels& kernels, bool* is_plain) {
-  Arena arena;
-  const int64_t dim = made.layout.head_dim, bytes = made.record_bytes * made.blocks;
-  float* states = arena.floats(made.count * dim);
-  char* records = arena.bytes(bytes);
-  std::memset(records, 0, bytes);
-  kernels.load(made.rows, made.count, dim, states);
-  *is_plain = kernels.are_below(made.rows, made.count, dim, 0.9f);
-  kernels.encode(states, made.start, made.count, reinterpret_cast<uint8_t*>(records), made.record_bytes, made.layout,
-                 made.is_key);
-  return std::vector<char>(records, records + bytes);
-}
-
-// How many kernels write other bytes than the portable one.
-int count_other_codes(int round) {
-  Arena arena;
-  const Encoding made = make_encoding(arena);
-  bool is_plain, is_plain_here;
-  const std::vector<char> expected = encoded(made, kvcache::unit_kernels_portable(), &is_plain);
-  int failures = 0;
-  const auto compare = [&](const char* name, const kvcache::UnitKernels& kernels) {
-    if (encoded(made, kernels, &is_plain_here) == expected && is_plain == is_plain_here) return;
-    ++failures;
-    std::printf("round %d: other codes of %s (%d bits, format %d, D %d, %d tokens a group, width %d, %d from %d)\n",
-                round, name, int(made.layout.nbits), int(made.layout.format), int(made.layout.head_dim),
-                int(made.layout.group_tokens), int(made.layout.width), int(made.count), int(made.start));
-  };
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) compare("avx2", kvcache::unit_kernels_avx2());
-  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-    compare("avx512", kvcache::unit_kernels_avx512());
-#endif
-  return failures;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -406,7 +283,7 @@ int main(int argc, char** argv) {
   int failures = 0;
   for (int round = 0; round < rounds; ++round) {
     Arena arena;
-    failures += count_other_codes(round);
+    failures += count_other_codes(round) + count_other_levels(round);
     const bool is_latent = round % 3 == 2;
     Task task = make_task(arena, is_latent);
     if (round % 3 == 1 && round % 2 == 0) halve(arena, task, round % 4 == 0);

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcache_plugins.kernels import loader
 from kvcache_plugins.kernels.defaults import DEFAULTS
-from kvcache_plugins.kernels.ops import append_tokens, encode_tokens
+from kvcache_plugins.kernels.writing_ops import append_tokens, encode_tokens
 from kvcache_plugins.layers import base, native_encoding, stepping
 from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.testing.conformance import fed, state_bytes

@@ -177,6 +177,20 @@ def test_pads_and_sinks(name: str) -> None:
     check({**CASES[name], "sink_length": 2}, *states(64, torch.float32), mask)
 
 
+def test_only_blocks_that_hold_pads_or_sinks_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[int, int]] = []
+    original = native_encoding.encode_tokens
+
+    def record(*args: Any) -> bool:
+        runs.append((args[4], args[1].shape[2]))
+        return original(*args)
+
+    monkeypatch.setattr(native_encoding, "encode_tokens", record)
+    mask = (torch.arange(333) >= torch.tensor([[3], [70]])).long()
+    fed(new_layer({"backend": "int8", "sink_length": 2}, mask, None), *states(64, torch.float32), [333])
+    assert runs == [(128, 333 - 128)] * 2  # of the keys and of the values
+
+
 def test_states_that_are_not_contiguous(encoded: list[bool]) -> None:
     keys, values = states(64, torch.float32)
     check(
@@ -206,7 +220,7 @@ def test_every_8_bit_float(encoded: list[bool]) -> None:
 
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
-    from kvcache_plugins.kernels.ops import encode_tokens
+    from kvcache_plugins.kernels.writing_ops import encode_tokens
 
     records = torch.zeros(1, 1, 1, 64, dtype=torch.uint8)
     layout = [8, 1, 32, 1, 1, 2, 0, 0, 0, -1]
@@ -309,7 +323,7 @@ def test_rotated_keys_beside_pads_and_sinks(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_heads_of_more_channels_are_refused() -> None:
-    from kvcache_plugins.kernels.ops import encode_tokens
+    from kvcache_plugins.kernels.writing_ops import encode_tokens
 
     records, keys = torch.zeros(1, 1, 1, 70000, dtype=torch.uint8), torch.zeros(1, 1, 32, 513)
     with pytest.raises(ValueError, match="Invalid head_dim of states: expected 1 to 512, got 513"):
@@ -317,7 +331,7 @@ def test_heads_of_more_channels_are_refused() -> None:
 
 
 def test_tables_that_do_not_fit_are_refused() -> None:
-    from kvcache_plugins.kernels.ops import encode_tokens
+    from kvcache_plugins.kernels.writing_ops import encode_tokens
 
     records, keys = torch.zeros(1, 1, 1, 1024, dtype=torch.uint8), torch.zeros(1, 1, 32, 32)
     layout = [4, 0, 32, 32, 32, 2, 0, 0, 512, 640]

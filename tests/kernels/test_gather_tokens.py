@@ -13,7 +13,7 @@ from kvcache_plugins.attention.description import describe
 from kvcache_plugins.kernels import gathering, loader
 from kvcache_plugins.kernels.gathering import gather_records
 from kvcache_plugins.kernels.layout import SideLayout
-from kvcache_plugins.kernels.ops import gather_tokens
+from kvcache_plugins.kernels.writing_ops import gather_tokens
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.field_layout import side_layout
 from kvcache_plugins.layers.handle import KVHandle

@@ -14,7 +14,7 @@ from kvcache_plugins.attention import cuda, tiles
 from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.kernels import cuda_check, cuda_loader, cuda_trial, loader
-from kvcache_plugins.kernels.ops import append_tokens
+from kvcache_plugins.kernels.writing_ops import append_tokens
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.layers.windowed import with_window

@@ -342,18 +342,10 @@ def test_a_kernel_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the check call the emulated operators."""
-    from kvcache_plugins.kernels import ops
-
-    class Emulated:
-        kvcache_plugins = torch.ops.kvcache_emulated
-
-    class Torch:
-        ops = Emulated
-        Tensor = torch.Tensor
-
     for name in _OPERATORS:
-        function = getattr(ops, name)
-        copy = type(function)(function.__code__, {**function.__globals__, "torch": Torch}, name)
+        function = getattr(cuda_check, name)
+        names = {**function.__globals__, "operators": torch.ops.kvcache_emulated}
+        copy = type(function)(function.__code__, names, name)
         copy.__kwdefaults__, copy.__defaults__ = function.__kwdefaults__, function.__defaults__
         monkeypatch.setattr(cuda_check, name, copy)
 

@@ -4,5 +4,6 @@
 #include "attention_binding.inl"
 #include "decode_tokens_binding.inl"
 #include "encode_binding.inl"
+#include "encode_levels_binding.inl"
 #include "gather_tokens_binding.inl"
 #include "multiply_binding.inl"

@@ -18,14 +18,6 @@ struct Rotation {
   int64_t period = 0, pairs = 0;
 };
 
-// a * b + c, rounded twice whatever the compiler may contract: the product passes through memory, and so does c, which
-// may be one, too.
-inline float multiply_add_separately(float a, float b, float c) {
-  float product = a * b;
-  asm volatile("" : "+m"(product), "+m"(c));
-  return product + c;
-}
-
 // `count` tokens `[count][head_dim]` from slot `start` on, in place; as `Rotary.turn` in rotary.py with -sin.
 template <class MultiplyAdd>
 inline __attribute__((always_inline)) void rotate_back_by(float* tokens, int64_t start, int64_t count,
@@ -82,6 +74,11 @@ RotateBack choose_rotate_back() {
   }
   if ((fused == count) == (separate == count)) return nullptr;
   return fused == count ? rotate_back_fused : rotate_back_separately;
+}
+
+RotateBack find_rotate_back() {
+  static const RotateBack chosen = choose_rotate_back();
+  return chosen;
 }
 
 }  // namespace

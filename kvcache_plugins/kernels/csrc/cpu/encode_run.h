@@ -88,9 +88,8 @@ inline Preparation prepare(const OptionalTensor& cos, const OptionalTensor& sin,
                         "), got ", cos->toString(), " ", cos->sizes(), " and ", sin->toString(), " ", sin->sizes(),
                         ".");
     preparation.rotation = {cos->const_data_ptr<float>(), sin->const_data_ptr<float>(), cos->size(0), cos->size(1)};
-    static const RotateBack chosen = choose_rotate_back();
-    preparation.rotate_back = chosen;
-    preparation.is_possible = chosen != nullptr;
+    preparation.rotate_back = find_rotate_back();
+    preparation.is_possible = preparation.rotate_back != nullptr;
   }
   if (factors.has_value()) {
     TORCH_CHECK_VALUE(!cos.has_value() && factors->device().is_cpu() && factors->scalar_type() == at::kFloat &&
@@ -168,23 +167,27 @@ inline void load_numbers(const Run& run, const Unit& unit, float* numbers) {
     for (int64_t c = 0; c < dim; ++c) numbers[t * dim + c] /= factors[c];
 }
 
-// Whether `encode_run` would write what the codecs write.
-inline bool is_plain(const Run& run) {
-  if (run.count == 0) return true;
-  if (!run.tokens.is_known() || run.layout.scale_offset < 0 || !run.preparation.is_possible) return false;
-  // A rotation adds at most a factor of sqrt(2).
+// Whether all numbers are finite, and stay fp16 numbers if they are rotated: that adds at most a factor of sqrt(2).
+inline bool are_below_half(const Run& run) {
+  if (!run.tokens.is_known()) return false;
   const float limit = run.preparation.rotate_back == nullptr ? kLargestHalf : kLargestHalf / 1.5f;
   const int64_t dim = run.layout.head_dim;
-  std::atomic<bool> plain{true};
-  for_units(run, plain, [&](const Unit& unit, float* numbers) {
+  std::atomic<bool> are{true};
+  for_units(run, are, [&](const Unit& unit, float* numbers) {
     Rows rows = rows_of(run, unit);
     if (run.preparation.factors != nullptr) {
       load_numbers(run, unit, numbers);
       rows = {numbers, kFloat32, dim};
     }
-    if (!run.kernels.are_below(rows, unit.count, dim, limit)) plain.store(false, std::memory_order_relaxed);
+    if (!run.kernels.are_below(rows, unit.count, dim, limit)) are.store(false, std::memory_order_relaxed);
   });
-  return plain.load();
+  return are.load();
+}
+
+// Whether `encode_run` would write what the codecs write.
+inline bool is_plain(const Run& run) {
+  if (run.count == 0) return true;
+  return run.layout.scale_offset >= 0 && run.preparation.is_possible && are_below_half(run);
 }
 
 inline void encode_run(const Run& run) {

@@ -5,6 +5,18 @@
 
 namespace kvcache {
 
+namespace {  // every source file is compiled for another machine
+
+// a * b + c, rounded twice whatever the compiler may contract: the product passes through memory, and so does c, which
+// may be one, too.
+inline __attribute__((always_inline)) float multiply_add_separately(float a, float b, float c) {
+  float product = a * b;
+  asm volatile("" : "+m"(product), "+m"(c));
+  return product + c;
+}
+
+}  // namespace
+
 // The integers of a layout, in the order of `encode_tokens` in ops.py.
 struct Layout {
   int64_t nbits, format, head_dim, group_tokens, width, metadata_bytes, interleaved;

@@ -4,11 +4,14 @@
 // See decode_attention_avx2.cpp.
 #define KVCACHE_LANES 16
 #define KVCACHE_F16C
+#include "encode_levels.inl"
 #include "encode_unit.inl"
 
 namespace kvcache {
 
 UnitKernels unit_kernels_avx512() { return kUnitKernels; }
+
+LevelKernels level_kernels_avx512() { return kLevelKernels; }
 
 }  // namespace kvcache
 #endif

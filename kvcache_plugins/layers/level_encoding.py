@@ -1,0 +1,80 @@
+"""Encoding by non-uniform levels, with outliers, in a kernel for CPUs; the codecs remain the reference."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..kernels import loader
+from ..kernels.layout import MAX_HEAD_DIM
+from ..kernels.writing_ops import encode_levels
+from ..quantizers.nonuniform import boundaries_of
+from ..quantizers.packing import BLOCK_TOKENS
+from .codec import Codec
+from .native_encoding import NativeEncoder
+from .nonuniform import ChannelNonUniformCodec, NonUniformCodec, UnrotatedCodec
+from .outliers import OutlierStore
+from .padding import Padding
+from .records import Records
+
+__all__ = ["LevelEncoder", "encoder_for"]
+
+
+class LevelEncoder(NativeEncoder):
+    """A [`NativeEncoder`] for the codecs of KVQuant.
+
+    Whole blocks are encoded, pads and sinks among them. `append_tokens` does not: a step leaves them to it.
+
+    Args:
+        codec (`NonUniformCodec` or `UnrotatedCodec` of one), side, records, interleaved: See there.
+    """
+
+    def __init__(self, codec: Codec, side: str, records: Records, interleaved: bool) -> None:
+        super().__init__(codec, side, records, interleaved)
+        inner = codec.inner if isinstance(codec, UnrotatedCodec) else codec
+        assert isinstance(inner, NonUniformCodec)
+        self.levels = inner
+        _, self.head_dim = records.layout.codecs[side]
+        is_turned_alike = not isinstance(codec, UnrotatedCodec) or codec.rotary.interleaved == interleaved
+        self.is_possible = self._device_type == "cpu" and self.head_dim <= MAX_HEAD_DIM and is_turned_alike
+        fields = records.layout.fields
+        places = (fields.get(f"{side}_{name}", (-1, 0))[0] for name in ("codes", "scale", "offset"))
+        metadata_bytes = records.layout.metadata_bytes
+        self.level_layout = [inner.nbits, 0, self.head_dim, 1, 1, metadata_bytes, int(interleaved), *places]
+
+    def first_slot(self, start: int, padding: Padding) -> int:
+        return start
+
+    def encode(
+        self, records: Records, states: Tensor, start: int, padding: Padding, outliers: OutlierStore | None
+    ) -> bool:
+        """Encode whole blocks and write them into the records and lists, with the codec's bytes."""
+        if not self.is_possible or states.device != self.device or not loader.try_load():
+            return False
+        assert start % BLOCK_TOKENS == 0 and states.shape[2] % BLOCK_TOKENS == 0
+        codebook, levels = self.levels.books_on(self.device)
+        options: dict[str, Tensor] = {}
+        if isinstance(self.levels, ChannelNonUniformCodec):
+            options["scale"], options["offset"] = self.levels.range_on(self.device)
+        if isinstance(self.codec, UnrotatedCodec):
+            options["cos"], options["sin"] = self.codec.tables(states, start)
+        if start < padding.first_plain_slot:
+            options["first_plain"] = padding.starts(states) + padding.sink_length
+        return encode_levels(
+            records.data,
+            None if outliers is None else outliers.lists,
+            states if states.stride(-1) == 1 else states.contiguous(),
+            self.is_key,
+            self.level_layout,
+            boundaries_of(codebook),
+            levels,
+            self.levels.side,
+            start,
+            **options,
+        )
+
+
+def encoder_for(codec: Codec, side: str, records: Records, interleaved: bool) -> NativeEncoder:
+    """The encoder of a codec. The arguments are those of [`NativeEncoder`]."""
+    inner = codec.inner if isinstance(codec, UnrotatedCodec) else codec
+    kind = LevelEncoder if isinstance(inner, NonUniformCodec) else NativeEncoder
+    return kind(codec, side, records, interleaved)
