@@ -35,7 +35,9 @@ class LevelEncoder(NativeEncoder):
         self.levels = inner
         _, self.head_dim = records.layout.codecs[side]
         is_turned_alike = not isinstance(codec, UnrotatedCodec) or codec.rotary.interleaved == interleaved
-        self.is_possible = self._device_type == "cpu" and self.head_dim <= MAX_HEAD_DIM and is_turned_alike
+        is_known = isinstance(inner, ChannelNonUniformCodec) == self.is_key
+        fits = self._device_type == "cpu" and self.head_dim <= MAX_HEAD_DIM
+        self.is_possible = is_turned_alike and is_known and fits
         fields = records.layout.fields
         places = (fields.get(f"{side}_{name}", (-1, 0))[0] for name in ("codes", "scale", "offset"))
         metadata_bytes = records.layout.metadata_bytes
