@@ -6,6 +6,7 @@ Nothing of transformers is imported at the top, because importing this package c
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -185,6 +186,12 @@ def bind_cache(
         _check_found(generation_config)
         return
     _check_given(model, generation_config, kv_cache)
+    if getattr(generation_config, "guidance_scale", None) not in (None, 1):
+        warnings.warn(
+            f"guidance_scale={generation_config.guidance_scale} keeps what it compares with in a second, dense "
+            f"cache of transformers' own, which is in no report of this one ({kv_cache.backend!r}).",
+            stacklevel=3,
+        )
     if holds_both(kv_cache):
         bind_both(model, generation_config, model_kwargs, max_cache_length)
         return
@@ -345,8 +352,9 @@ def _check_news(kv_cache: Any, prompt_length: int | None, further: str = "") -> 
     if prompt_length is not None and 0 < prompt_length <= seen:
         raise ValueError(
             f"The prompt has {prompt_length} tokens, and its cache has seen {seen} before. Allowed are a "
-            "next turn, given with all that came before it, and for another text a new cache, or this one "
-            f"after its `reset()`.{further}"
+            "next turn, given with all that came before it; to go on with a text where a call was stopped, "
+            f"this cache after its `crop({prompt_length - seen - 1})`; and for another text a new one, or this "
+            f"one after its `reset()`.{further}"
         )
 
 

@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,44 @@ def test_a_prompt_without_anything_new_is_refused(model: Any) -> None:
         **as_argument(cache), **settings,
     )  # fmt: skip
     assert torch.equal(got[:, 1:], model.generate(first, **as_argument(copied), **settings)[:, 44:])
+
+
+def test_a_stopped_answer_goes_on_as_the_message_says(model: Any) -> None:
+    cache, steps = kvp.build_cache(model, {"backend": "int8"}), []
+    settings: Any = {"do_sample": False, "eos_token_id": None}
+    whole = model.generate(INPUTS, **as_argument(copy.deepcopy(cache)), max_new_tokens=12, **settings)
+
+    def stop(*_: Any) -> None:
+        steps.append(1)
+        if len(steps) == 9:
+            raise RuntimeError("stopped")
+
+    with model.register_forward_hook(stop), pytest.raises(RuntimeError, match="stopped"):
+        model.generate(INPUTS, **as_argument(cache), max_new_tokens=12, **settings)
+    seen = cache.get_seq_length()
+    assert seen == INPUTS.shape[1] + 8
+    with pytest.raises(ValueError, match=r"where a call was stopped, this cache after its `crop\(-1\)`"):
+        model.generate(whole[:, :seen], **as_argument(cache), max_new_tokens=4, **settings)
+    cache.crop(-1)
+    rest = model.generate(whole[:, :seen], **as_argument(cache), max_new_tokens=4, **settings)
+    assert torch.equal(rest, whole)
+
+
+def test_guidance_keeps_a_second_cache(model: Any) -> None:
+    with pytest.warns(UserWarning, match="guidance_scale=1.5 keeps what it compares with in a second, dense"):
+        generate(model, {"backend": "int8"}, guidance_scale=1.5)
+
+
+def test_building_a_cache_silences_no_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What silences them for a while silences those of other threads, and two at once for good."""
+    models = [tiny_model("llama"), tiny_model("gemma2", sliding_window=1024)]
+    silenced: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(warnings, "catch_warnings", lambda **given: silenced.append(given) or nullcontext())
+        for model in models:
+            for backend in ("int8", "int4", "kivi"):
+                kvp.build_cache(model.config, {"backend": backend})
+    assert not silenced
 
 
 def test_a_cache_of_another_model_is_refused(model: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -63,11 +62,10 @@ class Int4Layer(PackedLayer):
             codec = ScaledCodec(codec, config.smooth, self.facts.rotary, _SMOOTHING_WINDOW)
         largest = self.facts.key_bias_max
         if bits <= 4 and largest is not None and largest >= _LARGE_BIAS:
-            warnings.warn(
+            self.warn(
                 f"Layer {self.layer_idx} adds a bias of up to {largest:.3g} to its keys; {bits}-bit codes "
                 "per token lose much of what remains. Use {'backend': 'kivi'}, or 8-bit keys "
-                "({'key_bits': 8}).",
-                stacklevel=2,
+                "({'key_bits': 8})."
             )
         return StreamSpec(codec, keep_recent=config.residual_length)
 

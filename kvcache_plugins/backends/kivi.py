@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 from ..cache import KVCache
@@ -73,10 +72,9 @@ class KIVILayer(PackedLayer):
 
     def _undoes_rotation(self) -> bool:
         if self.config.rope_mode == "block" and self.facts.rotary is None:
-            warnings.warn(
+            self.warn(
                 f"rope_mode='block': layer {self.layer_idx} has no rotary embedding of a known layout, "
-                "so its keys are stored as they come (rope_mode='post').",
-                stacklevel=2,
+                "so its keys are stored as they come (rope_mode='post')."
             )
         return self.config.rope_mode == "block" or (
             self.config.rope_mode == "auto" and self.facts.has_key_bias

@@ -19,7 +19,7 @@ from ..eviction.repeated import RepeatedLayer
 from ..eviction.repetition import LEAD_LENGTH, Passage, cut_passages
 from ..layers.storing import storing
 from ..models.cache_argument import as_argument
-from ..models.rotary import frequencies_kept
+from ..models.frequencies import frequencies_kept, remember_frequencies
 from ..registry import register_backend
 
 __all__ = ["KVzipCache", "KVzipConfig", "KVzipLayer"]
@@ -129,6 +129,7 @@ class KVzipCache(TokenWatchingCache):
                 f"{type(self.config).__name__}.head_floor is for heads of one process, "
                 f"and {type(model).__name__} is spread over {processes} by tp_plan. Allowed here is None."
             )
+        remember_frequencies(model)
         super().attach(model)
 
     def bind(

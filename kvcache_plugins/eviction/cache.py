@@ -136,7 +136,7 @@ class EvictingCache(KVCache):
         Raises:
             ValueError: If the model's attention function does not show the cache what it needs to see, the
                 model cannot read a prompt in several calls, or a `budget` that is a fraction of the prompt
-                leaves no room for what is protected and pooled.
+                leaves no room for what is pooled.
         """
         self._check_attention(model)
         self._check_embeddings(model)

@@ -132,9 +132,6 @@ class EvictingLayer(PackedLayer):
 
         Args:
             length (`int`, *optional*): Tokens, those of earlier turns included; `None` if unknown.
-
-        Raises:
-            ValueError: If `budget` is a fraction of it that leaves no room beside what is protected.
         """
         goes_on = length is not None and length == self.prompt_length and self.cumulative_length < length
         if not goes_on:

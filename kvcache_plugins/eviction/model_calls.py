@@ -79,6 +79,10 @@ class TokenWatchingCache(EvictingCache, ABC):
     def finish_call(self, model: Any, call: _Call, logits: Tensor | None, index: int) -> None:
         """Do what is to be done once a model has finished; see [`CallWatchingCache.take_call`]."""
 
+    def needs_tokens(self) -> UnsupportedOperationError:
+        """What is to be raised where embeddings are given in the place of tokens."""
+        return self._unsupported("`input_ids`", "`inputs_embeds`")
+
     def _unsupported(self, needs: str, got: str) -> UnsupportedOperationError:
         return UnsupportedOperationError(
             f"The backend {self.backend!r} {self.purpose} and needs {needs}, got {got}."
@@ -129,6 +133,8 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     if cache is None or (cache._call is not None and _serves(model, cache._call.model)):
         return
     token_ids = _token_argument(args, kwargs)
+    if token_ids is None and "inputs_embeds" in kwargs:  # said before the model reads them
+        raise cache.needs_tokens()
     if token_ids is not None:
         cache.check_tokens(model, token_ids)
     cache._call = _Call(model, token_ids)
@@ -152,7 +158,7 @@ def _after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if token_ids is None and call is not None:
         token_ids = call.token_ids
     if token_ids is None:
-        raise cache._unsupported("`input_ids`", "`inputs_embeds`")
+        raise cache.needs_tokens()
     states = _output(output, "last_hidden_state")
     with storing():
         is_alone = call is None or (call.model is decoder and not _has_head(decoder))

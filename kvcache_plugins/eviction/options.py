@@ -26,7 +26,8 @@ class EvictingConfig(BackendConfig):
 
     Args:
         budget (`int | float`): Tokens kept per layer and head once a prompt has been read, those that are
-            protected among them; below 1, as a fraction of the prompt.
+            protected among them; below 1, as a fraction of the prompt, but no fewer than what is protected
+            and one more.
         chunk_size (`int`, *optional*): Prompt tokens read at once, so that memory is bounded while a prompt
             is read; `None` reads it whole. `generate()` is told so, unless it was given a
             `prefill_chunk_size`.
@@ -157,11 +158,17 @@ class EvictingConfig(BackendConfig):
         return 1 if storage is None else storage.block_tokens
 
     def budget_of(self, prompt_length: int) -> int:
-        """Tokens kept of a prompt of `prompt_length` tokens."""
+        """Tokens kept of a prompt of `prompt_length` tokens.
+
+        A fraction is at least as much as leaves room for one token beside what is protected: however short a
+        prompt is, it can be read.
+        """
         assert self.budget is not None
         if isinstance(self.budget, int):
             return self.budget
         budget = max(1, math.ceil(self.budget * prompt_length))
+        while budget < (needed := self._protected_in(budget)[0] + 1):
+            budget = needed  # of which an eighth may be protected in turn
         self.check_budget(budget)
         return budget
 
@@ -188,6 +195,19 @@ class EvictingConfig(BackendConfig):
 
     def check_budget(self, budget: int) -> None:
         """Raise `ValueError` unless `budget` leaves room for at least one token that is not protected."""
+        protected, newest, name = self._protected_in(budget)
+        if budget > protected:
+            self._check_pooled(budget, newest)
+            return
+        partial = self._block_tokens - 1
+        missing = f", and {partial} that may be missing from whole blocks" if partial else ""
+        raise ValueError(
+            f"{type(self).__name__}.budget must exceed what is protected: {self.sink_length} sinks and "
+            f"{newest} newest tokens ({name}){missing}; got a budget of {budget} tokens."
+        )
+
+    def _protected_in(self, budget: int) -> tuple[int, int, str]:
+        """Tokens of a budget that are never evicted, the newest among them, and what makes these so many."""
         parts = {
             "stabilizer_length": self.protected_at("chunk", budget),
             "local_length": self.protected_at("decode", budget),
@@ -196,16 +216,9 @@ class EvictingConfig(BackendConfig):
         partial = self._block_tokens - 1
         name = max(parts, key=lambda key: parts[key])
         newest = max(parts[name], self.exact_length + partial)
-        if budget > newest + self.sink_length + partial:
-            self._check_pooled(budget, newest)
-            return
         if newest == self.exact_length + partial:
             name = "the residual_length of the storage" + f" and {partial} of a block" * bool(partial)
-        missing = f", and {partial} that may be missing from whole blocks" if partial else ""
-        raise ValueError(
-            f"{type(self).__name__}.budget must exceed what is protected: {self.sink_length} sinks and "
-            f"{newest} newest tokens ({name}){missing}; got a budget of {budget} tokens."
-        )
+        return newest + self.sink_length + partial, newest, name
 
     def _check_pooled(self, budget: int, newest: int) -> None:
         pooling = self.pooling()

@@ -30,12 +30,13 @@ from .rows import num_rows
 from .stepping import take_step
 from .storing import storing
 from .stream import Stream, StreamSpec
+from .telling import TellingLayer
 from .view import StreamView, joined
 
 __all__ = ["PackedLayer"]
 
 
-class PackedLayer(CacheLayerMixin):
+class PackedLayer(TellingLayer, CacheLayerMixin):
     """One attention layer's keys and values, `[sink | packed blocks | residual tail]`.
 
     Args:

@@ -9,7 +9,6 @@ left depends on how many tokens were seen and on nothing else; what would leave 
 from __future__ import annotations
 
 import copy
-import warnings
 from math import lcm
 from typing import Any
 
@@ -228,8 +227,7 @@ def pays_off(layer: PackedLayer, window: int, num_heads: int, key_dim: int, valu
         torch.empty(1, num_heads, 4 * window, dim, dtype=torch.bfloat16, device="meta")
         for dim in (key_dim, value_dim)
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what there is to say, the layer that is used will
-        full.update(keys, values)  # on shapes alone
+    full.is_trial = True
+    full.update(keys, values)  # on shapes alone
     dense_bytes = (window - 1) * num_heads * (key_dim + value_dim) * keys.element_size()
     return full.kv_bytes <= _LARGEST_SHARE * dense_bytes

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .cache_argument import given_cache
 from .decoder import decoder_of
+from .frequencies import state, withdraw
 from .hooks import add_hooks
 from .rotary import rotary_module
 
@@ -42,16 +43,16 @@ def follow_cache(model: nn.Module, cache: Any) -> Iterator[None]:
         cache (`Cache`): Decides by its attribute `reads_long_text`.
     """
     decoder = decoder_of(model)
-    if not _reads_long_text(cache) or _long_rotary(decoder) is None:
+    rotary = _long_rotary(decoder)
+    if not _reads_long_text(cache) or rotary is None:
         yield
         return
-    frequencies = _of(decoder)
     add_hooks(decoder, before=_choose, after=_put_back)
-    frequencies.choose(long=True)
+    state(rotary, original_inv_freq=_long_frequencies(rotary))
     try:
         yield
     finally:
-        frequencies.choose(long=False)
+        withdraw(rotary)
 
 
 def choose_frequencies(
@@ -88,46 +89,28 @@ def choose_frequencies(
         )
 
 
-class _Frequencies:
-    """Both sets of a rotary embedding, and which of them serves short texts now.
-
-    What serves long ones is derived by transformers.
-    """
-
-    def __init__(self, rotary: Any) -> None:
-        self.rotary = rotary
-        self.short = rotary.original_inv_freq
-        self.long, _ = ROPE_INIT_FUNCTIONS["longrope"](
-            rotary.config,
-            self.short.device,
-            seq_len=rotary.config.rope_parameters["original_max_position_embeddings"] + 1,
-        )
-        self.is_long = False
-
-    def choose(self, *, long: bool) -> None:
-        """Set what serves short texts."""
-        if long != self.is_long:
-            device = self.rotary.original_inv_freq.device
-            self.rotary.original_inv_freq = (self.long if long else self.short).to(device)
-            self.is_long = long
+_known: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+"""Of rotary embeddings; beside them, so that nothing of ours stays on a model. Copies begin with hooks alone."""
 
 
-_known: WeakKeyDictionary[nn.Module, _Frequencies] = WeakKeyDictionary()
-"""Of decoders; beside them, so that nothing of ours stays on a model. Copies begin with hooks alone."""
-
-
-def _of(decoder: nn.Module) -> _Frequencies:
-    found = _known.get(decoder)
-    # of threads that come first together, one has made those that stay
-    return _known.setdefault(decoder, _Frequencies(_long_rotary(decoder))) if found is None else found
+def _long_frequencies(rotary: Any) -> Tensor:
+    """What serves long texts, as transformers derives it, where the module is now."""
+    short, found = rotary.original_inv_freq, _known.get(rotary)
+    if found is None:
+        length = rotary.config.rope_parameters["original_max_position_embeddings"] + 1
+        found, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, short.device, seq_len=length)
+    _known[rotary] = found = found.to(short.device)
+    return found
 
 
 def _choose(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _of(decoder).choose(long=_reads_long_text(given_cache(kwargs)))
+    rotary = _long_rotary(decoder)
+    is_long = _reads_long_text(given_cache(kwargs))
+    state(rotary, **({"original_inv_freq": _long_frequencies(rotary)} if is_long else {}))
 
 
 def _put_back(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    _of(decoder).choose(long=False)
+    withdraw(_long_rotary(decoder))
 
 
 def _reads_long_text(cache: Any) -> bool:

@@ -12,9 +12,6 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -24,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from ..device_dtypes import doubled
+from .frequencies import attribute_of
 from .layer_plan import caches_latents
 
-__all__ = ["Rotary", "find_rotary", "frequencies_kept", "modeling_module", "rotary_module"]
+__all__ = ["Rotary", "find_rotary", "modeling_module", "rotary_module"]
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def _inverse_frequencies(holder: nn.Module, layer_type: str | None) -> Tensor | 
     prefixes = ("", *([f"{layer_type}_"] if layer_type else []))
     # Scalings that follow the length replace the live buffer after a long text; the original does not change.
     for name in (*(f"{p}original_inv_freq" for p in prefixes), *(f"{p}inv_freq" for p in prefixes)):
-        found = getattr(holder, name, None)
+        found = attribute_of(holder, name)
         if isinstance(found, Tensor) and found.dim() == 1 and not found.is_meta:
             return found
     return None
@@ -140,29 +138,6 @@ def rotary_module(model: nn.Module) -> nn.Module | None:
     return None
 
 
-@contextmanager
-def frequencies_kept(model: nn.Module) -> Iterator[None]:
-    """Let a model rotate by the frequencies of its last call meanwhile, however far its positions go.
-
-    Transformers chooses them anew in every call where they follow the length (dynamic, longrope), and those
-    of the longest text stay for all that comes later.
-    """
-    following = [module for module in model.modules() if _follows_length(getattr(module, "rope_type", None))]
-    kinds: list[Any] = [module.rope_type for module in following]
-    for module, kind in zip(following, kinds, strict=True):
-        vars(module)["rope_type"] = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
-    try:
-        yield
-    finally:
-        for module, kind in zip(following, kinds, strict=True):
-            vars(module)["rope_type"] = kind
-
-
-def _follows_length(rope_type: Any) -> bool:
-    kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
-    return any("dynamic" in str(kind) or kind == "longrope" for kind in kinds)
-
-
 def _rotates_text(class_name: str) -> bool:
     """Whether a rotary embedding is for text; of a family with "Vision" in its name, the one named so is."""
     is_text = "Vision" not in class_name or "Text" in class_name
@@ -173,8 +148,7 @@ def _build_rotary_module(config: Any) -> nn.Module | None:
     source = modeling_module(config)
     for name in dir(source) if source is not None else ():
         if name.endswith("RotaryEmbedding") and _rotates_text(name):
-            with warnings.catch_warnings(), torch.device("cpu"):
-                warnings.simplefilter("ignore")
+            with torch.device("cpu"):
                 try:
                     return getattr(source, name)(config)  # type: ignore[no-any-return]
                 except Exception:  # a family whose module wants other arguments: unknown layout, not an error

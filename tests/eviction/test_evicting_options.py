@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from transformers.generation.candidate_generator import _MapInputEmbedding
 
 import kvcache_plugins
 from kvcache_plugins.errors import UnsupportedOperationError
+from kvcache_plugins.eviction.options import EvictingConfig
+from kvcache_plugins.models.cache_argument import cache_of
+from kvcache_plugins.registry import get_backend
 from kvcache_plugins.testing import tiny_model
 from tests.eviction.feeding import EVICTING, NEEDS_QUERIES, bound_cache, feed, ids, model_of
 from tests.eviction.locret_feeding import locret
@@ -151,17 +155,33 @@ def test_layers_that_differ_are_refused_there_too(options: dict[str, Any]) -> No
         bound_cache(small_model("gpt_neo"), {"backend": "knorm", "budget": 24, **options}, 40)
 
 
-@pytest.mark.usefixtures("_no_forward")
-def test_a_fraction_that_leaves_no_room() -> None:
-    # 20 % of 40 tokens are 8, all of which are protected; only the prompt can tell.
+@pytest.mark.parametrize("storage", [None, {"backend": "int4"}], ids=["exact", "packed"])
+@pytest.mark.parametrize("backend", ["knorm", "h2o"])
+def test_a_fraction_leaves_room_beside_what_is_protected(
+    backend: str, storage: dict[str, Any] | None
+) -> None:
+    """Of any prompt, however short, at least one token more is kept; as few as that, and no fewer."""
+    config = get_backend(backend).config_class.from_dict({"budget": 0.05, "storage": storage})
+    assert isinstance(config, EvictingConfig)
+    for length in (*range(1, 200), 4000):
+        budget, share = config.budget_of(length), math.ceil(0.05 * length)
+        config.check_budget(budget)
+        if budget != share:
+            assert budget > share
+            with pytest.raises(ValueError, match="budget must exceed what is protected"):
+                config.check_budget(budget - 1)
+
+
+def test_a_fraction_of_a_short_prompt() -> None:
+    # 20 % of 40 tokens are 8, all of which are protected
     config = {"backend": "knorm", "budget": 0.2, "sink_length": 4, "local_length": 4}
-    cache = kvcache_plugins.build_cache(model_of(), config)
+    output = model_of().generate(
+        ids(40), max_new_tokens=1, cache_implementation="quantized", cache_config=config, do_sample=False,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    assert cache_of(output).evicting_layers[0].held_length == 9
     with pytest.raises(ValueError, match=r"budget must exceed .* 4 sinks and 4 newest .* 8 tokens"):
-        cache.bind(model_of(), prompt_length=40)
-    with pytest.raises(ValueError, match=r"budget must exceed .* 8 tokens"):
-        model_of().generate(
-            ids(40), max_new_tokens=2, cache_implementation="quantized", cache_config=config, do_sample=False
-        )
+        kvcache_plugins.build_cache(model_of(), {**config, "budget": 8})
 
 
 def test_a_fraction_of_an_unknown_prompt_is_taken_of_the_first_call() -> None:

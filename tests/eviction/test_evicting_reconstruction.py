@@ -359,12 +359,15 @@ def test_heads_of_several_processes_do_not_share(monkeypatch: pytest.MonkeyPatch
 
 
 def test_embeddings_cannot_be_repeated() -> None:
-    model = model_of()
-    embedded = model.get_input_embeddings()(ids(40))
-    with pytest.raises(UnsupportedOperationError, match=r"'kvzip' has the model repeat .* needs `input_ids`"):
-        model(
-            inputs_embeds=embedded, **as_argument(bound_cache(model, {"backend": "kvzip", "budget": 24}, 40))
-        )
+    """Which is said before a token of them is read."""
+    model: Any = model_of()
+    embedded, read = model.get_input_embeddings()(ids(40)), []
+    cache = bound_cache(model, {"backend": "kvzip", "budget": 24}, 40)
+    message = r"'kvzip' has the model repeat .* needs `input_ids`"
+    with model.model.layers[0].register_forward_pre_hook(lambda *given: read.append(given)):
+        with pytest.raises(UnsupportedOperationError, match=message):
+            model(inputs_embeds=embedded, **as_argument(cache))
+    assert not read and cache.get_seq_length() == 0
 
 
 @pytest.mark.usefixtures("_no_forward")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from kvcache_plugins import ArtifactError, KVCache, build_cache, install, uninstall
-from kvcache_plugins.models import longrope
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
 
 SWITCH = 32
@@ -176,18 +176,48 @@ def test_nothing_of_ours_stays_on_the_model() -> None:
     assert decoder() is None
 
 
-def test_threads_that_come_first_together_agree_on_the_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, made = phi3().model, longrope._Frequencies
-    short = decoder.rotary_emb.original_inv_freq.clone()
+@pytest.mark.parametrize("backend", ["int8", "snapkv", "kvzip"])
+def test_other_threads_have_the_frequencies_of_their_own_texts(backend: str) -> None:
+    """A short text is read, with a dense cache, while every layer of a long one is, and the other way round."""
+    model = phi3()
+    options = {"budget": 60, "chunk_size": 16} if backend != "int8" else {}
+    long, short = generate(model, 90, **quantized(backend=backend, **options)), generate(model, 20)
+    found: list[bool] = []
 
-    def overtaken(rotary: Any) -> Any:
-        monkeypatch.setattr(longrope, "_Frequencies", made)
-        longrope._of(decoder).choose(long=True)  # as another thread does meanwhile
-        return made(rotary)
+    def meanwhile(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=lambda: found.append(torch.equal(again(), short.sequences)))
+            thread.start()
+            thread.join()
 
-    monkeypatch.setattr(longrope, "_Frequencies", overtaken)
-    longrope._of(decoder).choose(long=False)
-    assert torch.equal(decoder.rotary_emb.original_inv_freq, short)
+    def again() -> Tensor:
+        return generate(model, 20, max_new_tokens=12).sequences
+
+    handle = model.model.rotary_emb.register_forward_pre_hook(meanwhile, prepend=True)
+    with handle, model.model.layers[0].register_forward_pre_hook(meanwhile):
+        during = generate(model, 90, **quantized(backend=backend, **options))
+    assert found and all(found)
+    assert torch.equal(during.sequences, long.sequences)
+
+
+def test_a_forward_that_fails_leaves_no_lock_behind() -> None:
+    model = phi3()
+    evicting = quantized(backend="knorm", budget=60, chunk_size=16)
+    expected = generate(model, 90, **evicting)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in the middle")
+
+    rotary = model.model.rotary_emb
+    for register in (rotary.register_forward_pre_hook, rotary.register_forward_hook):
+        for prepend in (True, False):
+            with register(fail, prepend=prepend), pytest.raises(RuntimeError, match="in the middle"):
+                generate(model, 90, **evicting)
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(generate(model, 90, **evicting)), daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert torch.equal(got[0].sequences, expected.sequences)
 
 
 def test_crossing_the_change_is_announced(model: Any) -> None:
