@@ -188,8 +188,8 @@ def bind_cache(
     _check_given(model, generation_config, kv_cache)
     if getattr(generation_config, "guidance_scale", None) not in (None, 1):
         warnings.warn(
-            f"guidance_scale={generation_config.guidance_scale} keeps what it compares with in a second, dense "
-            f"cache of transformers' own, which is in no report of this one ({kv_cache.backend!r}).",
+            f"guidance_scale={generation_config.guidance_scale} keeps what it compares with in a second, "
+            f"dense cache of transformers' own, which no report of this one ({kv_cache.backend!r}) counts.",
             stacklevel=3,
         )
     if holds_both(kv_cache):
@@ -353,8 +353,8 @@ def _check_news(kv_cache: Any, prompt_length: int | None, further: str = "") -> 
         raise ValueError(
             f"The prompt has {prompt_length} tokens, and its cache has seen {seen} before. Allowed are a "
             "next turn, given with all that came before it; to go on with a text where a call was stopped, "
-            f"this cache after its `crop({prompt_length - seen - 1})`; and for another text a new one, or this "
-            f"one after its `reset()`.{further}"
+            f"this cache after its `crop({prompt_length - seen - 1})`; and for another text a new one, or "
+            f"this one after its `reset()`.{further}"
         )
 
 

@@ -65,6 +65,9 @@ def install() -> None:
     """
     if _watcher in sys.meta_path or _undo:
         return
+    for finder in list(sys.meta_path):
+        if type(finder).__module__ == __name__ and type(finder).__name__ == _ImportWatcher.__name__:
+            finder.withdraw()  # type: ignore[attr-defined]  # of a copy of this package that was imported before
     pending = {}
     try:
         for name, seam in _SEAMS.items():
@@ -76,8 +79,7 @@ def install() -> None:
         uninstall()
         raise
     _watcher.pending = pending
-    if pending:
-        sys.meta_path.insert(0, _watcher)
+    sys.meta_path.insert(0, _watcher)  # if nothing is left to watch for, as the sign of what is installed
 
 
 def uninstall() -> None:
@@ -252,9 +254,14 @@ _SEAMS: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _ImportWatcher(MetaPathFinder):
-    """Installs a seam right after its module was executed for the first time."""
+    """Installs a seam right after its module was executed for the first time.
+
+    It is found by a package of the same name that is imported later, after this one was taken out of
+    `sys.modules`, which then replaces what this one has installed.
+    """
 
     def __init__(self) -> None:
+        self.withdraw = uninstall
         self.pending: dict[str, Callable[[ModuleType], None]] = {}
         self._searching = threading.local()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def run(code: str) -> str:
     """Run `code` in a fresh interpreter and return what it prints."""
@@ -34,6 +36,22 @@ GENERATE = (
     " cache_config={'backend': 'int8'}, return_dict_in_generate=True);"
     "print(type(out['cache' if 'cache' in out else 'past_key_values']).__name__)"
 )
+
+
+@pytest.mark.parametrize("before", ["", "import transformers.generation.utils; ", f"{GENERATE}; "])
+def test_a_second_copy_of_the_package_replaces_the_first(before: str) -> None:
+    """As where a test runner or a notebook removes modules to have them imported anew."""
+    printed = run(
+        f"import sys, kvcache_plugins; {before}\n"
+        "for name in [name for name in sys.modules if name.startswith('kvcache_plugins')]:\n"
+        "    del sys.modules[name]\n"
+        f"import kvcache_plugins; {GENERATE}\n"
+        "print(isinstance(out['cache' if 'cache' in out else 'past_key_values'], kvcache_plugins.KVCache))\n"
+        "kvcache_plugins.uninstall()\n"
+        "from transformers.cache_utils import QuantizedCache\n"
+        "print(hasattr(QuantizedCache.__init__, '__wrapped__'))"
+    )
+    assert printed.splitlines()[-3:] == ["Int8Cache", "True", "False"]
 
 
 def test_importing_second_adds_nothing_heavy_and_does_not_initialise_cuda() -> None:

@@ -4,7 +4,8 @@ A build is a library named after everything it depends on: its kind, a hash of i
 decides them, and what compiles it (a hash) or which release of nvcc and for which GPUs. Its last bytes are a
 digest of the others, so a damaged file is recognised before the dynamic linker maps it. Several processes may
 need it at once: one builds under a file lock, the others wait for it. Loading a build renews its modification
-time, and whoever installs a new one removes those that nobody has loaded for 90 days.
+time, and whoever installs a new one removes those that nobody has loaded for 90 days, and what builds that
+were killed have left.
 
 Environment: `KVCACHE_KERNEL_CACHE` is the directory (default: `kvcache_plugins` in `XDG_CACHE_HOME` or
 `~/.cache`), `KVCACHE_NO_BUILD=1` forbids building (a build that is there still loads).
@@ -17,6 +18,7 @@ import hashlib
 import logging
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import KernelUnavailableError
-from .compiler import file_lock
+from .compiler import BUILD_PREFIX, file_lock
 
 __all__ = [
     "KernelStatus",
@@ -44,6 +46,8 @@ _DIGEST_BYTES = 32
 _HASH = "[0-9a-f]" * 16  # as a glob; see `short_hash`
 _NAMES = (f"cpu-{_HASH}-{_HASH}.so", f"cuda-{_HASH}-*.so")
 _UNUSED_SECONDS = 90 * 24 * 3600.0
+_ABANDONED_SECONDS = 24 * 3600.0
+"""Age of a directory in which nobody builds any more: its process was killed."""
 
 
 @dataclass(frozen=True)
@@ -174,3 +178,7 @@ def _remove_unused(current: Path) -> None:
                 for name in ("lock", "trial.lock", "*.trial"):
                     for beside in path.parent.glob(f"{path.stem}.{name}"):
                         beside.unlink(missing_ok=True)
+    for path in current.parent.glob(f"{BUILD_PREFIX}*"):
+        with suppress(OSError):
+            if path.stat().st_mtime < time.time() - _ABANDONED_SECONDS:
+                shutil.rmtree(path)

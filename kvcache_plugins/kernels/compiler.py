@@ -18,8 +18,10 @@ import torch
 
 from ..errors import KernelUnavailableError
 
-__all__ = ["FLAGS", "Compiler", "compile_library", "file_lock", "find_compiler"]
+__all__ = ["BUILD_PREFIX", "FLAGS", "Compiler", "compile_library", "file_lock", "find_compiler"]
 
+BUILD_PREFIX = "build-"
+"""Of the directories that libraries are compiled in, beside where they will be."""
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=fast", "-Wno-psabi")
 """For every file; which instructions a file may use is said in the file."""
 _BINDING = "binding.cpp"
@@ -94,7 +96,7 @@ def compile_library(
         KernelUnavailableError: If the compiler fails, with its last lines.
         OSError: If the target's directory cannot be written to.
     """
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as directory:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=BUILD_PREFIX) as directory:
         objects = _compile_all(compiler, sources, Path(directory))
         library = Path(directory) / "library.so"
         link = [compiler.path, "-shared", "-o", str(library), *map(str, objects), *_link_options()]

@@ -34,7 +34,7 @@ import torch
 from ..errors import KernelUnavailableError
 from . import builds, cuda_architectures, cuda_check, cuda_packages, cuda_trial
 from .builds import KernelStatus
-from .compiler import find_compiler
+from .compiler import BUILD_PREFIX, find_compiler
 from .cuda_architectures import OLDEST, asked_for
 from .cuda_toolkit import find_ninja, find_toolkit, used_by_torch, why_unusable
 from .ops import SCHEMAS
@@ -261,7 +261,7 @@ def _compile(target: Path) -> None:
 
     # A network file system may keep the file of a library that is loaded, and the folder with it.
     with tempfile.TemporaryDirectory(
-        dir=target.parent, prefix="build-cuda-", ignore_cleanup_errors=True
+        dir=target.parent, prefix=f"{BUILD_PREFIX}cuda-", ignore_cleanup_errors=True
     ) as directory:
         toolkit = find_toolkit()
         assert toolkit is not None  # or there were no `target`

@@ -67,7 +67,7 @@ class NativeEncoder:
         return self._device_type != "cuda" or cuda_loader.try_load(self.device)
 
     def first_slot(self, start: int, padding: Padding) -> int:
-        """First slot from `start` on that a kernel might encode: not one of a block that holds pads or sinks."""
+        """First slot from `start` on that a kernel might encode: of no block that holds pads or sinks."""
         if start >= padding.first_plain_slot:
             return start
         unit = max(BLOCK_TOKENS, self.codec.unit_tokens)

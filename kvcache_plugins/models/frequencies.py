@@ -1,4 +1,4 @@
-"""What rotary embeddings rotate by in the calls of one thread, where that is not what they would by themselves.
+"""What rotary embeddings rotate by in the calls of one thread, where that is not their own choice.
 
 Transformers keeps one set of frequencies on a module, and chooses anew in every call where they follow the
 length (dynamic, longrope). What a cache of ours wants instead is on the module only while it computes, under

@@ -90,7 +90,7 @@ def choose_frequencies(
 
 
 _known: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-"""Of rotary embeddings; beside them, so that nothing of ours stays on a model. Copies begin with hooks alone."""
+"""Of rotary embeddings; beside them, so that nothing of ours stays on a model. Copies begin without."""
 
 
 def _long_frequencies(rotary: Any) -> Tensor:

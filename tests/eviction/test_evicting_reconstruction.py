@@ -364,9 +364,9 @@ def test_embeddings_cannot_be_repeated() -> None:
     embedded, read = model.get_input_embeddings()(ids(40)), []
     cache = bound_cache(model, {"backend": "kvzip", "budget": 24}, 40)
     message = r"'kvzip' has the model repeat .* needs `input_ids`"
-    with model.model.layers[0].register_forward_pre_hook(lambda *given: read.append(given)):
-        with pytest.raises(UnsupportedOperationError, match=message):
-            model(inputs_embeds=embedded, **as_argument(cache))
+    handle = model.model.layers[0].register_forward_pre_hook(lambda *given: read.append(given))
+    with handle, pytest.raises(UnsupportedOperationError, match=message):
+        model(inputs_embeds=embedded, **as_argument(cache))
     assert not read and cache.get_seq_length() == 0
 
 

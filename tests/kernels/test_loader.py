@@ -268,6 +268,18 @@ def test_installing_removes_what_was_not_used_for_90_days(installs: Path) -> Non
     assert not kept & gone
 
 
+def test_installing_removes_what_killed_builds_have_left(installs: Path) -> None:
+    left, under_way, other = (installs / name for name in ("build-1f", "build-cuda-2e", "built"))
+    for directory in (left, under_way, other):
+        directory.mkdir()
+        (directory / "binding.o").touch()
+    for directory in (left, other):
+        age(directory, 2)
+    loader._find_or_build(force=True)
+    assert not left.exists()
+    assert under_way.exists() and other.exists()
+
+
 def test_finding_removes_nothing(installs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builds, "is_intact", lambda path: True)
     monkeypatch.setattr(loader, "_load", lambda path: None)

@@ -178,7 +178,7 @@ def test_nothing_of_ours_stays_on_the_model() -> None:
 
 @pytest.mark.parametrize("backend", ["int8", "snapkv", "kvzip"])
 def test_other_threads_have_the_frequencies_of_their_own_texts(backend: str) -> None:
-    """A short text is read, with a dense cache, while every layer of a long one is, and the other way round."""
+    """A short text is read, with a dense cache, in the middle of every call that reads a long one."""
     model = phi3()
     options = {"budget": 60, "chunk_size": 16} if backend != "int8" else {}
     long, short = generate(model, 90, **quantized(backend=backend, **options)), generate(model, 20)
