@@ -100,6 +100,16 @@ def test_zeros_have_no_sign(isa: str, encoded: list[bool]) -> None:
     assert encoded and all(encoded)
 
 
+def test_threads_share_the_blocks(encoded: list[bool]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        check(KVQUANT, *states(80, torch.bfloat16), turning=rotary(80, False))
+    finally:
+        torch.set_num_threads(before)
+    assert encoded and all(encoded)
+
+
 def test_states_that_are_not_contiguous(encoded: list[bool]) -> None:
     keys, values = states(64, torch.float32)
     check(KVQUANT, keys.transpose(1, 2).contiguous().transpose(1, 2), values[..., ::2].repeat(1, 1, 1, 2))
