@@ -64,8 +64,8 @@ def choose_outliers(residuals: Tensor, qualifies: Tensor, capacity: int) -> Outl
     count = min(capacity, size)
     is_kept = are_largest(loss, count) & (loss >= 0)
     # what is not kept is moved behind the last place, so that the first places are left
-    every = torch.arange(size, device=loss.device)
-    places = torch.where(is_kept, every, size).topk(count, dim=-1, largest=False).values
+    every = torch.arange(size, dtype=torch.float32, device=loss.device)  # exact, and sorted by any device
+    places = torch.where(is_kept, every, float(size)).topk(count, dim=-1, largest=False).values.long()
     is_real = places < size
     inside = places.clamp_max(size - 1)
     half = kept.gather(-1, inside).to(torch.float16).view(torch.int16).int() & 0xFFFF
@@ -89,7 +89,7 @@ def are_largest(numbers: Tensor, count: int) -> Tensor:
     least = numbers.topk(count, dim=-1).values[..., -1:]
     is_above, is_least = numbers > least, numbers == least
     room = count - is_above.sum(dim=-1, keepdim=True)
-    return is_above | (is_least & (is_least.cumsum(dim=-1) <= room))
+    return is_above | (is_least & (is_least.cumsum(dim=-1, dtype=torch.int32) <= room))
 
 
 def add_outliers(states: Tensor, outliers: Outliers) -> Tensor:
