@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -20,43 +20,55 @@ from .hooks import add_hooks
 __all__ = ["attribute_of", "frequencies_kept", "remember_frequencies", "state", "withdraw"]
 
 
+_PATIENCE_SECONDS = 10.0
+"""How long a call waits for another, which takes a fraction of a millisecond, unless it was interrupted."""
+
+
+class _Entered(NamedTuple):
+    """A module that computes, the attributes it had before, and whether this thread has the lock."""
+
+    rotary: nn.Module
+    before: dict[str, Any]
+    has_lock: bool
+
+
 class _Calls(threading.local):
     """What a thread is in the middle of.
 
     Attributes:
-        stated (`list`): Modules and the attributes they are to have, the newest last.
-        entered (`list`): Modules that compute, and the attributes they had before.
+        stated (`dict`): Attributes that modules are to have, by module and by who has said so.
+        entered (`list`): Modules that compute: one, or none.
         used (`WeakKeyDictionary`): Of modules whose frequencies follow the length, those of the last call.
     """
 
     def __init__(self) -> None:
-        self.stated: list[tuple[nn.Module, dict[str, Any]]] = []
-        self.entered: list[tuple[nn.Module, dict[str, Any]]] = []
+        self.stated: WeakKeyDictionary[nn.Module, dict[str, dict[str, Any]]] = WeakKeyDictionary()
+        self.entered: list[_Entered] = []
         self.used: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 _calls = _Calls()
-_lock = threading.RLock()
+_lock = threading.Lock()
 """Held while a module that has hooks of ours computes."""
 
 
-def state(rotary: nn.Module, **attributes: Any) -> None:
+def state(rotary: nn.Module, who: str, **attributes: Any) -> None:
     """Let a rotary embedding have other attributes in the calls of this thread, until `withdraw`.
 
     Args:
-        rotary (`torch.nn.Module`): The module; of several statements on an attribute, the last one counts.
-        attributes (`Any`): By name.
+        rotary (`torch.nn.Module`): The module.
+        who (`str`): Says so; what the same has said before is forgotten, as of a call that was interrupted.
+        attributes (`Any`): By name; of several who say so, the last one to begin counts.
     """
     add_hooks(rotary, before=_enter, after=_leave)
-    _calls.stated.append((rotary, attributes))
+    stated = _calls.stated.setdefault(rotary, {})
+    stated.pop(who, None)
+    stated[who] = attributes
 
 
-def withdraw(rotary: nn.Module) -> None:
-    """Forget the newest statement of this thread on a module; nothing happens if there is none."""
-    for i in range(len(_calls.stated) - 1, -1, -1):
-        if _calls.stated[i][0] is rotary:
-            del _calls.stated[i]
-            return
+def withdraw(rotary: nn.Module, who: str) -> None:
+    """Forget what `who` has said in this thread; nothing happens if it is nothing."""
+    _calls.stated.get(rotary, {}).pop(who, None)
 
 
 def attribute_of(rotary: nn.Module, name: str) -> Any:
@@ -77,32 +89,34 @@ def frequencies_kept(model: nn.Module) -> Iterator[None]:
     for rotary in following:
         kind: Any = rotary.rope_type
         kind = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
-        state(rotary, rope_type=kind, **_calls.used.get(rotary, {}))
+        state(rotary, "kept", rope_type=kind, **_calls.used.get(rotary, {}))
     try:
         yield
     finally:
         for rotary in following:
-            withdraw(rotary)
+            withdraw(rotary, "kept")
 
 
 def _stated_of(rotary: nn.Module) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
-    for module, stated in _calls.stated:
-        if module is rotary:
-            attributes |= stated
+    for stated in _calls.stated.get(rotary, {}).values():
+        attributes |= stated
     return attributes
 
 
 def _enter(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    attributes = _stated_of(rotary)
-    _lock.acquire()
-    _calls.entered.append((rotary, {name: getattr(rotary, name) for name in attributes}))
-    for name, value in attributes.items():
+    while _calls.entered:  # hooks are not called at the end of what a KeyboardInterrupt ends
+        _put_back(_calls.entered.pop())
+    has_lock = _lock.acquire(timeout=_PATIENCE_SECONDS)
+    before: dict[str, Any] = {}
+    _calls.entered.append(_Entered(rotary, before, has_lock))
+    for name, value in _stated_of(rotary).items():
+        before[name] = getattr(rotary, name)
         setattr(rotary, name, value)
 
 
 def _leave(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if not _calls.entered or _calls.entered[-1][0] is not rotary:  # what comes before it has failed
+    if not _calls.entered or _calls.entered[-1].rotary is not rotary:  # what comes before it has failed
         return
     if _follows_length(getattr(rotary, "rope_type", None)):
         _calls.used[rotary] = {
@@ -110,12 +124,16 @@ def _leave(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
             for name, buffer in rotary.named_buffers(recurse=False)
             if name.endswith("inv_freq") and "original" not in name
         }
-    _, before = _calls.entered.pop()
+    _put_back(_calls.entered.pop())
+
+
+def _put_back(entered: _Entered) -> None:
     try:
-        for name, value in before.items():
-            setattr(rotary, name, value)
+        for name, value in entered.before.items():
+            setattr(entered.rotary, name, value)
     finally:
-        _lock.release()
+        if entered.has_lock:
+            _lock.release()
 
 
 def _following(model: nn.Module) -> list[Any]:

@@ -48,11 +48,11 @@ def follow_cache(model: nn.Module, cache: Any) -> Iterator[None]:
         yield
         return
     add_hooks(decoder, before=_choose, after=_put_back)
-    state(rotary, original_inv_freq=_long_frequencies(rotary))
+    state(rotary, "told", original_inv_freq=_long_frequencies(rotary))
     try:
         yield
     finally:
-        withdraw(rotary)
+        withdraw(rotary, "told")
 
 
 def choose_frequencies(
@@ -106,11 +106,11 @@ def _long_frequencies(rotary: Any) -> Tensor:
 def _choose(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     rotary = _long_rotary(decoder)
     is_long = _reads_long_text(given_cache(kwargs))
-    state(rotary, **({"original_inv_freq": _long_frequencies(rotary)} if is_long else {}))
+    state(rotary, "call", **({"original_inv_freq": _long_frequencies(rotary)} if is_long else {}))
 
 
 def _put_back(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    withdraw(_long_rotary(decoder))
+    withdraw(_long_rotary(decoder), "call")
 
 
 def _reads_long_text(cache: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from kvcache_plugins import ArtifactError, KVCache, build_cache, install, uninstall
+from kvcache_plugins.models import frequencies
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
 
 SWITCH = 32
@@ -198,6 +199,32 @@ def test_other_threads_have_the_frequencies_of_their_own_texts(backend: str) -> 
         during = generate(model, 90, **quantized(backend=backend, **options))
     assert found and all(found)
     assert torch.equal(during.sequences, long.sequences)
+
+
+@pytest.mark.parametrize("where", ["in the embedding", "in a layer"])
+def test_an_interrupted_call_leaves_nothing_to_the_next(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KeyboardInterrupt, at the end of which torch calls no hooks."""
+    monkeypatch.setattr(frequencies, "_PATIENCE_SECONDS", 0.1)
+    model = phi3()
+    evicting = quantized(backend="knorm", budget=60, chunk_size=16)
+    long, short = generate(model, 90, **evicting), generate(model, 20)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    part = model.model.layers[1] if where == "in a layer" else model.model.rotary_emb
+    handle = part.register_forward_pre_hook(interrupt)  # after ours
+    with handle, pytest.raises(KeyboardInterrupt):
+        generate(model, 90, **evicting)
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(generate(model, 90, **evicting).sequences))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], long.sequences)
+    assert torch.equal(generate(model, 20).sequences, short.sequences)
+    assert torch.equal(generate(model, 90, **evicting).sequences, long.sequences)
+    assert frequencies._lock.acquire(blocking=False)  # nobody holds it
+    frequencies._lock.release()
 
 
 def test_a_forward_that_fails_leaves_no_lock_behind() -> None:
