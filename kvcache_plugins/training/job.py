@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import EvalPrediction, Trainer, set_seed
 
-from ..artifacts.files import write_json, writing_tensors
+from ..artifacts.files import naming, write_json
 from ..artifacts.folders import check_card, check_no_model, check_push, push, replacing
 from ..backends.locret import LocretConfig
 from ..evaluation.earlier import set_aside
@@ -109,7 +109,7 @@ def _train(
         print(f"{checkpoint} has all of its steps; --max_steps {args.max_steps} asks for no more")
         trainer.restore(checkpoint)
     else:
-        with writing_tensors():  # its checkpoints
+        with naming(output):  # where its checkpoints go
             trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - started
     heads.to(getattr(torch, DTYPES[options.heads_dtype]))  # measured as they will be used
@@ -217,7 +217,7 @@ def _write(
         "data": _data_source(options),
         "seconds": seconds,
     }
-    with replacing(output) as folder, writing_tensors():
+    with replacing(output) as folder:
         copy.deepcopy(heads).cpu().save_pretrained(folder)
         (folder / _CARD_FILE).write_text(heads_card(facts, recalls), encoding="utf-8")
         write_json(folder / RESULTS_FILE, document)
