@@ -15,6 +15,7 @@ import transformers
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
 from .devices import choose_device, device_settings, machine_bytes
+from .file_digests import artifact_digests
 from .generation_process import DidNotFitError, WorkerError, make_job, peak_above_model, run_job
 from .generation_worker import model_config
 from .labels import DENSE, cache_label
@@ -50,6 +51,7 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
     config = model_config(options.model, options.preset, options.num_layers)
     _check_encoder(config, options)
     cache_configs, skipped = split_available(config, options.cache_configs)
+    artifacts = artifact_digests(cache_configs)
     rounds = _Rounds(options, device, cache_configs, progress)
     results: list[dict[str, Any]] = []
     any_answer: dict[str, Any] | None = None
@@ -72,6 +74,7 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
         "bench generate",
         results,
         settings=options.settings() | facts | device_settings(options.device, device),
+        inputs={"artifacts": artifacts},
         skipped=[*skipped, *rounds.failures],
         device=device,
         threads=any_answer["threads"],

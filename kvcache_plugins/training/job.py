@@ -118,7 +118,8 @@ def _train(
     recalls = {"trained": _measure(trainer, "trained")["trained"]} | recalls
     if not trainer.is_world_process_zero():
         return None
-    document = _write(output, trainer, options, recalls, seconds)
+    inputs = {"model": facts["model_digest"], "data": facts["data_digest"]}
+    document = _write(output, trainer, options, inputs, recalls, seconds)
     if push_to is not None:
         files = (CONFIG_FILE, WEIGHTS_FILE, _CARD_FILE, RESULTS_FILE, PICTURE_FILE)
         push(
@@ -191,7 +192,12 @@ def _measure(trainer: LocretTrainer, name: str) -> _Recalls:
 
 
 def _write(
-    output: Path, trainer: LocretTrainer, options: LocretOptions, recalls: _Recalls, seconds: float
+    output: Path,
+    trainer: LocretTrainer,
+    options: LocretOptions,
+    inputs: dict[str, Any],
+    recalls: _Recalls,
+    seconds: float,
 ) -> dict[str, Any]:
     args, heads = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -206,7 +212,9 @@ def _write(
         "layerwise_backward": args.layerwise_backward,
         "parameters": sum(weight.numel() for weight in heads.parameters()),
     }
-    document = build_document("train locret", _rows(recalls, seconds), settings=settings, device=args.device)
+    document = build_document(
+        "train locret", _rows(recalls, seconds), settings=settings, inputs=inputs, device=args.device
+    )
     document["history"] = [dict(entry) for entry in trainer.state.log_history]
     facts = {
         **heads.config.to_dict(),
