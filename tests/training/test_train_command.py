@@ -102,6 +102,18 @@ def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise:
     assert recalls[0] == pytest.approx(recalls[1], abs=0.02)
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="of a machine without a GPU")
+def test_processes_share_the_work_without_being_told_that_there_is_no_gpu(text: Path, tmp_path: Path) -> None:
+    """As above; each alone, they would train on half as many examples, into one directory."""
+    given = [*arguments(text, tmp_path, "--max_steps", "2"), "--no_plots"]
+    told = given.index("--use_cpu")
+    done = run_script("train_locret.py", *given[:told], *given[told + 2 :], processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("written to") == 1
+    settings = json.loads((tmp_path / "results.json").read_text())["settings"]
+    assert settings["batch"] == 4, "of two processes, each with two examples a step"
+
+
 def test_heads_that_could_not_be_used_are_not_written(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
