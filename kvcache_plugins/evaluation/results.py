@@ -207,7 +207,9 @@ def cpu_name() -> str:
 def _command() -> str:
     """Return the command line, without the place of the checkout or of the interpreter and without tokens."""
     script = Path(sys.argv[0]).resolve()
-    if script.is_relative_to(_ROOT) and script.suffix == ".py":
+    if script.is_relative_to(_ROOT) and script.name == "__main__.py":  # whose relative imports need the -m
+        words = ["python", "-m", ".".join(script.relative_to(_ROOT).parts[:-1])]
+    elif script.is_relative_to(_ROOT) and script.suffix == ".py":
         words = ["python", script.relative_to(_ROOT).as_posix()]
     else:
         words = [script.name]
