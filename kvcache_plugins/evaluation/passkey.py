@@ -88,7 +88,7 @@ def measure_passkey(
         document = build_document(
             "passkey",
             rows,
-            settings=settings,
+            settings=settings | {"dtype": subject.dtype},
             inputs={"model": model["model_digest"], "artifacts": names.artifacts},
             skipped=[*skipped, *failed],
             device=subject.device,

@@ -201,7 +201,7 @@ def _document(
             )
         )
     settings = options.settings() | {
-        "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "dtype": subject.dtype,
         "text_files": [Path(name).name for name in options.text_files],
         "texts": list(dict.fromkeys(window.text for window in windows)),
         "windows": len(windows),

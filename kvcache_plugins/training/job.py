@@ -20,7 +20,8 @@ from ..evaluation.options import DTYPES, check_choice, check_directory
 from ..evaluation.output_lock import writing_alone
 from ..evaluation.results import RESULTS_FILE, build_document
 from ..models.decoder import decoder_only_config
-from ..models.pretrained import load_config, load_model, load_tokenizer
+from ..models.layer_plan import plan_layers
+from ..models.pretrained import check_attention, load_config, load_model, load_tokenizer
 from ..retaining.configuration import DEFAULT_BUDGET, RetainingHeadsConfig
 from ..retaining.heads import RetainingHeads
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
@@ -78,6 +79,7 @@ def _train(
     if push_to is not None:
         check_push(push_to, "hub_model_id", args.hub_token)
     source: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    check_attention(options.attn_implementation)
     config = load_config(model, **source)
     heads_config = RetainingHeadsConfig.from_model(
         config,
@@ -85,6 +87,7 @@ def _train(
         max_train_length=options.max_train_length,
         defaults=_recommended(options),
     )
+    _check_layers(model, config)
     facts = training_facts(options, args, config)
     check_checkpoint(checkpoint, heads_config, facts)
     tokenizer = load_tokenizer(model, **source)
@@ -131,6 +134,22 @@ def _train(
             revision=args.hub_revision,
         )
     return document
+
+
+def _check_layers(model: str, config: Any) -> None:
+    """Refuse a model of which no cache could evict a token: heads would be trained for nothing.
+
+    Raises:
+        ValueError: If all of its layers are left as they are, with the reasons.
+    """
+    plans = plan_layers(decoder_only_config(config), evicts=True, cross_reason="not evicted from")
+    if any(plan.dense_reason is None for plan in plans):
+        return
+    reasons = "; ".join(sorted({str(plan.dense_reason) for plan in plans}))
+    raise ValueError(
+        f"--model {model!r} has no layer that could evict tokens ({reasons}): retaining heads would be of no "
+        "use. Allowed are models with a layer of full attention."
+    )
 
 
 def _recommended(options: LocretOptions) -> dict[str, Any]:
@@ -204,6 +223,7 @@ def _write(
     settings = {
         **{name: value for name, value in vars(options).items() if name not in ("no_plots", "text_files")},
         "text_files": [Path(name).name for name in options.text_files or ()] or None,
+        "dtype": str(trainer.base_model.dtype).removeprefix("torch."),
         "steps": _steps(trainer),
         "batch": batch,
         "learning_rate": args.learning_rate,

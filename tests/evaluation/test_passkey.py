@@ -87,6 +87,11 @@ def test_dense_equals_a_plain_greedy_loop(document: dict[str, Any], trials: list
     assert len(row["grid"]) == 4
 
 
+def test_the_dtype_is_that_of_the_model(tmp_path: Path) -> None:
+    few = ["--lengths", "128", "--depths", "1", "--trials", "1", "--no_plots"]
+    assert _run(tmp_path, "--dtype", "auto", *few)["settings"]["dtype"] == "bfloat16"
+
+
 def test_results(document: dict[str, Any]) -> None:
     assert document["task"] == "passkey" and document["skipped"] == []
     settings = document["settings"]

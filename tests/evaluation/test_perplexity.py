@@ -246,6 +246,7 @@ def test_pg19_is_read_from_a_stand_in(tmp_path: Path) -> None:
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "test.parquet")
     texts = read_texts(_options(dataset="pg19", dataset_path=str(tmp_path)))
     assert [text.content for text in texts] == ["first", "second"]
+    assert [text.name for text in texts] == ["A (row 1)", "B (row 2)"]
 
 
 def test_pg19_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +266,9 @@ def test_a_data_set_without_texts_is_refused(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([{"content": "a", "title": "b"}]).to_parquet(tmp_path / "test.parquet")
     with pytest.raises(ValueError, match=r"must have a column 'text', found are \['content', 'title'\]"):
+        read_texts(_options(dataset="pg19", dataset_path=str(tmp_path)))
+    datasets.Dataset.from_list([{"text": "a"}, {"text": None}]).to_parquet(tmp_path / "test.parquet")
+    with pytest.raises(ValueError, match="must hold text, row 2 holds None"):
         read_texts(_options(dataset="pg19", dataset_path=str(tmp_path)))
 
 

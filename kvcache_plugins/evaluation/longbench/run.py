@@ -74,6 +74,7 @@ def measure_longbench(
         shard = subject.shard
         uses_template = not options.no_chat_template and subject.tokenizer.chat_template is not None
         settings = options.settings() | {
+            "dtype": subject.dtype,
             "max_lengths": {task.name: length for task, length in max_lengths.items()},
             "uses_chat_template": uses_template,
             "score_only": False,

@@ -59,6 +59,7 @@ def test_a_run_leaves_predictions_and_scores(finished: Path) -> None:
     document = read_results(finished)
     files = _files(finished)
     assert document["task"] == "longbench"
+    assert document["settings"]["dtype"] == "float32", "which --dtype auto has found"
     assert [result["cache_config"] for result in document["results"]] == [DENSE, INT8]
     assert list(files) == [
         f"{cache}/{task}.jsonl" for cache in ("dense", "int8") for task in ("hotpotqa", "passage_count")
