@@ -316,7 +316,8 @@ def measure_all(
                 if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
                     raise
                 message = " ".join(str(error).split())[:200]
-                failures.append({"cache_config": cache_config, "reason": f"failed: {message}"})
+                entry = {"cache_config": cache_config, "reason": f"failed: {message}"}
+                failures.append(entry | {"is_failure": True})
             else:
                 dense = dense or measured  # the dense cache comes first
                 results.append(compare(measured, dense, model.dtype, tokenizer))

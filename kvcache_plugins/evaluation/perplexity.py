@@ -189,7 +189,7 @@ def _document(
         records = [journal[_key(name, window)] for window in windows]
         reason = next((record["failed"] for record in records if "failed" in record), None)
         if reason is not None:
-            failed.append({"cache_config": cache_config, "reason": f"failed: {reason}"})
+            failed.append({"cache_config": cache_config, "reason": f"failed: {reason}", "is_failure": True})
             continue
         results.append(
             summarize(

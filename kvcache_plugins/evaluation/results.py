@@ -6,7 +6,7 @@
  "settings": {...},                          the merged options of the run
  "inputs": {"model": "5d0c...", ...},        digests of what it has read: files change, their names do not
  "results": [{"cache_config": {"backend": "dense"}, ...}, {"cache_config": {...}, ...}, ...],
- "skipped": [{"cache_config": {...}, "reason": "not installed"}, ...],    with "is_failure" what broke down
+ "skipped": [{"cache_config": {...}, "reason": "not installed"}, ...],    "is_failure": true if it broke down
  "environment": {"versions", "device", "cpu", "threads", "commit", "dirty", "command"}}
 ```
 

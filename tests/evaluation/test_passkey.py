@@ -268,7 +268,11 @@ def test_a_failure_of_transformers_is_noted_and_ours_stops_the_run(
     found = read_results(tmp_path)
     assert [row["cache_config"] for row in found["results"]] == [DENSE, KIVI]
     assert found["skipped"] == [
-        {"cache_config": {"backend": "fp8"}, "reason": "failed at 300 tokens: no such shape"}
+        {
+            "cache_config": {"backend": "fp8"},
+            "reason": "failed at 300 tokens: no such shape",
+            "is_failure": True,
+        }
     ]
     backend = "none"  # the failure was of that hour; what has failed is tried again
     arguments[arguments.index("--output") + 1] = str(again)

@@ -401,6 +401,7 @@ def test_a_cache_of_transformers_that_fails_is_shown(
     text = ("--dataset", "text", "--text_files", str(book), "--context_length", "64", "--max_windows", "1")
     arguments = command(tmp_path, *text, "--no_plots", "--cache_config")
     assert main([*arguments, '{"backend": "quanto"}']) == 0
-    assert [row["reason"] for row in results(tmp_path)["skipped"]] == ["failed: no such group"]
+    [entry] = results(tmp_path)["skipped"]
+    assert (entry["reason"], entry["is_failure"]) == ("failed: no such group", True)
     with pytest.raises(RuntimeError, match="no such group"):
         main([*arguments, '{"backend": "int8"}'])

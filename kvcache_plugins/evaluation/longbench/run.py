@@ -282,7 +282,7 @@ def _results(
         }
         reason = next((record["failed"] for record in records.values() if "failed" in record), None)
         if reason is not None:
-            failed.append({"cache_config": cache_config, "reason": reason})
+            failed.append({"cache_config": cache_config, "reason": reason, "is_failure": True})
             continue
         dense = dense or records  # the dense cache comes first
         results.append(

@@ -246,6 +246,7 @@ def test_a_failure_of_transformers_own_cache_does_not_end_the_run(
     assert skipped == {
         "cache_config": failing,
         "reason": "failed at row 1 of hotpotqa: out of something",
+        "is_failure": True,
     }
     assert not (tmp_path / "out" / folder_name(failing)).exists(), "a part is not scored as the whole"
     # the failure was of that hour; what has failed is tried again
