@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcache_plugins.artifacts.files import naming
 from tests.kernels import fresh_process
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,6 +120,13 @@ told(save, 2000)
     assert torch_error.startswith("[Errno 5] torch cannot write it (")
     assert torch_error.endswith(f": {str(tmp_path / 'state.pt')!r}")
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"], "torch writes into the file itself"
+
+
+@pytest.mark.parametrize("error", [OSError("no room"), ConnectionRefusedError(111, "Connection refused")])
+def test_errors_of_something_else_stay_what_they_are(error: OSError, tmp_path: Path) -> None:
+    with pytest.raises(type(error)) as raised, naming(tmp_path):
+        raise error
+    assert raised.value is error
 
 
 _COMMANDS = {

@@ -28,6 +28,8 @@ __all__ = [
     "write_tensors",
 ]
 
+_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a writing, which name no file; others without one, as of a network, are about something else."""
 _TORCH_WRITER = ("inline_container", "PytorchStreamWriter")
 """Either is in what `torch.save` says when it cannot write: a `RuntimeError` like any other."""
 
@@ -110,7 +112,7 @@ def naming(path: Path, unfinished: Path | None = None) -> Iterator[None]:
         raise OSError(errno.EIO, f"torch cannot write it ({error})", str(path)) from error
     except OSError as error:
         known = _known_name(error.filename, path, unfinished)
-        if known is None or error.errno is None:  # a library's, whose message says what it says
+        if known is None or (error.filename is None and error.errno not in _WRITING):
             raise
         raise OSError(error.errno, error.strerror, str(known)) from error
 
