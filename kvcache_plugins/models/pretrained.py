@@ -57,9 +57,10 @@ def check_attention(name: str | None) -> None:
     known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
     if name is None or name in known or "/" in name:
         return
+    offered = sorted(other for other in known if "kvcache_plugins" not in other)  # ours choose themselves
     raise ValueError(
-        f"--attn_implementation must be one of {', '.join(sorted(known))}, or a kernel of the hub such as "
-        f"'kernels-community/flash-attn2', got {name!r}.{suggest(name, known)}"
+        f"--attn_implementation must be one of {', '.join(offered)}, or a kernel of the hub such as "
+        f"'kernels-community/flash-attn2', got {name!r}.{suggest(name, offered)}"
     )
 
 
