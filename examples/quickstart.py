@@ -39,6 +39,7 @@ from kvcache_plugins.cli.options import OUTPUT, add_cache_config_option, parse_c
 from kvcache_plugins.cli.preparing import output_directory, prepare_transformers
 from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, split_available
 from kvcache_plugins.evaluation.devices import choose_device
+from kvcache_plugins.evaluation.file_digests import artifact_digests, digest_words, model_settings
 from kvcache_plugins.evaluation.labels import cache_label, dense_first
 from kvcache_plugins.evaluation.language_reference import read_language_reference
 from kvcache_plugins.evaluation.options import DTYPES, MOST_THREADS, check_count, check_model
@@ -151,6 +152,11 @@ def run(args: argparse.Namespace) -> None:
     scorer = scoring_model(model, args.score_dtype)
     token_ids = encode(tokenizer, text, args, model_config).to(device)
 
+    inputs = {
+        "model": model_settings(args.model, model_config)["model_digest"],
+        "text": digest_words(map(str, token_ids[0].tolist())),
+        "artifacts": artifact_digests(cache_configs),
+    }
     results, failures = measure_all(model, scorer, token_ids, cache_configs, args, tokenizer)
     sizes = ("prompt_tokens", "new_tokens", "score_tokens", "block_length")
     settings = {name: getattr(args, name) for name in sizes} | {
@@ -159,8 +165,9 @@ def run(args: argparse.Namespace) -> None:
         "dtype": str(model.dtype).removeprefix("torch."),
         "score_dtype": str(scorer.dtype).removeprefix("torch."),
     }
+    skipped += failures
     document = build_document(
-        "quickstart", results, settings=settings, skipped=[*skipped, *failures], device=model.device
+        "quickstart", results, settings=settings, inputs=inputs, skipped=skipped, device=model.device
     )
     show([continuations(tokenizer.decode(token_ids[0, : args.prompt_tokens][-40:]), results)])
     show([], headings(document))
@@ -309,7 +316,8 @@ def measure_all(
                 if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
                     raise
                 message = " ".join(str(error).split())[:200]
-                failures.append({"cache_config": cache_config, "reason": f"failed: {message}"})
+                entry = {"cache_config": cache_config, "reason": f"failed: {message}"}
+                failures.append(entry | {"is_failure": True})
             else:
                 dense = dense or measured  # the dense cache comes first
                 results.append(compare(measured, dense, model.dtype, tokenizer))

@@ -199,7 +199,7 @@ def test_a_failure_of_transformers_own_cache_is_a_row(
     document = json.loads((tmp_path / "results.json").read_text())
     assert [row["label"] for row in document["results"]] == ["dense"]
     reason = "failed: the extension cannot be built: no compiler"
-    assert document["skipped"] == [{"cache_config": {"backend": "hqq"}, "reason": reason}]
+    assert document["skipped"] == [{"cache_config": {"backend": "hqq"}, "reason": reason, "is_failure": True}]
     assert f"hqq: {reason}" in capsys.readouterr().out
     assert (tmp_path / "quickstart.png").exists()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,13 +20,18 @@ from ..errors import ArtifactError
 
 __all__ = [
     "json_text",
+    "naming",
     "read_json",
     "read_tensors",
     "replaced",
     "write_json",
     "write_tensors",
-    "writing_tensors",
 ]
+
+_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a writing, which name no file; others without one, as of a network, are about something else."""
+_TORCH_WRITER = ("inline_container", "PytorchStreamWriter")
+"""Either is in what `torch.save` says when it cannot write: a `RuntimeError` like any other."""
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -58,11 +66,15 @@ def replaced(path: Path) -> Iterator[Path]:
     """Yield a name beside `path`; what was written there takes its place if the block ends well.
 
     The name is nobody else's, so that several processes may write at once: the last one to end has its way.
+
+    Raises:
+        OSError: Naming `path`, if it cannot be written, for instance because the disk is full.
     """
     unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.unfinished")
     try:
-        yield unfinished
-        unfinished.replace(path)
+        with naming(path, unfinished):
+            yield unfinished
+            unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -73,17 +85,46 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], facts: Mapping[str, st
     Raises:
         OSError: If it cannot be written, for instance because the disk is full.
     """
-    with replaced(path) as unfinished, writing_tensors():
+    with replaced(path) as unfinished:
         save_file(tensors, unfinished, metadata=None if facts is None else dict(facts))
 
 
 @contextmanager
-def writing_tensors() -> Iterator[None]:
-    """Raise `OSError` where safetensors cannot write a file: the error of its own is of no such kind."""
+def naming(path: Path, unfinished: Path | None = None) -> Iterator[None]:
+    """Say in the error of a writing which file or folder it is about: a full disk's names none.
+
+    Args:
+        path (`Path`): What is written, as the reader knows it.
+        unfinished (`Path`, *optional*): What it is called until it is complete.
+
+    Raises:
+        OSError: If it cannot be written; also where safetensors and torch raise errors of other kinds.
+    """
     try:
         yield
     except SafetensorError as error:
-        raise OSError(str(error)) from error
+        said = re.search(r"\(os error (\d+)\)", str(error))
+        code, reason = (errno.EIO, str(error)) if said is None else (int(said[1]), os.strerror(int(said[1])))
+        raise OSError(code, reason, str(path)) from error
+    except RuntimeError as error:
+        if not any(word in str(error) for word in _TORCH_WRITER):
+            raise
+        raise OSError(errno.EIO, f"torch cannot write it ({error})", str(path)) from error
+    except OSError as error:
+        known = _known_name(error.filename, path, unfinished)
+        if known is None or (error.filename is None and error.errno not in _WRITING):
+            raise
+        raise OSError(error.errno, error.strerror, str(known)) from error
+
+
+def _known_name(found: Any, path: Path, unfinished: Path | None) -> Path | None:
+    """Return what an error should name; None if it names that already, or another file."""
+    if found is None:
+        return path
+    if unfinished is None or not isinstance(found, (str, os.PathLike)):
+        return None
+    inside = Path(found)
+    return path / inside.relative_to(unfinished) if inside.is_relative_to(unfinished) else None
 
 
 def write_json(path: Path, facts: dict[str, Any]) -> None:

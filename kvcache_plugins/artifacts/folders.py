@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArtifactError
-from .files import read_json
+from .files import naming, read_json
 
 __all__ = [
     "check_card",
@@ -136,22 +136,28 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
     be another file system or may not be ours to write to; the files replace those of the same name, json
     files (the facts, which say what the others must be) last, and other files stay. If the block raises,
     nothing changes.
+
+    Raises:
+        OSError: Naming the file or the directory, if it cannot be written, for instance because the disk is
+            full.
     """
     target = Path(directory)
     place = target if target.is_dir() else target.parent
     place.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.unfinished-", dir=place))
     try:
-        yield unfinished
-        mask = _umask()
-        for path in unfinished.iterdir():
-            path.chmod(0o666 & ~mask)  # some writers make files for their owner only, as mkdtemp does folders
-        if target.exists():
-            for path in sorted(unfinished.iterdir(), key=lambda p: (p.suffix == ".json", p.name)):
-                path.replace(target / path.name)
-        else:
-            unfinished.chmod(0o777 & ~mask)
-            unfinished.rename(target)
+        with naming(target, unfinished):
+            yield unfinished
+            mask = _umask()
+            for path in unfinished.iterdir():
+                # some writers make files for their owner only, as mkdtemp does folders
+                path.chmod(0o666 & ~mask)
+            if target.exists():
+                for path in sorted(unfinished.iterdir(), key=lambda p: (p.suffix == ".json", p.name)):
+                    path.replace(target / path.name)
+            else:
+                unfinished.chmod(0o777 & ~mask)
+                unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

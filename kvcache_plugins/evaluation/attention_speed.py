@@ -27,6 +27,7 @@ from .attention_states import AttentionShape, heads_of, layer_config
 from .caches import new_cache, split_available
 from .device_timing import DeviceTimer
 from .devices import check_fits, choose_device, device_settings
+from .file_digests import artifact_digests
 from .labels import DENSE
 from .progress import Progress, silent
 from .results import build_document
@@ -57,6 +58,7 @@ def measure_attention(options: AttentionOptions, progress: Progress = silent) ->
     config = layer_config(options)
     available, skipped = split_available(config, options.cache_configs)
     measured = [cache_config for cache_config in available if cache_config != DENSE]
+    artifacts = artifact_digests(measured)
     for cache_config in measured:
         find_layer(new_cache(config, cache_config), cache_config)  # nothing to measure: say so now
     heads = heads_of(config)
@@ -100,6 +102,7 @@ def measure_attention(options: AttentionOptions, progress: Progress = silent) ->
             "bench attention",
             results,
             settings=settings | device_settings(options.device, device),
+            inputs={"artifacts": artifacts},
             skipped=skipped,
             device=device,
         )

@@ -1,8 +1,8 @@
 """What a directory holds of an earlier run when another one writes its results there.
 
-A run that repeats the earlier one replaces its results. What any other run has left, or another program, is
-set aside under a name of its own, such as `results-bench-attention.json`, and so is its picture. Either is
-said in a line.
+A run that repeats the earlier one, with the same settings and of the same files, replaces its results. What
+any other run has left, or another program, is set aside under a name of its own, such as
+`results-bench-attention.json`, and so is its picture. Either is said in a line.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def picture_name(task: str) -> str:
 
 
 def is_repeated(path: Path, document: Mapping[str, Any]) -> bool:
-    """Whether a result file is of a run with the same settings and caches.
+    """Whether a result file is of a run with the same settings, files and caches.
 
     Args:
         path (`Path`): The file; it need not exist, nor be one of ours.
-        document (`Mapping`): `task`, `settings`, `results` and `skipped` of a run; of the last two, nothing
-            but the options of the caches counts.
+        document (`Mapping`): `task`, `settings`, `inputs`, `results` and `skipped` of a run; of the last two,
+            nothing but the options of the caches counts.
     """
     return _identity(_read(path)) == _identity(json.loads(json.dumps(document)))
 
@@ -89,8 +89,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _identity(document: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what a run was told."""
+    """Return what a run was told, and of which files."""
     lists = [document.get(name) for name in ("results", "skipped")]
     entries = [entry for found in lists if isinstance(found, list) for entry in found]
     caches = {json.dumps(e.get("cache_config"), sort_keys=True) for e in entries if isinstance(e, dict)}
-    return document.get("task"), document.get("settings"), caches
+    inputs = document.get("inputs")
+    known = {name: digest for name, digest in inputs.items() if digest} if isinstance(inputs, dict) else {}
+    return document.get("task"), document.get("settings"), known, caches

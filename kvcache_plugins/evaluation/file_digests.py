@@ -14,7 +14,14 @@ from typing import Any
 
 from ..artifacts.named import named_artifacts
 
-__all__ = ["CacheNames", "digest_files", "digest_folder", "model_settings"]
+__all__ = [
+    "CacheNames",
+    "artifact_digests",
+    "digest_files",
+    "digest_folder",
+    "digest_words",
+    "model_settings",
+]
 
 _FILES = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.json", "*.jinja", "*.model", "*.py", "tokenizer*", "vocab*",
@@ -72,6 +79,26 @@ def digest_files(paths: Sequence[Path]) -> str | None:
     return digest.hexdigest()[:16]
 
 
+def digest_words(words: Iterable[str]) -> str:
+    """Return a digest of strings and of their order."""
+    digest = hashlib.sha256()
+    for word in words:
+        encoded = word.encode("utf-8", "surrogatepass")
+        digest.update(f"{len(encoded)} ".encode() + encoded)
+    return digest.hexdigest()[:16]
+
+
+def artifact_digests(cache_configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return a digest of each artifact that caches name and that lies here, by the name they have for it.
+
+    Raises:
+        OSError: If a file cannot be read.
+    """
+    places = {place for cache_config in cache_configs for place in named_artifacts(cache_config)}
+    digests = {place: _digest(Path(place)) for place in sorted(places)}
+    return {place: digest for place, digest in digests.items() if digest is not None}
+
+
 def _digest(place: Path) -> str | None:
     return digest_files([place]) if place.is_file() else digest_folder(place)
 
@@ -96,19 +123,19 @@ class CacheNames:
     Args:
         cache_configs (`Iterable[dict]`): The caches of a run. Their artifacts are read now.
 
+    Attributes:
+        artifacts (`dict[str, str]`): Of [`artifact_digests`].
+
     Raises:
         OSError: If a file cannot be read.
     """
 
     def __init__(self, cache_configs: Iterable[dict[str, Any]]) -> None:
         self._caches = list(cache_configs)
-        places = {place for cache_config in self._caches for place in named_artifacts(cache_config)}
-        digests = {place: _digest(Path(place)) for place in places}
+        self.artifacts = artifact_digests(self._caches)
         self._names = {}
         for cache_config in self._caches:
-            found = [
-                digest for place in named_artifacts(cache_config) if (digest := digests[place]) is not None
-            ]
+            found = [self.artifacts[p] for p in named_artifacts(cache_config) if p in self.artifacts]
             self._names[_options(cache_config)] = " ".join([_options(cache_config), *found])
 
     def __getitem__(self, cache_config: Mapping[str, Any]) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import transformers
 
-from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
 from .devices import choose_device, device_settings, machine_bytes
+from .file_digests import artifact_digests
 from .generation_process import DidNotFitError, WorkerError, make_job, peak_above_model, run_job
 from .generation_worker import model_config
 from .labels import DENSE, cache_label
@@ -31,8 +31,8 @@ __all__ = ["measure_generation"]
 def measure_generation(options: GenerationOptions, progress: Progress = silent) -> dict[str, Any]:
     """Generate with every cache at every length and batch size.
 
-    A cache that fails is noted under `skipped`, and one of ours there as `is_failure`; the dense cache stops
-    the run. A point that needs more memory than there is becomes a result with `fits` false and a `reason`.
+    A cache that fails is noted under `skipped`, as `is_failure`; the dense cache stops the run. A point that
+    needs more memory than there is becomes a result with `fits` false and a `reason`.
 
     Args:
         options (`GenerationOptions`): What to measure.
@@ -50,6 +50,7 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
     config = model_config(options.model, options.preset, options.num_layers)
     _check_encoder(config, options)
     cache_configs, skipped = split_available(config, options.cache_configs)
+    artifacts = artifact_digests(cache_configs)
     rounds = _Rounds(options, device, cache_configs, progress)
     results: list[dict[str, Any]] = []
     any_answer: dict[str, Any] | None = None
@@ -72,6 +73,7 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
         "bench generate",
         results,
         settings=options.settings() | facts | device_settings(options.device, device),
+        inputs={"artifacts": artifacts},
         skipped=[*skipped, *rounds.failures],
         device=device,
         threads=any_answer["threads"],
@@ -139,9 +141,9 @@ class _Rounds:
                     if cache_config == DENSE:
                         raise  # there would be nothing to compare with
                     del answers[index]
-                    entry = {"cache_config": cache_config, "reason": f"failed at {length} tokens: {error}"}
-                    is_ours = cache_config["backend"] not in TRANSFORMERS_BACKENDS
-                    self.failures.append(entry | ({"is_failure": True} if is_ours else {}))
+                    reason = f"failed at {length} tokens: {error}"
+                    entry = {"cache_config": cache_config, "reason": reason, "is_failure": True}
+                    self.failures.append(entry)
                 self._progress(f"{length} tokens", advance=1)
         return answers
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..artifacts.files import naming
 from ..errors import ArtifactError
 
 __all__ = ["Journal", "append_line", "check_settings", "differences", "progress_folder", "remove_progress"]
@@ -147,16 +148,19 @@ def append_line(path: Path, line: str) -> None:
     """Add a line to a file; it is on the disk when this returns.
 
     Raises:
-        OSError: If it cannot be written, for instance because the disk is full; the lines before it stay.
+        OSError: Naming the file, if it cannot be written, for instance because the disk is full; the lines
+            before it stay.
     """
-    size = path.stat().st_size if path.exists() else 0
-    with path.open("a", encoding="utf-8") as file:
+    left = memoryview(f"{line}\n".encode())
+    # without a buffer, whose rest would be written when the file is closed
+    with naming(path), path.open("ab", buffering=0) as file:
+        size = file.tell()
         try:
-            file.write(f"{line}\n")
-            file.flush()
+            while left:
+                left = left[file.write(left) :]
             os.fsync(file.fileno())
         except OSError:
-            os.truncate(path, size)  # no half line that the next one would be glued to
+            file.truncate(size)  # no half line that the next one would be glued to
             raise
 
 

@@ -36,6 +36,11 @@ class Subject:
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
 
+    @property
+    def dtype(self) -> str:
+        """The dtype that its weights are in, by name: never `"auto"`."""
+        return str(self.model.dtype).removeprefix("torch.")
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens and without a limit of length."""
         return encode(self.tokenizer, text)
@@ -67,8 +72,9 @@ def load_config(options: ModelOptions) -> Any:
 
     Raises:
         OSError: If the model cannot be found.
-        ValueError: If it cannot be read.
+        ValueError: If it cannot be read, or there is no such `attn_implementation`.
     """
+    pretrained.check_attention(options.attn_implementation)
     return pretrained.load_config(options.model, **_source(options))
 
 

@@ -66,9 +66,10 @@ def measure_passkey(
     settings = options.settings() | {"filler_sha256": hashlib.sha256(text.encode()).hexdigest()}
     with writing_alone(output):
         names = CacheNames(cache_configs)
+        model = model_settings(options.model, config)
         subject = load_subject(options, tokenizer)
         shard = subject.shard
-        journal = Journal(output, settings | model_settings(options.model, config), shard.process)
+        journal = Journal(output, settings | model, shard.process)
         own = shard.take(_batches(cache_configs, trials, options))
         todo = _missing(journal, names, own)
         total, left = (sum(len(batch) for _, batch in batches) for batches in (own, todo))
@@ -85,7 +86,12 @@ def measure_passkey(
         dense_bits = 8 * subject.model.dtype.itemsize
         rows, failed = build_rows(journal, names, trials, dense_bits, options.facts)
         document = build_document(
-            "passkey", rows, settings=settings, skipped=[*skipped, *failed], device=subject.device
+            "passkey",
+            rows,
+            settings=settings | {"dtype": subject.dtype},
+            inputs={"model": model["model_digest"], "artifacts": names.artifacts},
+            skipped=[*skipped, *failed],
+            device=subject.device,
         )
         write_results(output, document)
         journal.remove(names.is_outdated)

@@ -42,7 +42,7 @@ def build_rows(
         found = {t: journal[key] for t in trials if (key := record_key(name, t)) in journal}
         reason = next((r["failed"] for r in found.values() if "failed" in r), None)
         if reason is not None:
-            failed.append({"cache_config": cache_config, "reason": reason})
+            failed.append({"cache_config": cache_config, "reason": reason, "is_failure": True})
             continue
         per_token = {
             length: _mean(

@@ -21,7 +21,7 @@ import torch
 from ..models.decoder import decoder_only_config, most_positions
 from ..registry import TRANSFORMERS_BACKENDS
 from .caches import split_available
-from .file_digests import CacheNames, model_settings
+from .file_digests import CacheNames, digest_words, model_settings
 from .journal import Journal
 from .labels import DENSE, cache_label
 from .loading import Subject, encode, load_config, load_subject, load_tokenizer, prefix_ids
@@ -89,7 +89,8 @@ def measure_perplexity(
         if not shard.is_main:
             return None
         journal.reload()
-        document = _document(options, subject, windows, names, skipped, journal)
+        inputs = {"model": settings["model_digest"], "texts": digest_words(w.digest for w in windows)}
+        document = _document(options, subject, windows, names, skipped, journal, inputs)
         write_results(output, document)
         journal.remove(names.is_outdated)
         return document
@@ -179,6 +180,7 @@ def _document(
     names: CacheNames,
     skipped: Sequence[dict[str, Any]],
     journal: Journal,
+    inputs: dict[str, Any],
 ) -> dict[str, Any]:
     """Sum up the records of all processes in the order of the windows."""
     results, failed = [], []
@@ -187,7 +189,7 @@ def _document(
         records = [journal[_key(name, window)] for window in windows]
         reason = next((record["failed"] for record in records if "failed" in record), None)
         if reason is not None:
-            failed.append({"cache_config": cache_config, "reason": f"failed: {reason}"})
+            failed.append({"cache_config": cache_config, "reason": f"failed: {reason}", "is_failure": True})
             continue
         results.append(
             summarize(
@@ -199,12 +201,17 @@ def _document(
             )
         )
     settings = options.settings() | {
-        "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "dtype": subject.dtype,
         "text_files": [Path(name).name for name in options.text_files],
         "texts": list(dict.fromkeys(window.text for window in windows)),
         "windows": len(windows),
         "processes": subject.shard.processes,
     }
     return build_document(
-        "perplexity", results, settings=settings, skipped=[*skipped, *failed], device=subject.device
+        "perplexity",
+        results,
+        settings=settings,
+        inputs=inputs | {"artifacts": names.artifacts},
+        skipped=[*skipped, *failed],
+        device=subject.device,
     )

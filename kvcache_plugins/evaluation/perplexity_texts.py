@@ -145,7 +145,7 @@ def _read_pg19(path: str) -> list[Text]:
 
 
 def _named_rows(rows: Any, path: str) -> Iterator[Text]:
-    for index, row in enumerate(rows):
+    for number, row in enumerate(rows, start=1):
         if not isinstance(row["text"], str):
-            raise ValueError(f"Column 'text' of {path!r} must hold text, row {index} holds {row['text']!r}.")
-        yield Text(f"{row.get('short_book_title') or path} (row {index})", row["text"])
+            raise ValueError(f"Column 'text' of {path!r} must hold text, row {number} holds {row['text']!r}.")
+        yield Text(f"{row.get('short_book_title') or path} (row {number})", row["text"])

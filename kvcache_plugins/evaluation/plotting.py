@@ -59,8 +59,9 @@ def save_figure(figure: Any, path: Path, panels: Iterable[Any] = (), *, dpi: int
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with replaced(path) as unfinished:
-            figure.savefig(unfinished, dpi=dpi, format="png")
-    except OSError as error:  # matplotlib's names no file
-        raise OSError(f"The picture {path} cannot be written: {error}") from error
+            try:
+                figure.savefig(unfinished, dpi=dpi, format="png")
+            except OSError as error:  # matplotlib's names no file
+                raise OSError(f"The picture {path} cannot be written: {error}") from error
     finally:
         pyplot().close(figure)

@@ -4,15 +4,16 @@
 {"schema_version": 1,
  "task": "bench attention",
  "settings": {...},                          the merged options of the run
+ "inputs": {"model": "5d0c...", ...},        digests of what it has read: files change, their names do not
  "results": [{"cache_config": {"backend": "dense"}, ...}, {"cache_config": {...}, ...}, ...],
- "skipped": [{"cache_config": {...}, "reason": "not installed"}, ...],    with "is_failure" what broke down
+ "skipped": [{"cache_config": {...}, "reason": "not installed"}, ...],    "is_failure": true if it broke down
  "environment": {"versions", "device", "cpu", "threads", "commit", "dirty", "command"}}
 ```
 
 The first result is the dense cache, measured in the same run, except where `settings` has `score_only`: then
 nothing was run, and the results are the scores of predictions made before, with whatever caches there were.
-`settings` and `skipped` may be missing in a file written by another program. A file appears whole or not at
-all, and that of another run is kept beside it (`earlier`).
+`settings`, `inputs` and `skipped` may be missing in a file written by another program. A file appears whole
+or not at all, and that of another run is kept beside it (`earlier`).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def build_document(
     results: Iterable[Mapping[str, Any]],
     *,
     settings: Mapping[str, Any],
+    inputs: Mapping[str, Any] | None = None,
     skipped: Iterable[Mapping[str, Any]] = (),
     device: torch.device | str = "cpu",
     threads: int | None = None,
@@ -68,6 +70,7 @@ def build_document(
         results (`Iterable[Mapping]`): One per measurement, each with its `"cache_config"`, the dense cache
             first.
         settings (`Mapping`): The merged options of the run.
+        inputs (`Mapping`, *optional*): Digests of the files that it has read: model, texts, artifacts.
         skipped (`Iterable[Mapping]`): `{"cache_config", "reason"}` of what could not be measured.
         device (`torch.device | str`): Where it was measured.
         threads (`int`, *optional*): CPU threads, if another process measured; by default those of this one.
@@ -79,6 +82,7 @@ def build_document(
         "schema_version": SCHEMA_VERSION,
         "task": task,
         "settings": dict(settings),
+        "inputs": {name: digest for name, digest in (inputs or {}).items() if digest},
         "results": [dict(result) for result in results],
         "skipped": [dict(entry) for entry in skipped],
         "environment": environment(device, threads),
@@ -203,7 +207,9 @@ def cpu_name() -> str:
 def _command() -> str:
     """Return the command line, without the place of the checkout or of the interpreter and without tokens."""
     script = Path(sys.argv[0]).resolve()
-    if script.is_relative_to(_ROOT) and script.suffix == ".py":
+    if script.is_relative_to(_ROOT) and script.name == "__main__.py":  # whose relative imports need the -m
+        words = ["python", "-m", ".".join(script.relative_to(_ROOT).parts[:-1])]
+    elif script.is_relative_to(_ROOT) and script.suffix == ".py":
         words = ["python", script.relative_to(_ROOT).as_posix()]
     else:
         words = [script.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,10 +10,17 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..registry import suggest
 from .auto_class import auto_class
 
-__all__ = ["load_config", "load_model", "load_tokenizer"]
+__all__ = ["check_attention", "load_config", "load_model", "load_tokenizer"]
+
+_ATTENTION = re.compile(
+    r"attn_implementation|attention implementation|(flash|flex).?attention|`kernels`", re.IGNORECASE
+)
+"""What an error of transformers says that is about a way of attending."""
 
 
 def load_config(name: str, **source: Any) -> Any:
@@ -36,6 +44,26 @@ def load_tokenizer(name: str, **source: Any) -> Any:
         return AutoTokenizer.from_pretrained(name, **source)
 
 
+def check_attention(name: str | None) -> None:
+    """Check that transformers knows a way of attending, before anything is loaded.
+
+    Args:
+        name (`str`, *optional*): As `from_pretrained` takes it: a name, or the repository of a kernel. What
+            is not given is transformers' choice.
+
+    Raises:
+        ValueError: If it does not; the message says which it knows.
+    """
+    known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+    if name is None or name in known or "/" in name:
+        return
+    offered = sorted(other for other in known if "kvcache_plugins" not in other)  # ours choose themselves
+    raise ValueError(
+        f"--attn_implementation must be one of {', '.join(offered)}, or a kernel of the hub such as "
+        f"'kernels-community/flash-attn2', got {name!r}.{suggest(name, offered)}"
+    )
+
+
 def load_model(name: str, config: Any, **options: Any) -> Any:
     """Return a model whose files hold all of its weights, and that generates with a dense cache by default.
 
@@ -49,8 +77,10 @@ def load_model(name: str, config: Any, **options: Any) -> Any:
         ValueError: If a file is damaged, or a weight is missing or has another shape than the configuration
             says; transformers itself would make up a missing one.
     """
+    attention = options.get("attn_implementation")
+    check_attention(attention)
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    with _named("weights", name):
+    with _of_attention(attention, name), _named("weights", name):
         model, found = auto_class(config).from_pretrained(name, **options)
     wrong = [f"{weight} is missing" for weight in sorted(found["missing_keys"])]
     wrong += [
@@ -65,6 +95,20 @@ def load_model(name: str, config: Any, **options: Any) -> Any:
         generation.cache_implementation = generation.cache_config = None
         generation.use_cache = True
     return model
+
+
+@contextmanager
+def _of_attention(given: str | None, name: str) -> Iterator[None]:
+    """Name the option in what transformers says of a way of attending that this model or machine has not."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        reason = error.__cause__ or error
+        if given is None or _ATTENTION.search(str(reason)) is None:
+            raise
+        raise ValueError(
+            f"--attn_implementation {given!r} cannot be used with --model {name!r}: {reason}"
+        ) from error
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..artifacts.files import read_tensors, writing_tensors
+from ..artifacts.files import read_tensors
 from ..artifacts.folders import check_finite, check_no_model, locate, replacing
 from ..errors import ArtifactError
 from .configuration import RetainingHeadsConfig
@@ -74,7 +74,7 @@ def import_heads(
             f"{given.get(wrong[0])} ({len(wrong)} such weights; None is missing)."
         )
     heads.load_state_dict(found)
-    with replacing(output) as folder, writing_tensors():
+    with replacing(output) as folder:
         heads.save_pretrained(folder)
     result: RetainingHeads = heads.eval()
     return result

@@ -39,7 +39,8 @@ class LocretTrainingArguments(TrainingArguments):
 
     They suit small models on a CPU; `configs/locret/` holds the authors' own for large ones. One process
     trains on one GPU, also where there are several: `torchrun` starts as many processes as are to share the
-    work. `max_steps` is the end of a training unless the command line names `--num_train_epochs` alone.
+    work, on GPUs or, where there are none, on the CPU. `max_steps` is the end of a training unless the
+    command line names `--num_train_epochs` alone.
 
     Args:
         clip_value (`float`): Largest magnitude of a component of the gradient; 0 does not clip.
@@ -88,6 +89,9 @@ class LocretTrainingArguments(TrainingArguments):
         ):
             check_count(name, getattr(self, name))
         self._check_words()
+        # Unless told that this is a run of CPUs, accelerate looks for accelerators alone, finds none, and
+        # leaves every process to itself.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         super().__post_init__()  # type: ignore[no-untyped-call]  # transformers annotates none
         if not self.clip_value >= 0:
             raise ValueError(f"--clip_value must be at least 0 (0: no clipping), got {self.clip_value!r}.")

@@ -17,7 +17,7 @@ from ..evaluation.journal import differences
 from ..retaining.configuration import RetainingHeadsConfig
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
 from .arguments import LocretTrainingArguments
-from .options import LocretOptions
+from .options import SYNTHETIC, LocretOptions
 
 __all__ = ["TRAINING_FILE", "check_checkpoint", "find_checkpoint", "is_finished", "training_facts"]
 
@@ -77,9 +77,8 @@ def training_facts(options: LocretOptions, args: LocretTrainingArguments, config
     Raises:
         OSError: If a file of the model or the data cannot be read.
     """
-    files = [
-        path for name in (*(options.text_files or ()), options.dataset) if (path := Path(name)).is_file()
-    ]
+    names = options.text_files or () if options.dataset == SYNTHETIC else (options.dataset,)
+    files = [path for name in names for path in _files(name)]
     facts = {name: getattr(options, name) for name in _OPTIONS}
     facts |= {name: getattr(args, name) for name in _ARGUMENTS}
     facts |= {
@@ -89,6 +88,17 @@ def training_facts(options: LocretOptions, args: LocretTrainingArguments, config
     facts |= model_settings(str(options.model), config)
     plain: dict[str, Any] = json.loads(json.dumps(facts))
     return plain
+
+
+def _files(name: str) -> list[Path]:
+    """Return the file of a name, or those of a data set that is a directory, perhaps with `:NAME`."""
+    path = Path(name)
+    if path.is_file():
+        return [path]
+    folder = path if path.is_dir() else Path(name.partition(":")[0])
+    found = (file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else ()
+    # hidden ones belong to the programs that fetch and keep a data set
+    return sorted(file for file in found if not any(p[0] == "." for p in file.relative_to(folder).parts))
 
 
 def is_finished(checkpoint: str, args: LocretTrainingArguments) -> bool:

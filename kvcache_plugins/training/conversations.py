@@ -71,7 +71,7 @@ class Conversations(Dataset[Example]):
                     self._check_roles(roles)
                     accepted.add(roles)
             except ValueError as error:
-                raise ValueError(f"Row {index} of --dataset: {error}") from error
+                raise ValueError(f"Row {index + 1} of --dataset: {error}") from error
 
     def __len__(self) -> int:
         return len(self._order)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import EvalPrediction, Trainer, set_seed
 
-from ..artifacts.files import write_json, writing_tensors
+from ..artifacts.files import naming, write_json
 from ..artifacts.folders import check_card, check_no_model, check_push, push, replacing
 from ..backends.locret import LocretConfig
 from ..evaluation.earlier import set_aside
@@ -20,7 +20,8 @@ from ..evaluation.options import DTYPES, check_choice, check_directory
 from ..evaluation.output_lock import writing_alone
 from ..evaluation.results import RESULTS_FILE, build_document
 from ..models.decoder import decoder_only_config
-from ..models.pretrained import load_config, load_model, load_tokenizer
+from ..models.layer_plan import plan_layers
+from ..models.pretrained import check_attention, load_config, load_model, load_tokenizer
 from ..retaining.configuration import DEFAULT_BUDGET, RetainingHeadsConfig
 from ..retaining.heads import RetainingHeads
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
@@ -78,6 +79,7 @@ def _train(
     if push_to is not None:
         check_push(push_to, "hub_model_id", args.hub_token)
     source: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    check_attention(options.attn_implementation)
     config = load_config(model, **source)
     heads_config = RetainingHeadsConfig.from_model(
         config,
@@ -85,6 +87,7 @@ def _train(
         max_train_length=options.max_train_length,
         defaults=_recommended(options),
     )
+    _check_layers(model, config)
     facts = training_facts(options, args, config)
     check_checkpoint(checkpoint, heads_config, facts)
     tokenizer = load_tokenizer(model, **source)
@@ -109,7 +112,7 @@ def _train(
         print(f"{checkpoint} has all of its steps; --max_steps {args.max_steps} asks for no more")
         trainer.restore(checkpoint)
     else:
-        with writing_tensors():  # its checkpoints
+        with naming(output):  # where its checkpoints go
             trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - started
     heads.to(getattr(torch, DTYPES[options.heads_dtype]))  # measured as they will be used
@@ -118,7 +121,8 @@ def _train(
     recalls = {"trained": _measure(trainer, "trained")["trained"]} | recalls
     if not trainer.is_world_process_zero():
         return None
-    document = _write(output, trainer, options, recalls, seconds)
+    inputs = {"model": facts["model_digest"], "data": facts["data_digest"]}
+    document = _write(output, trainer, options, inputs, recalls, seconds)
     if push_to is not None:
         files = (CONFIG_FILE, WEIGHTS_FILE, _CARD_FILE, RESULTS_FILE, PICTURE_FILE)
         push(
@@ -130,6 +134,22 @@ def _train(
             revision=args.hub_revision,
         )
     return document
+
+
+def _check_layers(model: str, config: Any) -> None:
+    """Refuse a model of which no cache could evict a token: heads would be trained for nothing.
+
+    Raises:
+        ValueError: If all of its layers are left as they are, with the reasons.
+    """
+    plans = plan_layers(decoder_only_config(config), evicts=True, cross_reason="not evicted from")
+    if any(plan.dense_reason is None for plan in plans):
+        return
+    reasons = "; ".join(sorted({str(plan.dense_reason) for plan in plans}))
+    raise ValueError(
+        f"--model {model!r} has no layer that could evict tokens ({reasons}): retaining heads would be of no "
+        "use. Allowed are models with a layer of full attention."
+    )
 
 
 def _recommended(options: LocretOptions) -> dict[str, Any]:
@@ -191,13 +211,19 @@ def _measure(trainer: LocretTrainer, name: str) -> _Recalls:
 
 
 def _write(
-    output: Path, trainer: LocretTrainer, options: LocretOptions, recalls: _Recalls, seconds: float
+    output: Path,
+    trainer: LocretTrainer,
+    options: LocretOptions,
+    inputs: dict[str, Any],
+    recalls: _Recalls,
+    seconds: float,
 ) -> dict[str, Any]:
     args, heads = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     settings = {
         **{name: value for name, value in vars(options).items() if name not in ("no_plots", "text_files")},
         "text_files": [Path(name).name for name in options.text_files or ()] or None,
+        "dtype": str(trainer.base_model.dtype).removeprefix("torch."),
         "steps": _steps(trainer),
         "batch": batch,
         "learning_rate": args.learning_rate,
@@ -206,7 +232,9 @@ def _write(
         "layerwise_backward": args.layerwise_backward,
         "parameters": sum(weight.numel() for weight in heads.parameters()),
     }
-    document = build_document("train locret", _rows(recalls, seconds), settings=settings, device=args.device)
+    document = build_document(
+        "train locret", _rows(recalls, seconds), settings=settings, inputs=inputs, device=args.device
+    )
     document["history"] = [dict(entry) for entry in trainer.state.log_history]
     facts = {
         **heads.config.to_dict(),
@@ -217,7 +245,7 @@ def _write(
         "data": _data_source(options),
         "seconds": seconds,
     }
-    with replacing(output) as folder, writing_tensors():
+    with replacing(output) as folder:
         copy.deepcopy(heads).cpu().save_pretrained(folder)
         (folder / _CARD_FILE).write_text(heads_card(facts, recalls), encoding="utf-8")
         write_json(folder / RESULTS_FILE, document)

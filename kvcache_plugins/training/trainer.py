@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..artifacts.files import write_json
+from ..artifacts.files import naming, write_json
 from ..retaining.heads import RetainingHeads
+from ..retaining.loading import WEIGHTS_FILE
 from ..retaining.losses import top_recall
 from ..retaining.projections import ProjectionTap
 from .arguments import LocretTrainingArguments
@@ -149,9 +150,11 @@ class LocretTrainer(Trainer):
             self._load_best_model()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or str(self.args.output_dir))
+        with naming(folder / WEIGHTS_FILE):
+            super()._save(output_dir, state_dict)
         if self._facts is not None and self.args.should_save:  # called in every process
-            write_json(Path(output_dir or str(self.args.output_dir)) / TRAINING_FILE, self._facts)
+            write_json(folder / TRAINING_FILE, self._facts)
 
     def observe(self, inputs: dict[str, Any], receive: Callable[[int, Targets], None]) -> None:
         """Let the base model read a batch of [`Collator`], as [`observe_targets`] does."""

@@ -159,7 +159,7 @@ def test_attention_writes_results_table_and_picture(
     printed = capsys.readouterr()
     for word in ("sdpa_packed_query", "kivi 4-bit", "best dense", "results.json", "attention.png"):
         assert word in printed.out
-    assert "int8" in printed.err
+    assert "finished: 32 of 32 steps" in printed.err
 
 
 def test_bytes_are_the_prediction_for_the_tokens_held() -> None:
@@ -371,27 +371,35 @@ def test_generation_is_compared_and_failures_of_transformers_are_rows(
     )
     assert document["environment"]["threads"] == 3
     reason = "failed at 64 tokens: hqq ended with 1: no compiler"
-    assert document["skipped"] == [{"cache_config": {"backend": "hqq"}, "reason": reason}]
+    assert document["skipped"] == [{"cache_config": {"backend": "hqq"}, "reason": reason, "is_failure": True}]
 
 
+@pytest.mark.parametrize(("backend", "status"), [("int8", 1), ("quanto", 0)])
 def test_a_failure_of_ours_is_told_after_the_rest(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    backend: str,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """One of transformers' own stands in the results alone."""
+
     def answer(job: dict[str, Any]) -> dict[str, Any]:
-        if job["cache_config"]["backend"] == "int8":
-            raise generation_speed.WorkerError("int8 ended with -6: illegal address")
+        if job["cache_config"]["backend"] == backend:
+            raise generation_speed.WorkerError(f"{backend} ended with -6: illegal address")
         return _answer(job)
 
     monkeypatch.setattr(generation_speed, "run_job", answer)
+    monkeypatch.setattr("kvcache_plugins.evaluation.caches.why_unavailable", lambda *_: None)
     arguments = ["--lengths", "64", "--no_plots", "--output", str(tmp_path)]
-    assert main(["bench", "generate", *arguments, *_caches({"backend": "int8"}, {"backend": "int4"})]) == 1
+    caches = _caches({"backend": backend}, {"backend": "int4"})
+    assert main(["bench", "generate", *arguments, *caches]) == status
     document = read_results(tmp_path)
     assert [row["label"] for row in document["results"]] == ["dense", "int4"]
-    reason = "failed at 64 tokens: int8 ended with -6: illegal address"
-    assert document["skipped"] == [
-        {"cache_config": {"backend": "int8"}, "reason": reason, "is_failure": True}
-    ]
-    assert f"error: int8 {reason}" in capsys.readouterr().err
+    reason = f"failed at 64 tokens: {backend} ended with -6: illegal address"
+    entry = {"cache_config": {"backend": backend}, "reason": reason, "is_failure": True}
+    assert document["skipped"] == [entry]
+    assert (f"error: {backend} {reason}" in capsys.readouterr().err) == (status == 1)
 
 
 def test_a_failure_of_the_dense_cache_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

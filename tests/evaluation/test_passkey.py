@@ -87,6 +87,11 @@ def test_dense_equals_a_plain_greedy_loop(document: dict[str, Any], trials: list
     assert len(row["grid"]) == 4
 
 
+def test_the_dtype_is_that_of_the_model(tmp_path: Path) -> None:
+    few = ["--lengths", "128", "--depths", "1", "--trials", "1", "--no_plots"]
+    assert _run(tmp_path, "--dtype", "auto", *few)["settings"]["dtype"] == "bfloat16"
+
+
 def test_results(document: dict[str, Any]) -> None:
     assert document["task"] == "passkey" and document["skipped"] == []
     settings = document["settings"]
@@ -263,7 +268,11 @@ def test_a_failure_of_transformers_is_noted_and_ours_stops_the_run(
     found = read_results(tmp_path)
     assert [row["cache_config"] for row in found["results"]] == [DENSE, KIVI]
     assert found["skipped"] == [
-        {"cache_config": {"backend": "fp8"}, "reason": "failed at 300 tokens: no such shape"}
+        {
+            "cache_config": {"backend": "fp8"},
+            "reason": "failed at 300 tokens: no such shape",
+            "is_failure": True,
+        }
     ]
     backend = "none"  # the failure was of that hour; what has failed is tried again
     arguments[arguments.index("--output") + 1] = str(again)

@@ -246,6 +246,7 @@ def test_pg19_is_read_from_a_stand_in(tmp_path: Path) -> None:
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "test.parquet")
     texts = read_texts(_options(dataset="pg19", dataset_path=str(tmp_path)))
     assert [text.content for text in texts] == ["first", "second"]
+    assert [text.name for text in texts] == ["A (row 1)", "B (row 2)"]
 
 
 def test_pg19_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +266,9 @@ def test_a_data_set_without_texts_is_refused(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([{"content": "a", "title": "b"}]).to_parquet(tmp_path / "test.parquet")
     with pytest.raises(ValueError, match=r"must have a column 'text', found are \['content', 'title'\]"):
+        read_texts(_options(dataset="pg19", dataset_path=str(tmp_path)))
+    datasets.Dataset.from_list([{"text": "a"}, {"text": None}]).to_parquet(tmp_path / "test.parquet")
+    with pytest.raises(ValueError, match="must hold text, row 2 holds None"):
         read_texts(_options(dataset="pg19", dataset_path=str(tmp_path)))
 
 
@@ -397,6 +401,7 @@ def test_a_cache_of_transformers_that_fails_is_shown(
     text = ("--dataset", "text", "--text_files", str(book), "--context_length", "64", "--max_windows", "1")
     arguments = command(tmp_path, *text, "--no_plots", "--cache_config")
     assert main([*arguments, '{"backend": "quanto"}']) == 0
-    assert [row["reason"] for row in results(tmp_path)["skipped"]] == ["failed: no such group"]
+    [entry] = results(tmp_path)["skipped"]
+    assert (entry["reason"], entry["is_failure"]) == ("failed: no such group", True)
     with pytest.raises(RuntimeError, match="no such group"):
         main([*arguments, '{"backend": "int8"}'])

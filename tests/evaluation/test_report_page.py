@@ -169,8 +169,18 @@ ALL_TASKS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         ["90.0 %", "77.5 %", "2048", "70.0 %", "40.0 %", "By depth", "25.0 %"],
     ),
     "longbench": (
-        _rows(average=lambda i: 40.5 - i, scores=lambda i: {"qasper": 50.25 - i, "trec": 11.5}),
-        ["40.50", "37.50", "qasper", "50.25", "47.25", "11.50"],
+        _rows(
+            average=lambda i: 40.5 - i,
+            scores=lambda i: {"qasper": 50.25 - i, "trec": 11.5},
+            scores_by_length=lambda i: {
+                "qasper": {"0-4k": 61.5 - i, "4-8k": 33.75, "8k+": None},
+                "trec": {"0-4k": 12.25, "4-8k": None, "8k+": None},
+            },
+        ),
+        [
+            *("40.50", "37.50", "qasper", "50.25", "47.25", "11.50"),
+            *("Scores of texts of 0-4k words", "61.50", "58.50", "12.25", "Scores of texts of 4-8k", "33.75"),
+        ],
     ),
     "bench attention": (
         [
@@ -230,6 +240,7 @@ def test_every_kind_of_evaluation(task: str, tmp_path: Path) -> None:
     ]:
         assert text in reader.shown, text
     assert reader.count("figure") >= (0 if task == "something <else>" else 1)
+    assert "texts of 8k+" not in reader.shown, "of which there are none"
     assert reader.count("nav") == 0  # one file needs no contents
     # the dense cache is the first row of the first table, transformers' own caches are marked
     kinds = [attributes.get("class") for tag, attributes in reader.tags if tag == "tr"]

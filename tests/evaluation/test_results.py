@@ -55,6 +55,10 @@ def test_commit_of_another_repository_is_not_ours(tmp_path: Path, monkeypatch: p
     ("argv", "command"),
     [
         ([str(ROOT / "scripts" / "benchmark.py"), "attention"], "python scripts/benchmark.py attention"),
+        (
+            [str(ROOT / "kvcache_plugins" / "__main__.py"), "eval", "passkey"],
+            "python -m kvcache_plugins eval passkey",
+        ),
         (["/usr/local/bin/kvcache-plugins", "bench", "a b"], "kvcache-plugins bench 'a b'"),
         (
             ["kvcache-plugins", "--hub_token", "hf_1", "--tokens", "4"],

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_plugins.evaluation.caches import DENSE, generate
 from kvcache_plugins.models.cache_argument import cache_of
-from kvcache_plugins.models.pretrained import load_config, load_model, load_tokenizer
+from kvcache_plugins.models.pretrained import check_attention, load_config, load_model, load_tokenizer
 from kvcache_plugins.testing import tiny_model
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -54,6 +55,43 @@ def test_a_damaged_model(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said) as failure:
         load_model(str(tmp_path), load_config(str(tmp_path)))
     assert str(tmp_path) in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "given", [None, "eager", "sdpa", "flash_attention_2", "kernels-community/flash-attn2"]
+)
+def test_ways_of_attending_that_transformers_knows(given: str | None) -> None:
+    check_attention(given)
+
+
+def test_a_way_of_attending_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    ours = {"sdpa_observed_by_kvcache_plugins": len}  # of heads that are trained
+    monkeypatch.setattr(
+        ALL_ATTENTION_FUNCTIONS, "_global_mapping", ALL_ATTENTION_FUNCTIONS._global_mapping | ours
+    )
+    said = r"^--attn_implementation must be one of eager, flash.*\|eager, sdpa, or .*, got 'sdpaa'\. Did you"
+    with pytest.raises(ValueError, match=said):
+        load_model(str(tmp_path), load_config(str(tmp_path)), attn_implementation="sdpaa")
+
+
+@pytest.mark.parametrize("kind", [ImportError, ValueError])
+def test_a_way_of_attending_that_is_not_here(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a package that is not installed, or of a model that has not learned it."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise kind("LlamaForCausalLM does not support Flash Attention 2 yet.")
+
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = load_config(str(tmp_path))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    said = (
+        rf"^--attn_implementation 'flash_attention_2' cannot be used with --model '{tmp_path}': Llama.* yet"
+    )
+    with pytest.raises(ValueError, match=said):
+        load_model(str(tmp_path), config, attn_implementation="flash_attention_2")
 
 
 def test_a_whole_model(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_files_are_read_shuffled_and_checked(tmp_path: Path, tokenizer: Any) -> 
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n')
     assert read_rows(str(path)) == [{"prompt": "a"}]
     for row, message in (
-        ({"text": "a"}, r"Row 2 of --dataset: must be one of .*found are \['text'\]"),
+        ({"text": "a"}, r"Row 3 of --dataset: must be one of .*found are \['text'\]"),
         ({"prompt": "a", "answer": ""}, "with an answer"),
         ({"messages": [{"role": "user", "content": "a"}]}, "that end with one"),
         ({"messages": [{"role": "user"}]}, "a message must have a role, and content that is text"),
@@ -174,7 +174,7 @@ def test_turns_that_a_chat_template_refuses(tokenizer: Any, monkeypatch: pytest.
     monkeypatch.setattr(tokenizer, "chat_template", refusing)
     turns = [{"role": role, "content": "a"} for role in ("system", "user", "assistant")]
     assert len(Conversations([{"messages": turns[1:]}], tokenizer, max_length=10)) == 1
-    with pytest.raises(ValueError, match=r"Row 1 of .* refuses turns of \['system', .*: No system role"):
+    with pytest.raises(ValueError, match=r"Row 2 of .* refuses turns of \['system', .*: No system role"):
         Conversations([{"messages": turns[1:]}, {"messages": turns}], tokenizer, max_length=10)
 
 

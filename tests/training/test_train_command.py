@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, MistralConfig
 
 from kvcache_plugins.backends.locret import LocretConfig
 from kvcache_plugins.cli import main
@@ -78,6 +78,7 @@ def test_the_command(
     rows = {row["label"]: row for row in document["results"]}
     assert list(rows) == ["dense", "locret", "locret, untrained", "knorm"]
     assert rows["locret"]["loss"] < rows["locret, untrained"]["loss"]
+    assert document["settings"]["dtype"] == "float32"
     assert len(rows["knorm"]["recall_by_layer"]) == 6 and document["settings"]["steps"] == 12
     assert [entry["step"] for entry in document["history"] if "loss" in entry] == [4, 8, 12]
     assert str(text.parent) not in json.dumps(document["settings"])
@@ -100,6 +101,18 @@ def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise:
         for name in ("alone", "both")
     ]
     assert recalls[0] == pytest.approx(recalls[1], abs=0.02)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="of a machine without a GPU")
+def test_processes_share_the_work_without_being_told_that_there_is_no_gpu(text: Path, tmp_path: Path) -> None:
+    """As above; each alone, they would train on half as many examples, into one directory."""
+    given = [*arguments(text, tmp_path, "--max_steps", "2"), "--no_plots"]
+    told = given.index("--use_cpu")
+    done = run_script("train_locret.py", *given[:told], *given[told + 2 :], processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("written to") == 1
+    settings = json.loads((tmp_path / "results.json").read_text())["settings"]
+    assert settings["batch"] == 4, "of two processes, each with two examples a step"
 
 
 def test_heads_that_could_not_be_used_are_not_written(
@@ -377,6 +390,29 @@ def test_what_only_the_trainer_refuses_is_told_before_the_model_is_loaded(
     monkeypatch.setattr(job, "_load_base", lambda *args: pytest.fail("loaded"))
     assert main(["train-locret", *arguments(text, tmp_path, "--no_plots", *given)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_of_which_nothing_is_evicted_is_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "load_tokenizer", lambda *args, **options: pytest.fail("loaded"))
+    MistralConfig(sliding_window=16, max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    command = ["train-locret", *arguments(text, tmp_path / "out", "--no_plots")]
+    assert main([*command, "--model", str(tmp_path / "model")]) == 2
+    said = (
+        f"error: --model {str(tmp_path / 'model')!r} has no layer that could evict tokens "
+        "(sliding_attention: holds at most 16 tokens already)"
+    )
+    assert said in capsys.readouterr().err
+
+
+def test_unknown_attention_is_told_before_the_model_is_looked_for(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "load_config", lambda *args, **options: pytest.fail("loaded"))
+    given = arguments(text, tmp_path, "--no_plots", "--attn_implementation", "foo")
+    assert main(["train-locret", *given]) == 2
+    assert "--attn_implementation must be one of eager, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("given", "seed"), [([], 5), (["--data_seed", "0"], 0)])

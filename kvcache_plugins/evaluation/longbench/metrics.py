@@ -22,6 +22,7 @@ from .rouge_l import MOST_STEPS, rouge_l
 __all__ = [
     "METRICS",
     "check_metric",
+    "check_reference",
     "classification",
     "code_similarity",
     "count",
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 _Classes = Sequence[str] | None
+_PARAGRAPHS = {"retrieval": "Paragraph ", "retrieval_zh": "段落"}
+"""How the references of a metric name a paragraph, before its number."""
 
 # Code points that count as punctuation in a Chinese text, beside the ASCII ones. The gaps are deliberate:
 # U+300A is one of them, though its partner U+300B is punctuation.
@@ -101,7 +104,7 @@ def retrieval(prediction: str, reference: str, all_classes: _Classes = None) -> 
     Raises:
         ValueError: If the reference names no paragraph.
     """
-    return count(prediction, _number_after("Paragraph ", reference))
+    return count(prediction, _number_after(_PARAGRAPHS["retrieval"], reference))
 
 
 def retrieval_zh(prediction: str, reference: str, all_classes: _Classes = None) -> float:
@@ -110,7 +113,7 @@ def retrieval_zh(prediction: str, reference: str, all_classes: _Classes = None) 
     Raises:
         ValueError: If the reference names no paragraph.
     """
-    return count(prediction, _number_after("段落", reference))
+    return count(prediction, _number_after(_PARAGRAPHS["retrieval_zh"], reference))
 
 
 def count(prediction: str, reference: str, all_classes: _Classes = None) -> float:
@@ -157,6 +160,16 @@ def check_metric(name: str) -> None:
     """
     if name in ("qa_f1_zh", "rouge_zh"):
         _jieba()
+
+
+def check_reference(name: str, reference: str) -> None:
+    """Make sure that answers can be scored by a metric with a reference, whatever they are.
+
+    Raises:
+        ValueError: If the reference lacks what the metric reads in it.
+    """
+    if name in _PARAGRAPHS:
+        _number_after(_PARAGRAPHS[name], reference)
 
 
 def _f1(predicted: list[str], expected: list[str]) -> float:

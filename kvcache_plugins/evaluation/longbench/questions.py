@@ -13,6 +13,7 @@ from typing import Any
 from ..hub_datasets import import_datasets
 from ..json_lines import check_row, parse_rows, read_rows
 from ..text_files import read_text_file
+from .metrics import check_reference
 from .options import LongBenchOptions
 from .tasks import Task, find_tasks
 
@@ -176,6 +177,11 @@ def _question(
 ) -> Question:
     if task.metric == "classification":
         check_row(row, place, {"all_classes": (list,)})
+    for reference in row["answers"]:
+        try:
+            check_reference(task.metric, reference)
+        except ValueError as error:  # which would else be told when all has been answered
+            raise ValueError(f"{place} cannot be scored: {error}") from error
     kept = {name: row[name] for name in ("answers", "all_classes", "length", "_id") if name in row}
     if all(name in row for name in _OWN_PROMPT) and "input" not in row:
         if templates is not None:

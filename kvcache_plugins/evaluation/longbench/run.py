@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from ...models.decoder import decoder_only_config, most_positions
 from ...registry import TRANSFORMERS_BACKENDS
 from ..caches import split_available
 from ..earlier import is_repeated
-from ..file_digests import CacheNames, model_settings
+from ..file_digests import CacheNames, digest_words, model_settings
 from ..journal import Journal
 from ..labels import cache_label
 from ..loading import Subject, load_config, load_subject
@@ -73,13 +74,19 @@ def measure_longbench(
         shard = subject.shard
         uses_template = not options.no_chat_template and subject.tokenizer.chat_template is not None
         settings = options.settings() | {
+            "dtype": subject.dtype,
             "max_lengths": {task.name: length for task, length in max_lengths.items()},
             "uses_chat_template": uses_template,
             "score_only": False,
         }
+        inputs = {
+            "model": relevant["model_digest"],
+            "questions": _digest(questions),
+            "artifacts": names.artifacts,
+        }
         journal = Journal(output, relevant, shard.process)
         if shard.is_main:
-            if not len(journal) and not _is_repeated(output, settings, options.cache_configs):
+            if not len(journal) and not _is_repeated(output, settings, inputs, options.cache_configs):
                 files.set_aside(output, cache_configs)
             for cache_config in cache_configs:
                 files.name_folder(output / files.folder_name(cache_config), cache_config)
@@ -99,7 +106,12 @@ def measure_longbench(
             folder = output / files.folder_name(entry["cache_config"])
             files.remove_predictions(folder, questions)
         document = build_document(
-            _TASK, results, settings=settings, skipped=[*skipped, *failed], device=subject.device
+            _TASK,
+            results,
+            settings=settings,
+            inputs=inputs,
+            skipped=[*skipped, *failed],
+            device=subject.device,
         )
         write_results(output, document)
         journal.remove(names.is_outdated)
@@ -233,9 +245,25 @@ def _what_answers_depend_on(options: LongBenchOptions) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in _ANSWERS_DO_NOT_DEPEND_ON}
 
 
-def _is_repeated(output: Path, settings: Mapping[str, Any], cache_configs: list[dict[str, Any]]) -> bool:
+def _digest(questions: _Questions) -> str:
+    """Return a digest of all that is asked and of what it is scored with."""
+    return digest_words(
+        word
+        for task, asked in questions.items()
+        for question in asked
+        for word in (task.name, question.prompt, json.dumps(question.row, sort_keys=True))
+    )
+
+
+def _is_repeated(
+    output: Path,
+    settings: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    cache_configs: list[dict[str, Any]],
+) -> bool:
     """Whether the results that are there are of the same run, whose predictions will be what they are."""
-    planned = {"task": _TASK, "settings": settings, "results": [{"cache_config": c} for c in cache_configs]}
+    caches = [{"cache_config": cache_config} for cache_config in cache_configs]
+    planned = {"task": _TASK, "settings": settings, "inputs": inputs, "results": caches}
     return is_repeated(output / RESULTS_FILE, planned)
 
 
@@ -254,7 +282,7 @@ def _results(
         }
         reason = next((record["failed"] for record in records.values() if "failed" in record), None)
         if reason is not None:
-            failed.append({"cache_config": cache_config, "reason": reason})
+            failed.append({"cache_config": cache_config, "reason": reason, "is_failure": True})
             continue
         dense = dense or records  # the dense cache comes first
         results.append(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..file_digests import digest_files
 from ..labels import cache_label
 from ..results import build_document
 from .metrics import check_metric
@@ -34,12 +35,13 @@ def score_directory(
     Raises:
         ValueError: If there is nothing to score, or a file is not as it should be.
     """
-    results = []
+    results, digests = [], []
     for label, cache_config, paths in find_predictions(directory, tasks, longbench_e=longbench_e):
         rows = {}
         for task in find_tasks(paths):
             check_metric(task.metric)
             rows[task] = read_predictions(paths[task.name], task, longbench_e=longbench_e)
+        digests.append(digest_files(list(paths.values())))
         results.append({"cache_config": cache_config, "label": label} | _scores(rows, longbench_e))
     settings = {
         "score_only": True,
@@ -47,7 +49,7 @@ def score_directory(
         "tasks": None if tasks is None else list(tasks),
         "longbench_e": longbench_e,
     }
-    return build_document("longbench", results, settings=settings)
+    return build_document("longbench", results, settings=settings, inputs={"predictions": digests})
 
 
 def summarise(

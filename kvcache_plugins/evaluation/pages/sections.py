@@ -44,7 +44,7 @@ def file_section(file: ResultFile, anchor: str, book: StyleBook) -> Markup:
         parts += [result_table(rows, _generic_columns(rows)), *_grids(file.rows)]
     else:
         parts += quality_pictures(rows, view, book) + speed_pictures(rows, view, book)
-        parts += [result_table(rows, view.columns), *_grids(file.rows)]
+        parts += [result_table(rows, view.columns), *_grids(file.rows), *_scores_by_length(file.rows)]
         parts += position_pictures(rows, book)
     parts += [*_largest_context(file, book), *_skipped(file)]
     parts += [_everything(file.rows), _details("Settings of the run", _facts(file.settings))]
@@ -128,6 +128,25 @@ def _grids(rows: Sequence[Mapping[str, Any]]) -> list[Markup]:
             grids.append(element("div", element("h4", cache_name(row)), grid))
         if grids:
             parts.append(_details(f"{title}, cache by cache", element("div", *grids, class_="pictures")))
+    return parts
+
+
+def _scores_by_length(rows: Sequence[Mapping[str, Any]]) -> list[Markup]:
+    """Show the scores of LongBench-E, one table for each group of lengths that has any."""
+    found = [
+        (row, {task: groups for task, groups in row["scores_by_length"].items() if isinstance(groups, dict)})
+        for row in rows
+        if isinstance(row.get("scores_by_length"), dict)
+    ]
+    parts = []
+    for group in dict.fromkeys(group for _, tasks in found for groups in tasks.values() for group in groups):
+        lines = [
+            (cache_name(row), row_class(row), {task: groups.get(group) for task, groups in tasks.items()})
+            for row, tasks in found
+        ]
+        if any(number(score) is not None for _, _, scores in lines for score in scores.values()):
+            parts.append(element("h4", f"Scores of texts of {group} words (characters of Chinese)"))
+            parts.append(heat_table(lines, "cache", _GRIDS["scores"][1], _GRIDS["scores"][2]))
     return parts
 
 

@@ -164,3 +164,22 @@ def test_classes_are_needed_where_classes_are_asked_for(data: Path) -> None:
     write_rows(data / "trec.jsonl", [row(0, "trec")])
     with pytest.raises(ValueError, match=r"trec.jsonl, row 1: all_classes must be list, got None"):
         _load(data_dir=str(data), tasks=["trec"], prompts=str(data / "prompts.json"))
+
+
+@pytest.mark.parametrize(
+    ("task", "good", "said"),
+    [
+        ("passage_retrieval_en", "Paragraph 7", "'Paragraph 7', got 'x'"),
+        ("passage_retrieval_zh", "段落7", "'段落7', got 'x'"),
+    ],
+)
+def test_references_that_nothing_can_be_scored_with_are_told_before_anything_is_loaded(
+    task: str, good: str, said: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (data / "prompts.json").write_text(json.dumps({task: "{context}{input}"}))
+    for references in ([good], [good, "x"]):
+        write_rows(data / f"{task}.jsonl", [row(0) | {"answers": [good]}, row(1) | {"answers": references}])
+        if references == [good]:
+            _load(data_dir=str(data), tasks=[task], prompts=str(data / "prompts.json"))
+    error = _error(capsys, data, "--tasks", task)
+    assert f"{task}.jsonl, row 2 cannot be scored: The reference must name a paragraph, as in {said}" in error

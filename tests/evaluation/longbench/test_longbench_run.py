@@ -59,6 +59,7 @@ def test_a_run_leaves_predictions_and_scores(finished: Path) -> None:
     document = read_results(finished)
     files = _files(finished)
     assert document["task"] == "longbench"
+    assert document["settings"]["dtype"] == "float32", "which --dtype auto has found"
     assert [result["cache_config"] for result in document["results"]] == [DENSE, INT8]
     assert list(files) == [
         f"{cache}/{task}.jsonl" for cache in ("dense", "int8") for task in ("hotpotqa", "passage_count")
@@ -245,6 +246,7 @@ def test_a_failure_of_transformers_own_cache_does_not_end_the_run(
     assert skipped == {
         "cache_config": failing,
         "reason": "failed at row 1 of hotpotqa: out of something",
+        "is_failure": True,
     }
     assert not (tmp_path / "out" / folder_name(failing)).exists(), "a part is not scored as the whole"
     # the failure was of that hour; what has failed is tried again
