@@ -37,7 +37,7 @@ def predicted_bytes(
     Args:
         config (`PreTrainedConfig`): The model's.
         cache_config (`Mapping`): `"backend"` in lower case and its options.
-        tokens (`int`): Tokens that the decoder is given first, per row: the prompt, where no encoder reads it.
+        tokens (`int`): First given to the decoder, per row: the prompt unless an encoder reads it.
         batch_size (`int`): Rows.
         dtype (`torch.dtype`): Of the states.
         encoder_tokens (`int`, *optional*): Tokens per row that an encoder has read, where there is one.

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -658,9 +659,7 @@ def test_the_largest_context_of_a_fraction_counts_what_is_generated(backend: str
     for count in (tokens, tokens + 1, tokens + 4):
         prompt, new_tokens = prompt_and_new_tokens(count)
         assert (prompt + new_tokens - 1, new_tokens) == (count, 8)
-        held.append(
-            estimate(config, cache_config, prompt, dtype=torch.bfloat16, new_tokens=new_tokens)
-        )
+        held.append(estimate(config, cache_config, prompt, dtype=torch.bfloat16, new_tokens=new_tokens))
     assert held[0] <= room < held[1] <= held[2]
     assert [prompt_and_new_tokens(count) for count in (1, 7, 8)] == [(1, 1), (1, 7), (1, 8)]
 
@@ -696,8 +695,43 @@ def test_a_process_that_fails_says_why() -> None:
         "dtype": "float32",
         "device": "cpu",
     }
-    with pytest.raises(generation_speed.WorkerError, match=r"dense ended with 1: .*no/such/model"):
+    said = r"^dense ended with 1: (\w+\.)*\w+(Error|Exception)?: .*no/such/model"
+    with pytest.raises(generation_speed.WorkerError, match=said) as failure:
         generation_process.run_job(job)
+    assert "File " not in str(failure.value)
+    assert "^^^" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("budget must exceed 4"), "ValueError: budget must exceed 4"),
+        (RuntimeError("first line\n\n  second line"), "RuntimeError: first line second line"),
+        (NotImplementedError(), "NotImplementedError"),
+        (torch.OutOfMemoryError("no room"), "torch.OutOfMemoryError: no room"),
+        (RuntimeError("word " * 200), f"RuntimeError: {'word ' * 59}..."),
+    ],
+)
+def test_what_a_process_said_last_is_its_exception(error: Exception, said: str) -> None:
+    def fail() -> None:
+        raise KeyError("some other one")
+
+    try:
+        try:
+            fail()
+        except KeyError:
+            raise error  # noqa: B904  # two tracebacks, one after the other
+    except type(error):
+        text = f"UserWarning: slow\n  warn()\n{traceback.format_exc()}"
+    assert "During handling" in text
+    assert generation_process.last_said(text) == said
+
+
+def test_what_a_process_said_last_without_a_traceback() -> None:
+    assert generation_process.last_said("") == ""
+    text = "terminate called after throwing an instance of 'c10::Error'\n  what():  illegal address\n"
+    assert generation_process.last_said(text) == " ".join(text.split())
+    assert len(generation_process.last_said("word " * 200).split()) == 60
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a script of the shell")
