@@ -337,6 +337,7 @@ def compare(measured: Measured, dense: Measured, dtype: torch.dtype, tokenizer: 
 
 
 OTHERS = "transformers' own:"
+SHOWN_LETTERS = 100
 COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("cache\nbytes", lambda row: f"{row['kv_bytes']:,}"),
     ("of\ndense", lambda row: f"{row['memory_fraction']:.3f}"),
@@ -364,7 +365,7 @@ def comparison(document: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     rows = [*document["results"], *document["skipped"]]
     labels = [row.get("label") or cache_label(row["cache_config"]) for row in rows]
-    table.add_column("backend", min_width=min(40, max(map(len, [*labels, OTHERS]))))
+    table.add_column("backend")
     for title, _ in COLUMNS:
         table.add_column(title, justify="right", no_wrap=True)
     previous = None
@@ -413,16 +414,21 @@ def owner(row: dict[str, Any]) -> str:
 def continuations(prompt: str, results: list[dict[str, Any]]) -> Table:
     """Show the end of the prompt and how each cache went on."""
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
-    table.add_column(no_wrap=True, min_width=max(len(row["label"]) for row in results))
-    table.add_column(overflow="ellipsis", no_wrap=True)
+    table.add_column()
+    table.add_column()
     table.add_row("prompt", Text("... " + one_line(prompt)[-80:]))
     for row in results:
-        table.add_row(Text(row["label"]), Text(one_line(row["generated_text"])))
+        table.add_row(Text(row["label"]), Text(beginning(row["generated_text"])))
     return table
 
 
 def one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def beginning(text: str) -> str:
+    line = one_line(text)
+    return line if len(line) <= SHOWN_LETTERS else f"{line[:SHOWN_LETTERS]} ..."
 
 
 def save_picture(document: dict[str, Any], path: Path) -> None:

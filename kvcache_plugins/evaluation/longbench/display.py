@@ -34,7 +34,7 @@ def longbench_table(document: dict[str, Any]) -> Table:
 
     results = document["results"]
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("task", no_wrap=True)
+    table.add_column("task")
     table.add_column("rows", justify="right", no_wrap=True)
     for result in results:
         table.add_column(Text(result["label"].replace(" ", "\n")), justify="right", no_wrap=True)
