@@ -1,11 +1,18 @@
-"""Names beside the points of a scatter plot."""
+"""Names in pictures: folded where they are long, and beside the points of a scatter plot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["LabelledPoint", "place_labels"]
+__all__ = ["FOLDED_WIDTH", "LabelledPoint", "folded", "inches", "place_labels"]
+
+FOLDED_WIDTH = 30
+"""Letters a line of a folded name: the longest option of the caches in the README is one word of 29."""
+
+_INCHES_A_LETTER = 0.62 / 72
+"""Of a line, for each point of its type: letters of a sans-serif face are some six tenths as wide as high."""
 
 _SIDES = (
     ("left", 8, 0),
@@ -22,6 +29,23 @@ _SIDES = (
 """Alignment of the text, and its offset from the point in points of type."""
 _MARK = 14
 """Width and height of a mark, in pixels."""
+
+
+def folded(label: str, width: int = FOLDED_WIDTH) -> str:
+    """Return a name in lines of at most `width` letters, broken between words where that is possible."""
+    return textwrap.fill(label, width, break_on_hyphens=False)
+
+
+def inches(labels: Iterable[str], font_size: float) -> tuple[float, float]:
+    """Return the room for any of some names: the longest line of all, and the height of as many as one has.
+
+    Args:
+        labels (`Iterable[str]`): As [`folded`] returns them.
+        font_size (`float`): In points.
+    """
+    lines = [label.split("\n") for label in labels]
+    longest = max((len(line) for label in lines for line in label), default=0)
+    return longest * font_size * _INCHES_A_LETTER, max(map(len, lines), default=0) * 1.3 * font_size / 72
 
 
 class LabelledPoint(NamedTuple):
