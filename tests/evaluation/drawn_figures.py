@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvcache_plugins.evaluation.plotting import pyplot
+
 
 def draw(
     plot: Callable[[dict[str, Any], Path], None], document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -21,6 +23,7 @@ def draw(
         warnings.simplefilter("error")
         plot(document, Path("not written"))
         drawn[0].draw_without_rendering()
+    pyplot().close(drawn[0])
     return drawn[0]
 
 
@@ -28,6 +31,7 @@ def check_legible(figure: Any) -> None:
     """Check that no panel, with its title and names, leaves the picture or lies over another one."""
     panels = [axes for axes in figure.axes if axes.get_visible()]
     boxes = [axes.get_tightbbox() for axes in panels]
+    boxes += [legend.get_window_extent() for legend in figure.legends]
     whole = figure.bbox
     if figure._suptitle is not None:
         boxes.append(figure._suptitle.get_window_extent())
