@@ -29,11 +29,20 @@ _SIDES = (
 """Alignment of the text, and its offset from the point in points of type."""
 _MARK = 14
 """Width and height of a mark, in pixels."""
+_HALF_LINE = 6
+"""Half the distance of two lines of a name, in points."""
 
 
 def folded(label: str, width: int = FOLDED_WIDTH) -> str:
-    """Return a name in lines of at most `width` letters, broken between words where that is possible."""
-    return textwrap.fill(label, width, break_on_hyphens=False)
+    """Return a name in lines of at most `width` letters, broken between words where that is possible.
+
+    An option that is longer than a line is broken behind its `=`, if its value is not.
+    """
+    words = []
+    for word in label.split():
+        name, equals, value = word.partition("=")
+        words += [name + equals, value] if len(value) <= width < len(word) else [word]
+    return textwrap.fill(" ".join(words), width, break_on_hyphens=False)
 
 
 def inches(labels: Iterable[str], font_size: float) -> tuple[float, float]:
@@ -92,10 +101,15 @@ def place_labels(axes: Any, points: Sequence[LabelledPoint]) -> None:
 
         def box_at(side: tuple[str, int, int], note: Any = note) -> Any:
             alignment, right, up = side
-            note.set(ha=alignment, position=(right, up))
+            more = note.get_text().count("\n") * _HALF_LINE  # all lines of it are above the point, or below
+            note.set(ha=alignment, position=(right, up + (more if up > 0 else -more if up < 0 else 0)))
             return note.get_window_extent()
 
         boxes = {side: box_at(side) for side in _SIDES}
-        within = [side for side, box in boxes.items() if inside.x0 <= box.x0 and box.x1 <= inside.x1]
+        within = [
+            side
+            for side, box in boxes.items()
+            if inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+        ]
         covered = {side: sum(boxes[side].overlaps(other) for other in others) for side in within}
         taken.append(box_at(min(covered, key=lambda side: covered[side], default=_SIDES[0])))
