@@ -45,7 +45,7 @@ from kvcache_plugins.evaluation.language_reference import read_language_referenc
 from kvcache_plugins.evaluation.options import DTYPES, MOST_THREADS, check_count, check_model
 from kvcache_plugins.evaluation.perplexity_scoring import Schedule, predictions
 from kvcache_plugins.evaluation.plot_labels import LabelledPoint, place_labels
-from kvcache_plugins.evaluation.plotting import pyplot, save_figure
+from kvcache_plugins.evaluation.plotting import pyplot, save_figure, scale_divergences
 from kvcache_plugins.evaluation.progress import progress_bar
 from kvcache_plugins.evaluation.results import build_document, write_results
 from kvcache_plugins.evaluation.text_files import read_text_file
@@ -345,6 +345,7 @@ def compare(measured: Measured, dense: Measured, dtype: torch.dtype, tokenizer: 
 
 
 OTHERS = "transformers' own:"
+SHOWN_LETTERS = 100
 COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("cache\nbytes", lambda row: f"{row['kv_bytes']:,}"),
     ("of\ndense", lambda row: f"{row['memory_fraction']:.3f}"),
@@ -372,7 +373,7 @@ def comparison(document: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     rows = [*document["results"], *document["skipped"]]
     labels = [row.get("label") or cache_label(row["cache_config"]) for row in rows]
-    table.add_column("backend", min_width=min(40, max(map(len, [*labels, OTHERS]))))
+    table.add_column("backend")
     for title, _ in COLUMNS:
         table.add_column(title, justify="right", no_wrap=True)
     previous = None
@@ -421,16 +422,21 @@ def owner(row: dict[str, Any]) -> str:
 def continuations(prompt: str, results: list[dict[str, Any]]) -> Table:
     """Show the end of the prompt and how each cache went on."""
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
-    table.add_column(no_wrap=True, min_width=max(len(row["label"]) for row in results))
-    table.add_column(overflow="ellipsis", no_wrap=True)
+    table.add_column()
+    table.add_column()
     table.add_row("prompt", Text("... " + one_line(prompt)[-80:]))
     for row in results:
-        table.add_row(Text(row["label"]), Text(one_line(row["generated_text"])))
+        table.add_row(Text(row["label"]), Text(beginning(row["generated_text"])))
     return table
 
 
 def one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def beginning(text: str) -> str:
+    line = one_line(text)
+    return line if len(line) <= SHOWN_LETTERS else f"{line[:SHOWN_LETTERS]} ..."
 
 
 def save_picture(document: dict[str, Any], path: Path) -> None:
@@ -442,21 +448,18 @@ def save_picture(document: dict[str, Any], path: Path) -> None:
     packed = [row for row in results if owner(row) != "dense"]
     figure, (quality, speed) = pyplot().subplots(1, 2, figsize=(13, 5.2), layout="constrained")
 
-    # A divergence of exactly zero (nothing was packed) has no place on a logarithmic axis: it is drawn at the
-    # bottom.
-    floor = min((row["kl_to_dense"] for row in packed if row["kl_to_dense"] > 0), default=1e-6) / 2
     points: list[LabelledPoint] = []
     for name, label in names.items():
         rows = [row for row in packed if owner(row) == name]
-        heights = [max(row["kl_to_dense"], floor) for row in rows]
+        heights = [row["kl_to_dense"] for row in rows]
         quality.scatter([r["bits_per_value"] for r in rows], heights, s=55, color=colours[name], label=label)
         points += [
             LabelledPoint(row["bits_per_value"], height, row["label"], colours[name])
             for row, height in zip(rows, heights, strict=True)
         ]
     if points:
-        quality.set_yscale("log")
         quality.margins(x=0.18, y=0.12)
+        scale_divergences(quality, (point.y for point in points))
         quality.legend(loc="upper right", frameon=False)
     dense_bits = results[0]["bits_per_value"]
     quality.set_xlabel(f"bits per value, metadata and exact recent tokens included (dense: {dense_bits:.0f})")

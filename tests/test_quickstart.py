@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, cache_ut
 from kvcache_plugins.evaluation.caches import new_cache
 from kvcache_plugins.evaluation.language_reference import read_language_reference
 from kvcache_plugins.models.cache_argument import as_argument
+from tests.evaluation.drawn_figures import draw
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -93,6 +94,17 @@ def _check_scores(quickstart: ModuleType, row: dict[str, Any], cache_config: dic
     divergence = (dense.exp() * (dense - found)).sum(-1).mean()
     assert row["kl_to_dense"] == pytest.approx(divergence.item(), rel=1e-3, abs=1e-7)
     assert row["top1_agreement"] == pytest.approx((found.argmax(-1) == dense.argmax(-1)).double().mean())
+
+
+def test_a_divergence_of_zero_is_drawn_at_zero(
+    quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = json.loads((ROOT / "examples" / "results" / "quickstart.json").read_text())
+    document["results"][1]["kl_to_dense"] = 0.0
+    quality = draw(quickstart.save_picture, document, monkeypatch).axes[0]
+    heights = [height for points in quality.collections for _, height in points.get_offsets()]
+    assert sorted(heights) == sorted(row["kl_to_dense"] for row in document["results"][1:])
+    assert 0.0 in quality.get_yticks()
 
 
 def test_dtypes_have_the_names_that_commands_take(quickstart: ModuleType) -> None:

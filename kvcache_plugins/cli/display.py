@@ -11,26 +11,31 @@ from typing import Any
 __all__ = ["show", "show_results"]
 
 _FILE_WIDTH = 200
-"""Columns where the output is a file, which has no width of its own."""
+"""Characters a line where the output is a file, which has no width of its own; more if a table needs them."""
 
 
 def show(tables: Iterable[Any], lines: Iterable[str] = ()) -> None:
     """Print tables of rich, then lines as they are.
 
     Args:
-        tables (`Iterable[rich.table.Table]`): One below the other.
+        tables (`Iterable[rich.table.Table]`): One below the other. Of one that is too wide, text folds and
+            numbers do not: its columns make several tables if need be.
         lines (`Iterable[str]`): Footnotes and the places of files; never wrapped, coloured or marked up.
     """
     from rich.console import Console
+
+    from .fitting import fitted, width_needed
 
     # results are not lost to a terminal that lacks a sign of theirs
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=_FILE_WIDTH)
+    tables = list(tables)
+    if not (is_terminal := console.is_terminal):
+        console = Console(width=max([_FILE_WIDTH, *map(width_needed, tables)]))
     for table in tables:
-        console.print(table)
+        for part in fitted(table, console.width, folds_names=is_terminal):
+            console.print(part)
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -50,9 +50,8 @@ def _table(title: str, rows: list[BackendRow]) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("backend", no_wrap=True)
-    for column in ("what it does", "paper", "own options and defaults"):
+    for column in ("what it does", "paper", "own options and defaults", "native kernel"):
         table.add_column(column, overflow="fold")
-    table.add_column("native kernel", no_wrap=True)
     for row in rows:
         # Text, not str: a default such as [] is no markup
         table.add_row(*map(Text, (row.name, row.summary, row.paper, row.own_defaults, row.native)))

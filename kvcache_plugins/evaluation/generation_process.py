@@ -21,13 +21,23 @@ if TYPE_CHECKING:
 
     from .speed_options import GenerationOptions
 
-__all__ = ["OUT_OF_MEMORY", "DidNotFitError", "WorkerError", "make_job", "peak_above_model", "run_job"]
+__all__ = [
+    "OUT_OF_MEMORY",
+    "DidNotFitError",
+    "WorkerError",
+    "last_said",
+    "make_job",
+    "peak_above_model",
+    "run_job",
+]
 
 OUT_OF_MEMORY = 77
 """Exit status of a worker whose allocation was refused."""
 
 _WORKER = f"{__package__}.generation_worker"
 _ROOT = Path(__file__).resolve().parents[2]
+_MOST_WORDS = 60
+"""Of what a process said last; some libraries say pages."""
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL) if os.name == "posix" else ()
 
 
@@ -96,8 +106,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     Raises:
         DidNotFitError: If the process was killed, which the system does when memory runs out, or was refused
             memory.
-        WorkerError: If it failed otherwise; the message ends with what it said last. Or if it had not ended
-            in its time.
+        WorkerError: If it failed otherwise; the message ends with the exception, or else with what it said
+            last. Or if it had not ended in its time.
     """
     # Found wherever the caller was started from, and with it the tools installed beside the interpreter:
     # quanto compiles an extension with ninja, which often is not on the PATH.
@@ -120,7 +130,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
             )
         except subprocess.TimeoutExpired as error:
             raise WorkerError(f"{name} had not ended after {error.timeout:g} s (--time_limit)") from error
-        said = " ".join(done.stderr.split()[-40:])
+        said = last_said(done.stderr)
         if done.returncode in _KILLED:
             raise DidNotFitError("did not fit: the process was killed, as happens when memory runs out")
         if done.returncode == OUT_OF_MEMORY:
@@ -128,3 +138,26 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         if done.returncode != 0:
             raise WorkerError(f"{name} ended with {done.returncode}: {said or 'nothing'}")
         return read_json(answer) | {"seconds": time.perf_counter() - started}
+
+
+def last_said(text: str) -> str:
+    """Return the exception that ended a Python process, in one line.
+
+    Args:
+        text (`str`): All that the process wrote to its standard error.
+
+    Returns:
+        `str`: The exception's type and message, the frames of its traceback left out; without a traceback,
+        the last words.
+    """
+    lines = text.splitlines()
+    headers = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    frames_on = headers[-1] + 1 if headers else len(lines)
+    # frames are indented, what follows them is not
+    ends = (
+        i for i, line in enumerate(lines[frames_on:], frames_on) if line.strip() and not line[0].isspace()
+    )
+    if (end := next(ends, None)) is None:
+        return " ".join(text.split()[-_MOST_WORDS:])
+    words = " ".join(lines[end:]).split()
+    return " ".join(words[:_MOST_WORDS] + ["..."] * (len(words) > _MOST_WORDS))

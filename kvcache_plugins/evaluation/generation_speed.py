@@ -54,18 +54,22 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
     rounds = _Rounds(options, device, cache_configs, progress)
     results: list[dict[str, Any]] = []
     any_answer: dict[str, Any] | None = None
-    for length in options.lengths:
-        for batch_size in options.batch_sizes:
-            predictions = [_predictions(config, options, c, length, batch_size) for c in cache_configs]
-            answers = rounds.run(length, batch_size, [row["estimated_peak_bytes"] for row in predictions])
-            rows = []
-            for index, row in enumerate(predictions):
-                if index in answers:
-                    any_answer = answers[index][0]
-                    rows.append(row | _measured(answers[index]))
-                elif (reason := rounds.too_large[index].get((length, batch_size))) is not None:
-                    rows.append(row | dict.fromkeys(_MEASURED) | {"fits": False, "reason": reason})
-            results += _compare(rows, 8 * getattr(torch, DTYPES[options.dtype]).itemsize)
+    # all of them before the first measurement: an option that is wrong at a later point costs none
+    predictions = {
+        (length, batch_size): [_predictions(config, options, c, length, batch_size) for c in cache_configs]
+        for length in options.lengths
+        for batch_size in options.batch_sizes
+    }
+    for (length, batch_size), predicted in predictions.items():
+        answers = rounds.run(length, batch_size, [row["estimated_peak_bytes"] for row in predicted])
+        rows = []
+        for index, row in enumerate(predicted):
+            if index in answers:
+                any_answer = answers[index][0]
+                rows.append(row | _measured(answers[index]))
+            elif (reason := rounds.too_large[index].get((length, batch_size))) is not None:
+                rows.append(row | dict.fromkeys(_MEASURED) | {"fits": False, "reason": reason})
+        results += _compare(rows, 8 * getattr(torch, DTYPES[options.dtype]).itemsize)
     if any_answer is None:
         raise ValueError(f"no measurement fitted the memory: {results[0]['reason']}")
     facts = {"parameters": any_answer["parameters"], "model_bytes": any_answer["model_bytes"]}
@@ -173,17 +177,21 @@ def _predictions(
     config: Any, options: GenerationOptions, cache_config: dict[str, Any], length: int, batch_size: int
 ) -> dict[str, Any]:
     """Begin a row with what is known without measuring."""
-    encoder_tokens = length if config.is_encoder_decoder else None
-    begun_with = 1 if config.is_encoder_decoder else length
-    held = begun_with + options.max_new_tokens - 1  # the last token is never fed back
+    # a decoder with an encoder begins with one token of its own
+    begun_with, encoder_tokens = (1, length) if config.is_encoder_decoder else (length, None)
+    new_tokens = options.max_new_tokens
     dtype = getattr(torch, DTYPES[options.dtype])
     return {
         "cache_config": cache_config,
         "label": cache_label(cache_config),
         "length": length,
         "batch_size": batch_size,
-        "estimated_kv_bytes": predicted_bytes(config, cache_config, held, batch_size, dtype, encoder_tokens),
-        "estimated_peak_bytes": predicted_peak_bytes(config, cache_config, length, held, batch_size, dtype),
+        "estimated_kv_bytes": predicted_bytes(
+            config, cache_config, begun_with, batch_size, dtype, encoder_tokens, new_tokens
+        ),
+        "estimated_peak_bytes": predicted_peak_bytes(
+            config, cache_config, length, new_tokens, batch_size, dtype
+        ),
     }
 
 

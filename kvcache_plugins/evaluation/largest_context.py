@@ -9,9 +9,9 @@ import torch
 
 from ..registry import TRANSFORMERS_BACKENDS
 from .devices import machine_bytes
-from .generation_process import DidNotFitError, make_job, peak_above_model, run_job
+from .generation_process import DidNotFitError, WorkerError, make_job, peak_above_model, run_job
 from .labels import DENSE, cache_label
-from .memory_prediction import most_tokens, predicted_bytes
+from .memory_prediction import most_tokens, predicted_bytes, prompt_and_new_tokens
 from .progress import Progress, silent
 from .speed_options import DTYPES, GenerationOptions
 
@@ -19,9 +19,6 @@ __all__ = ["GIGABYTE", "largest_contexts"]
 
 GIGABYTE = 10**9
 """Bytes of one unit of `--memory_gb`."""
-
-_NEW_TOKENS = 8
-"""Tokens generated to verify: enough to read the cache, few enough to be quick."""
 
 
 def largest_contexts(
@@ -88,28 +85,31 @@ def _entry(
         return entry | {"note": "transformers' own cache, whose size can be measured but not predicted"}
     if cache_config.get("offload"):
         return entry | {"note": "offloaded: most of it rests in the host's memory, which is not bounded"}
-    tokens = most_tokens(config, cache_config, limit - model_bytes, batch_size, dtype)
+    try:
+        tokens = most_tokens(config, cache_config, limit - model_bytes, batch_size, dtype)
+    except (ValueError, NotImplementedError) as error:  # everything has been measured, and is not lost
+        return entry | {"note": f"not predicted: {error}"}
     if tokens is None:
         return entry | {"note": "any length fits"}
     entry["tokens"] = tokens
     if tokens == 0:
         return entry | {"kv_bytes": 0, "note": "the model alone leaves no room"}
-    entry["kv_bytes"] = predicted_bytes(config, cache_config, tokens, batch_size, dtype)
+    length, new_tokens = prompt_and_new_tokens(tokens)
+    entry["kv_bytes"] = predicted_bytes(config, cache_config, length, batch_size, dtype, None, new_tokens)
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     notes = [f"beyond the model's {positions:,} positions"] if positions and tokens > positions else []
     if options.verify_memory:
         progress(f"{tokens} tokens: {cache_label(cache_config)}")
-        length = tokens + 1 - _NEW_TOKENS
         if limit > (there := machine_bytes(device)):
             notes.append(f"not verified: this machine has {there / GIGABYTE:.1f} GB")
-        elif length < 1:
-            notes.append("not verified: too short")
         else:
-            job = make_job(options, cache_config, length, batch_size, device, _NEW_TOKENS)
+            job = make_job(options, cache_config, length, batch_size, device, new_tokens)
             try:
                 entry |= _verified(run_job(job))
             except DidNotFitError as error:
                 notes.append(str(error))
+            except WorkerError as error:
+                notes.append(f"not verified: {error}")
         progress(f"{tokens} tokens", advance=1)
     return entry | {"note": "; ".join(notes) or None}
 

@@ -31,7 +31,7 @@ def passkey_table(document: dict[str, Any]) -> Table:
 
     results = document["results"]
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("cache")  # the one that gives way where a terminal is narrow
+    table.add_column("cache")
     lengths = list(results[0]["by_length"])
     titles = ["found", "+-", *(f"{length}\ntokens" for length in lengths)]
     for title in (*titles, "cache\nbytes", "bits per\nvalue", "of\ndense", "seconds"):

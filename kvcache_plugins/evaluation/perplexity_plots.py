@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .labels import DENSE
-from .plot_labels import LabelledPoint, place_labels
-from .plotting import pyplot, save_figure
+from .plot_labels import LabelledPoint, folded, inches, place_labels
+from .plotting import pyplot, save_figure, scale_divergences
 
 __all__ = ["plot_perplexity"]
 
 _GREY = "#222222"
 _DIVERGENCE = "KL divergence from the dense run (nats per token)"
 _INCREASE = "increase over the dense run (nats per token)"
+_WIDTH = 19.0
+"""Inches of the picture."""
 _MARKERS = "osD^vP*X<>"
 
 
@@ -30,16 +33,20 @@ def plot_perplexity(document: dict[str, Any], path: Path) -> None:
     """
     rows, settings = document["results"], document["settings"]
     packed = [row for row in rows if row["cache_config"] != DENSE]
-    figure, axes = pyplot().subplots(1, 3, figsize=(19, 5.8), layout="constrained")
+    width, height = inches([folded(row["label"]) for row in rows], 10)
+    columns = min(len(rows), 6, int(_WIDTH / (width + 0.8)))
+    height = 5.2 + math.ceil(len(rows) / columns) * (height + 0.1)
+    figure, axes = pyplot().subplots(1, 3, figsize=(_WIDTH, height), layout="constrained")
     _draw_positions(axes[0], rows)
     _draw_distance(axes[1], packed)
     points = _draw_quality(axes[2], packed, rows[0]["bits_per_value"])
-    figure.suptitle(
+    title = (
         f"{settings['model']}, {settings['dtype']}: {rows[0]['tokens']:,} tokens of {settings['dataset']} "
         f"in {rows[0]['windows']} windows of {settings['context_length']}"
     )
+    figure.suptitle(folded(title, int(9 * _WIDTH)))
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     figure.draw_without_rendering()  # fixes the layout, so that the space a label takes is known
     place_labels(axes[2], points)
     save_figure(figure, path, axes, dpi=110)
@@ -49,7 +56,7 @@ def _draw_positions(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     """Log-perplexity by position, the dense run in front of the others."""
     for index, row in enumerate(rows):
         style = {"color": _GREY, "linewidth": 2.2, "zorder": 5} if index == 0 else _style(index - 1)
-        axes.plot(*_curve(row, "nll"), label=row["label"], **style)
+        axes.plot(*_curve(row, "nll"), label=folded(row["label"]), **style)
     axes.set_xlabel("position in the window (tokens)")
     axes.set_ylabel("log-perplexity (nats per token)")
     axes.set_title("Log-perplexity by position")
@@ -58,10 +65,11 @@ def _draw_positions(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
 def _draw_distance(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     """The distance to the dense run: the divergence, or the increase where that was not measured."""
     has_divergence = _has_divergence(rows)
-    for index, row in enumerate(rows):
-        axes.plot(*_curve(row, "kl" if has_divergence else "increase"), **_style(index))
+    curves = [_curve(row, "kl" if has_divergence else "increase") for row in rows]
+    for index, (positions, heights) in enumerate(curves):
+        axes.plot(positions, heights, **_style(index))
     if has_divergence and rows:
-        axes.set_yscale("log", nonpositive="clip")
+        scale_divergences(axes, (height for _, heights in curves for height in heights))
     else:
         axes.axhline(0, color=_GREY, linewidth=1.2)
     axes.set_xlabel("position in the window (tokens)")
@@ -73,22 +81,17 @@ def _draw_quality(axes: Any, rows: Sequence[dict[str, Any]], dense_bits: float) 
     """Divergence, or the increase where it was not measured, against bits per value; return the points."""
     has_divergence = _has_divergence(rows)
     metric = "kl_to_dense" if has_divergence else "nll_increase"
-    # A divergence of exactly zero (nothing was packed) has no place on a logarithmic axis: it is drawn at the
-    # bottom.
-    floor = min((row[metric] for row in rows if row[metric] > 0), default=1e-6) / 2
-    points = [
-        (row["bits_per_value"], max(row[metric], floor) if has_divergence else row[metric]) for row in rows
-    ]
+    points = [(row["bits_per_value"], row[metric]) for row in rows]
     for index, point in enumerate(points):
         style = _style(index)
         axes.scatter(*point, s=70, color=style["color"], marker=style["marker"])
-    if has_divergence and rows:
-        axes.set_yscale("log")
     axes.margins(x=0.25, y=0.12)
+    if has_divergence and rows:
+        scale_divergences(axes, (height for _, height in points))
     axes.set_xlabel(f"bits per value, metadata and exact recent tokens included (dense: {dense_bits:.0f})")
     axes.set_ylabel(_DIVERGENCE if has_divergence else _INCREASE)
     axes.set_title("Quality against memory (lower left is better)")
-    return [LabelledPoint(*point, row["label"]) for point, row in zip(points, rows, strict=True)]
+    return [LabelledPoint(*point, folded(row["label"])) for point, row in zip(points, rows, strict=True)]
 
 
 def _has_divergence(rows: Sequence[dict[str, Any]]) -> bool:

@@ -40,7 +40,7 @@ def perplexity_table(document: dict[str, Any]) -> Table:
         f"predicted, after {settings['prefill_length']} of {settings['context_length']} in {windows}"
     )
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    table.add_column("cache", no_wrap=True)
+    table.add_column("cache")
     for name, _ in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for row in document["results"]:

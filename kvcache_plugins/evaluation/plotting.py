@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["check_plotting", "pyplot", "save_figure"]
+__all__ = ["check_plotting", "pyplot", "save_figure", "scale_divergences"]
 
 
 def check_plotting() -> None:
@@ -36,6 +37,29 @@ def pyplot() -> Any:
     import matplotlib.pyplot as plt
 
     return plt
+
+
+def scale_divergences(axes: Any, values: Iterable[float]) -> None:
+    """Make the vertical axis logarithmic, with a place for 0 where a divergence is exactly that.
+
+    Below the power of ten under the least positive one the axis is linear, down to 0; where all are 0, there
+    is that tick alone.
+
+    Args:
+        axes (`matplotlib.axes.Axes`): With everything drawn, and its margins set.
+        values (`Iterable[float]`): The divergences drawn in it.
+    """
+    values = list(values)
+    least = min((value for value in values if value > 0), default=None)
+    if least is None:
+        axes.set_ylim(-0.06, 1)
+        axes.set_yticks([0])
+    elif min(values) > 0:
+        axes.set_yscale("log")
+    else:
+        linear = 10.0 ** math.floor(math.log10(least))
+        axes.set_yscale("symlog", linthresh=linear, linscale=0.5)
+        axes.set_ylim(bottom=-0.2 * linear)
 
 
 def save_figure(figure: Any, path: Path, panels: Iterable[Any] = (), *, dpi: int = 120) -> None:

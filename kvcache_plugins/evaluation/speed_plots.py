@@ -7,6 +7,7 @@ from typing import Any
 
 from .footnotes import machine
 from .labels import DENSE
+from .plot_labels import folded, inches
 from .plotting import pyplot, save_figure
 from .speed_tables import model_name
 
@@ -14,6 +15,10 @@ __all__ = ["plot_attention", "plot_generation"]
 
 _GREYS = ("#222222", "#777777", "#aaaaaa")
 _DASHES = ("-", "--", ":")
+_FONT = 9
+"""Points of the type of names."""
+_BARS_WIDTH = 4.4
+"""Inches of a panel without the names of its bars."""
 
 
 def plot_attention(document: dict[str, Any], path: Path) -> None:
@@ -26,8 +31,11 @@ def plot_attention(document: dict[str, Any], path: Path) -> None:
     plt = pyplot()
     results, settings = document["results"], document["settings"]
     batch_sizes = list(dict.fromkeys(row["batch_size"] for row in results))
+    names = [folded(row["label"]) for row in results]
+    bars = len({row["length"] for row in results})
+    width, height = 2 * (inches(names, _FONT)[0] + 5.6), max(5.2, _height(names, bars))
     figure, grid = plt.subplots(
-        len(batch_sizes), 2, figsize=(16, 5.2 * len(batch_sizes)), layout="constrained", squeeze=False
+        len(batch_sizes), 2, figsize=(width, height * len(batch_sizes)), layout="constrained", squeeze=False
     )
     for (times, ratios), batch_size in zip(grid, batch_sizes, strict=True):
         rows = [row for row in results if row["batch_size"] == batch_size]
@@ -40,7 +48,7 @@ def plot_attention(document: dict[str, Any], path: Path) -> None:
         for index, label in enumerate(labels):
             own = [row for row in rows if row["label"] == label]
             x, y = [row["length"] for row in own], [row["median_ms"] for row in own]
-            times.plot(x, y, color=f"C{index}", marker="o", markersize=4, label=label)
+            times.plot(x, y, color=f"C{index}", marker="o", markersize=4, label=folded(label))
             low, high = [row["p20_ms"] for row in own], [row["p80_ms"] for row in own]
             times.fill_between(x, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
         times.set_xscale("log", base=2)
@@ -56,7 +64,7 @@ def plot_attention(document: dict[str, Any], path: Path) -> None:
         ratios.set_xlabel("time, of the fastest dense way (lower is better)")
         ratios.set_title(f"Against dense, batch of {batch_size}")
     name = settings["model"] or settings["preset"]
-    figure.suptitle(f"{name}, {settings['dtype']}: {machine(document)}")
+    _head(figure, f"{name}, {settings['dtype']}: {machine(document)}")
     save_figure(figure, path, grid.flat)
 
 
@@ -79,28 +87,46 @@ def plot_generation(document: dict[str, Any], path: Path) -> None:
         ("memory_fraction", "bytes, of dense", "Cache"),
     )
     columns = len(panels) + (contexts is not None)
+    names = [folded(row["label"]) for row in (*results, *(contexts or ()))]
+    lengths = list(dict.fromkeys(row["length"] for row in results))
+    # names stand beside the first panel, and beside the contexts, which may be of more caches
+    names_width = inches(names, _FONT)[0] * (1 if contexts is None else 2)
     figure, grid = plt.subplots(
         len(batch_sizes),
         columns,
-        figsize=(6 * columns, 5.2 * len(batch_sizes)),
+        figsize=(names_width + 1.2 + _BARS_WIDTH * columns, _height(names, len(lengths)) * len(batch_sizes)),
         layout="constrained",
         squeeze=False,
     )
     for line, batch_size in zip(grid, batch_sizes, strict=True):
         rows = [row for row in results if row["batch_size"] == batch_size]
         for axes, (metric, description, title) in zip(line, panels, strict=False):
-            _bars(axes, rows, ["dense", *_labels(rows)], metric)
+            _bars(axes, rows, ["dense", *_labels(rows)], metric, has_legend=metric == panels[-1][0])
             axes.set_xlabel(description)
-            lengths = " and ".join(f"{length:,}" for length in dict.fromkeys(row["length"] for row in rows))
-            axes.set_title(f"{title}, batch of {batch_size}, {lengths} tokens")
+            said = " and ".join(f"{length:,}" for length in lengths)
+            axes.set_title(folded(f"{title}, batch of {batch_size}, {said} tokens", 42), fontsize=11)
+            if axes is not line[0]:
+                axes.tick_params(labelleft=False)
         if contexts is not None:
             entries = [entry for entry in contexts if entry["batch_size"] == batch_size]
             _context_bars(line[-1], entries, settings["memory_gb"], batch_size)
-    figure.suptitle(
+    _head(
+        figure,
         f"{model_name(settings)} of {settings['parameters'] / 1e6:.0f}M parameters, "
-        f"{settings['dtype']}: {document['environment']['device']}"
+        f"{settings['dtype']}: {document['environment']['device']}",
     )
     save_figure(figure, path, grid.flat)
+
+
+def _height(names: list[str], lengths: int) -> float:
+    """Return the inches of a panel in which a cache has a bar of each length, beside its name."""
+    caches = len(set(names))
+    return 1.6 + caches * max(0.28, 0.19 * lengths, inches(names, _FONT)[1] + 0.06)
+
+
+def _head(figure: Any, title: str) -> None:
+    """Write the title of a whole picture in as many lines as it takes."""
+    figure.suptitle(folded(title, int(9 * figure.get_figwidth())))
 
 
 def _label_times(axes: Any) -> None:
@@ -130,15 +156,17 @@ def _context_bars(axes: Any, entries: list[dict[str, Any]], memory_gb: float, ba
         if entry["tokens"] is None:
             word = "any" if entry["note"] == "any length fits" else "not predicted"
             axes.annotate(word, (0, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set_yticks(range(len(entries)), [entry["label"] for entry in entries])
+    axes.set_yticks(range(len(entries)), [folded(entry["label"]) for entry in entries], fontsize=_FONT)
     axes.set_ylim(len(entries) - 0.4, -0.6)
     axes.margins(x=0.18)
     axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     axes.set_xlabel("tokens per row, model and cache counted")
-    axes.set_title(f"Largest context in {memory_gb:g} GB, batch of {batch_size}")
+    axes.set_title(folded(f"Largest context in {memory_gb:g} GB, batch of {batch_size}", 42), fontsize=11)
 
 
-def _bars(axes: Any, rows: list[dict[str, Any]], labels: list[str], metric: str) -> None:
+def _bars(
+    axes: Any, rows: list[dict[str, Any]], labels: list[str], metric: str, *, has_legend: bool = True
+) -> None:
     """Draw one group of horizontal bars per label, one bar per length."""
     lengths = list(dict.fromkeys(row["length"] for row in rows))
     height = 0.8 / len(lengths)
@@ -162,10 +190,10 @@ def _bars(axes: Any, rows: list[dict[str, Any]], labels: list[str], metric: str)
                 )
     if "ms" not in metric:
         axes.axvline(1, color=_GREYS[1], linestyle=":", linewidth=1)
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
+    axes.set_yticks(range(len(labels)), [folded(label) for label in labels], fontsize=_FONT)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.margins(x=0.12)
-    if len(lengths) > 1:
+    if has_legend and len(lengths) > 1:
         # beside the bars, which are as long as the picture is wide
         axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 

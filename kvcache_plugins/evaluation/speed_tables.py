@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["attention_table", "context_table", "footnotes", "generation_table", "model_name"]
 
+_NOTE_WIDTH = 60
+"""Characters a line of what is said of a row."""
+
 _Column = tuple[str, Callable[[dict[str, Any]], str]]
 
 _ATTENTION_COLUMNS: tuple[_Column, ...] = (
@@ -150,9 +153,12 @@ def _table(title: str, columns: Iterable[_Column], rows: list[dict[str, Any]]) -
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for name, _ in places:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("cache", no_wrap=True)
+    table.add_column("cache")
     for name, _ in columns:
-        table.add_column(name, justify="right" if name else "left", no_wrap=bool(name))
+        if name:
+            table.add_column(name, justify="right", no_wrap=True)
+        else:
+            table.add_column(max_width=_NOTE_WIDTH)
     previous = None
     for row in rows:
         point = tuple(str(row[key]) for _, key in places)

@@ -21,7 +21,7 @@ def recall_table(document: dict[str, Any]) -> Table:
 
     rows = [row for row in document["results"] if "recall_by_layer" in row]
     table = Table(box=box.SIMPLE_HEAD, title="recall@10 % on unseen text")
-    table.add_column("keys scored by", no_wrap=True)
+    table.add_column("keys scored by")
     for layer in ("all layers", *range(len(rows[0]["recall_by_layer"]))):
         table.add_column(str(layer), justify="right", no_wrap=True)
     for row in rows:

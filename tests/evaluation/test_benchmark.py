@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvcache_plugins.cli import main
-from kvcache_plugins.estimation import estimate
+from kvcache_plugins.estimation import MOST_NEW_TOKENS, estimate
 from kvcache_plugins.evaluation import (
     attention_layers,
     attention_on_host,
@@ -33,7 +34,12 @@ from kvcache_plugins.evaluation import (
     speed_tables,
 )
 from kvcache_plugins.evaluation.dense_attention import BASELINES, exact_attention, max_rel_error
-from kvcache_plugins.evaluation.memory_prediction import most_tokens, predicted_bytes, predicted_peak_bytes
+from kvcache_plugins.evaluation.memory_prediction import (
+    most_tokens,
+    predicted_bytes,
+    predicted_peak_bytes,
+    prompt_and_new_tokens,
+)
 from kvcache_plugins.evaluation.results import check_document, read_results
 from kvcache_plugins.evaluation.speed_options import AttentionOptions, GenerationOptions
 from kvcache_plugins.evaluation.timing import HostStopwatch, Spread, StepTimer, time_in_turn
@@ -498,6 +504,56 @@ def test_a_refused_allocation_is_told_from_other_failures(
         generation_worker.main(files)
 
 
+EVICTING = [
+    {"backend": "knorm", "budget": 60, "chunk_size": 64},
+    {"backend": "snapkv", "budget": 0.25},
+    {"backend": "streaming_llm", "budget": 60, "chunk_size": 64, "evict_at_decode": True},
+]
+
+
+@pytest.mark.parametrize("cache_config", EVICTING, ids=lambda c: c["backend"])
+def test_bytes_of_a_cache_that_evicts_are_predicted_with_what_it_generates(
+    cache_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt is evicted from, generated tokens are not, unless that is asked for."""
+    options = GenerationOptions(
+        cache_config=[cache_config], lengths=[130], max_new_tokens=90, preset="tiny", device="cpu"
+    )
+    # in this process
+    monkeypatch.setattr(
+        generation_speed, "run_job", lambda job: generation_worker.measure(job) | {"seconds": 1.0}
+    )
+    dense, evicting = generation_speed.measure_generation(options)["results"]
+    assert (dense["estimated_kv_bytes"], evicting["estimated_kv_bytes"]) == (
+        dense["kv_bytes"],
+        evicting["kv_bytes"],
+    )
+    states = dense["estimated_peak_bytes"] - dense["kv_bytes"]  # one layer's exact ones
+    assert evicting["estimated_peak_bytes"] == evicting["kv_bytes"] + states
+
+
+def test_more_new_tokens_than_are_predicted_of_a_cache_that_evicts() -> None:
+    config, many = generation_worker.model_config(None), MOST_NEW_TOKENS + 1
+    assert predicted_bytes(config, EVICTING[0], 64, 1, torch.bfloat16, None, many) is None
+    assert predicted_bytes(config, DENSE, 64, 1, torch.bfloat16, None, many) == (64 + many - 1) * 4096
+
+
+def test_what_cannot_be_predicted_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation_speed, "run_job", lambda job: pytest.fail("started"))
+
+    def refuse(config: Any, cache_config: dict[str, Any], tokens: int, *others: Any) -> int:
+        if tokens == 128:
+            raise ValueError("budget must be something else")
+        return 1000
+
+    monkeypatch.setattr(generation_speed, "predicted_bytes", refuse)
+    options = GenerationOptions(cache_config=[], lengths=[64, 128], preset="tiny", device="cpu")
+    with pytest.raises(ValueError, match="budget must be something else"):
+        generation_speed.measure_generation(options)
+
+
 # ---- the largest context ----
 
 
@@ -574,6 +630,48 @@ def test_largest_contexts_are_predicted_verified_and_shown(
     assert (tmp_path / "generate.png").exists()
 
 
+def test_a_largest_context_that_cannot_be_told_leaves_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(config: Any, cache_config: dict[str, Any], *others: Any) -> int:
+        if cache_config != DENSE:
+            raise ValueError("a budget of 1 token")
+        return 5000
+
+    def fail(job: dict[str, Any]) -> None:
+        raise generation_process.WorkerError("dense had not ended after 9 s (--time_limit)")
+
+    monkeypatch.setattr(generation_speed, "run_job", _answer)
+    monkeypatch.setattr(largest_context, "most_tokens", refuse)
+    monkeypatch.setattr(largest_context, "run_job", fail)
+    options = GenerationOptions(
+        cache_config=[{"backend": "int8"}], lengths=[64], memory_gb=0.1, verify_memory=True, device="cpu"
+    )
+    document = generation_speed.measure_generation(options)
+    check_document(document)
+    assert [row["kv_bytes"] for row in document["results"]] == [1000, 250]
+    dense, int8 = document["largest_context"]
+    assert dense["tokens"] == 5000
+    assert dense["note"] == "not verified: dense had not ended after 9 s (--time_limit)"
+    assert (int8["tokens"], int8["note"]) == (None, "not predicted: a budget of 1 token")
+
+
+@pytest.mark.parametrize("backend", ["knorm", "snapkv"])
+def test_the_largest_context_of_a_fraction_counts_what_is_generated(backend: str) -> None:
+    config = generation_worker.model_config(None)
+    cache_config = {"backend": backend, "budget": 0.25, "sink_length": 0}
+    room = 10_000_000
+    tokens = most_tokens(config, cache_config, room, 1, torch.bfloat16)
+    assert tokens is not None
+    held = []
+    for count in (tokens, tokens + 1, tokens + 4):
+        prompt, new_tokens = prompt_and_new_tokens(count)
+        assert (prompt + new_tokens - 1, new_tokens) == (count, 8)
+        held.append(estimate(config, cache_config, prompt, dtype=torch.bfloat16, new_tokens=new_tokens))
+    assert held[0] <= room < held[1] <= held[2]
+    assert [prompt_and_new_tokens(count) for count in (1, 7, 8)] == [(1, 1), (1, 7), (1, 8)]
+
+
 def test_no_process_is_started_that_the_machine_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_speed, "run_job", _answer)
     monkeypatch.setattr(largest_context, "run_job", lambda job: pytest.fail("started"))
@@ -605,8 +703,43 @@ def test_a_process_that_fails_says_why() -> None:
         "dtype": "float32",
         "device": "cpu",
     }
-    with pytest.raises(generation_speed.WorkerError, match=r"dense ended with 1: .*no/such/model"):
+    said = r"^dense ended with 1: (\w+\.)*\w+(Error|Exception)?: .*no/such/model"
+    with pytest.raises(generation_speed.WorkerError, match=said) as failure:
         generation_process.run_job(job)
+    assert "File " not in str(failure.value)
+    assert "^^^" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("budget must exceed 4"), "ValueError: budget must exceed 4"),
+        (RuntimeError("first line\n\n  second line"), "RuntimeError: first line second line"),
+        (NotImplementedError(), "NotImplementedError"),
+        (torch.OutOfMemoryError("no room"), "torch.OutOfMemoryError: no room"),
+        (RuntimeError("word " * 200), f"RuntimeError: {'word ' * 59}..."),
+    ],
+)
+def test_what_a_process_said_last_is_its_exception(error: Exception, said: str) -> None:
+    def fail() -> None:
+        raise KeyError("some other one")
+
+    try:
+        try:
+            fail()
+        except KeyError:
+            raise error  # noqa: B904  # two tracebacks, one after the other
+    except type(error):
+        text = f"UserWarning: slow\n  warn()\n{traceback.format_exc()}"
+    assert "During handling" in text
+    assert generation_process.last_said(text) == said
+
+
+def test_what_a_process_said_last_without_a_traceback() -> None:
+    assert generation_process.last_said("") == ""
+    text = "terminate called after throwing an instance of 'c10::Error'\n  what():  illegal address\n"
+    assert generation_process.last_said(text) == " ".join(text.split())
+    assert len(generation_process.last_said("word " * 200).split()) == 60
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a script of the shell")

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from kvcache_plugins.evaluation.plot_labels import LabelledPoint, place_labels
+from kvcache_plugins.evaluation.plot_labels import LabelledPoint, folded, inches, place_labels
 
 pytest.importorskip("matplotlib").use("Agg")
 
@@ -48,3 +48,32 @@ def test_no_points_and_names_longer_than_the_picture() -> None:
     assert drawn([])[0] == []
     boxes, centres, _ = drawn([LabelledPoint(1.0, 1.0, "x" * 400), LabelledPoint(2.0, 2.0, "y")])
     assert len(boxes) == 2 and boxes[0].x0 > centres[0][0], "on the right, where everything leads outside"
+
+
+def test_names_of_several_lines_stay_inside() -> None:
+    name = "locret budget=128\nheads=tiny\nchunk_size=64\nover int4"
+    boxes, centres, window = drawn([LabelledPoint(1.0, 2.0, name), LabelledPoint(2.0, 1.0, name)])
+    for box in boxes:
+        assert window.y0 <= box.y0 and box.y1 <= window.y1
+        assert not any(box.contains(*centre) for centre in centres)
+
+
+@pytest.mark.parametrize(
+    ("label", "lines"),
+    [
+        ("int8", ["int8"]),
+        ("knorm budget=100 chunk_size=128", ["knorm budget=100", "chunk_size=128"]),
+        ("kvquant 3-bit calibration=tiny-llama-books-kvquant3", None),
+        (f"heads={'x' * 70}", [f"heads={'x' * 24}", "x" * 30, "x" * 16]),
+    ],
+)
+def test_folded_names(label: str, lines: list[str] | None) -> None:
+    lines = lines or ["kvquant 3-bit calibration=", "tiny-llama-books-kvquant3"]
+    assert folded(label).split("\n") == lines
+
+
+def test_room_for_names() -> None:
+    assert inches([], 9) == (0, 0)
+    narrow, wide = inches(["abc", "ab\nabc"], 9), inches(["abcdef"], 9)
+    assert wide[0] == pytest.approx(2 * narrow[0])
+    assert narrow[1] == pytest.approx(2 * wide[1])

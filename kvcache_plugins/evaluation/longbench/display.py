@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..footnotes import origin, skipped
+from ..plot_labels import folded, inches
 from ..plotting import pyplot, save_figure
 from .scoring import LENGTH_GROUPS
 from .tasks import TASKS
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["footnotes", "longbench_table", "plot_longbench"]
 
-_BARS_A_LINE = 63  # of bars, in one panel: as many as have room for their numbers
-_GROUPS_A_LINE = 4  # at least, and then without numbers
+_LINE_WIDTH = 13.0  # inches of a panel, at most
+_BAR_WIDTH = 0.19  # inches, room for its number
+_LEAST_GROUP, _MOST_GROUP = 0.35, 3.0  # inches of the bars of a task: a turned name, a quarter of a panel
+_FONT = 8
 _MEASURED = (
     ("cache bytes", "kv_bytes", ","),
     ("bits per value", "bits_per_value", ".2f"),
@@ -34,7 +37,7 @@ def longbench_table(document: dict[str, Any]) -> Table:
 
     results = document["results"]
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("task", no_wrap=True)
+    table.add_column("task")
     table.add_column("rows", justify="right", no_wrap=True)
     for result in results:
         table.add_column(Text(result["label"].replace(" ", "\n")), justify="right", no_wrap=True)
@@ -80,58 +83,84 @@ def footnotes(document: dict[str, Any]) -> list[str]:
 
 
 def plot_longbench(document: dict[str, Any], path: Path) -> None:
-    """Draw the score of every task and their average, one bar for each cache.
+    """Draw the score of every task and their average, one bar for each cache; of LongBench-E also by length.
 
     Args:
         document (`dict`): Of `measure_longbench` or `score_directory`.
         path (`Path`): Where the PNG goes.
     """
     plt = pyplot()
-    results = document["results"]
-    groups = [*_tasks(document), "average"]
-    per_line = max(_GROUPS_A_LINE, _BARS_A_LINE // len(results))
-    per_line = math.ceil(len(groups) / math.ceil(len(groups) / per_line))  # lines of one length
-    lines = [groups[start : start + per_line] for start in range(0, len(groups), per_line)]
-    bars = max(map(len, lines)) * len(results)
+    results, settings, tasks = document["results"], document["settings"], _tasks(document)
+    group_width = min(max(_BAR_WIDTH * len(results) + 0.15, _LEAST_GROUP), _MOST_GROUP)
+    panels = {"": [*tasks, "average"]}
+    if settings["longbench_e"]:
+        panels |= dict.fromkeys(LENGTH_GROUPS, tasks)
+    longest = len(tasks) + 1
+    most = math.ceil(longest / math.ceil(longest * group_width / _LINE_WIDTH))  # lines of one length
+    lines = [
+        (length, groups[start : start + most])
+        for length, groups in panels.items()
+        for start in range(0, len(groups), most)
+    ]
+    # names that are wider than the bars above them are turned
+    turns = inches([*tasks, "average"], _FONT)[0] + 0.1 > group_width
+    height = (4.2 if turns else 3.6) * len(lines) + 1.2
+    labels = [folded(result["label"]) for result in results]
+    names_width = inches(labels, _FONT)[0] + 0.6
+    columns = math.ceil(0.17 * sum(label.count("\n") + 1 for label in labels) / (height - 1.2))
     figure, grid = plt.subplots(
         len(lines),
         1,
-        figsize=(min(16.0, max(7.0, 0.2 * bars + 4.5)), 3.6 * len(lines) + 1.2),
+        figsize=(max(most * group_width, 2.5) + 1.2 + columns * names_width, height),
         layout="constrained",
         squeeze=False,
         sharey=True,
     )
-    for axes, of_line in zip(grid[:, 0], lines, strict=True):
-        _draw_line(axes, results, of_line, plt.get_cmap("tab20" if len(results) > 10 else "tab10"))
-        axes.set_xlim(-0.6, max(map(len, lines)) - 0.4)  # bars of one width in all lines
-    highest = max([*(max(result["scores"].values()) for result in results), 1.0])
-    axes.set_ylim(0, 1.15 * highest)
-    settings = document["settings"]
-    figure.suptitle(f"LongBench{'-E' if settings['longbench_e'] else ''}: {_subject(settings)}")
-    columns = 1 + len(results) // 25
-    grid[0, 0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), ncols=columns)
+    colours = plt.get_cmap("tab20" if len(results) > 10 else "tab10")
+    for axes, (length, of_line) in zip(grid[:, 0], lines, strict=True):
+        _draw_line(axes, results, length, of_line, colours)
+        for bars in axes.containers if _BAR_WIDTH * len(results) < group_width else ():
+            axes.bar_label(bars, fmt="%.1f", fontsize=7, rotation=90, padding=2)
+        turned = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if turns else {}
+        axes.set_xticks(range(len(of_line)), of_line, **turned)
+        axes.set_xlim(-0.6, most - 0.4)  # bars of one width in all lines
+        if settings["longbench_e"]:
+            axes.set_title(f"rows of {length} words" if length else "all rows", fontsize=10)
+    title = f"LongBench{'-E' if settings['longbench_e'] else ''}: {_subject(settings)}"
+    letters = int(9 * (figure.get_figwidth() - columns * names_width))
+    figure.suptitle(folded(title, letters), x=0.02, ha="left")  # the names of the caches are on the right
+    handles = grid[0, 0].containers
+    figure.legend(handles, labels, frameon=False, fontsize=_FONT, loc="outside right upper", ncols=columns)
     save_figure(figure, path)
 
 
-def _draw_line(axes: Any, results: list[dict[str, Any]], groups: list[str], colours: Any) -> None:
+def _heights(result: dict[str, Any], length: str) -> dict[str, float]:
+    """Return the scores of a cache by task: of rows of a group of lengths, or of all, and their average."""
+    if not length:
+        return {**result["scores"], "average": result["average"]}
+    by_task = {task: scores.get(length) for task, scores in result["scores_by_length"].items()}
+    return {task: score for task, score in by_task.items() if score is not None}
+
+
+def _draw_line(
+    axes: Any, results: list[dict[str, Any]], length: str, groups: list[str], colours: Any
+) -> None:
     """Draw some of the groups of bars, one bar of each for every cache."""
-    width = 0.84 / len(results)
+    width, highest = 0.84 / len(results), 1.0
     for index, result in enumerate(results):
-        heights = {**result["scores"], "average": result["average"]}
+        heights = _heights(result, length)
         drawn = [(place, heights[name]) for place, name in enumerate(groups) if name in heights]
-        bars = axes.bar(
+        axes.bar(
             [place + (index - (len(results) - 1) / 2) * width for place, _ in drawn],
             [height for _, height in drawn],
             width,
-            label=result["label"],
             color="#333333" if result["cache_config"]["backend"] == "dense" else colours(index % colours.N),
         )
-        if len(groups) * len(results) <= _BARS_A_LINE:
-            axes.bar_label(bars, fmt="%.1f", fontsize=7, rotation=90, padding=2)
+        highest = max([highest, *heights.values()])
     if groups[-1] == "average" and len(groups) > 1:
         axes.axvline(len(groups) - 1.5, color="#bbbbbb", linewidth=0.8)
-    axes.set_xticks(range(len(groups)), groups)
-    axes.tick_params(axis="x", labelsize=8, length=0)
+    axes.set_ylim(0, max(axes.get_ylim()[1], 1.15 * highest))
+    axes.tick_params(axis="x", labelsize=_FONT, length=0)
     axes.set_ylabel("score, 0 to 100")
     axes.spines[["top", "right"]].set_visible(False)
 
