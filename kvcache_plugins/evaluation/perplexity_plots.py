@@ -18,7 +18,7 @@ _DIVERGENCE = "KL divergence from the dense run (nats per token)"
 _INCREASE = "increase over the dense run (nats per token)"
 _WIDTH = 19.0
 """Inches of the picture."""
-_MARKERS = "osD^vP*X<>"
+_MARKERS = "osD^vP*X<>p"  # one more than colours, so that no two of many lines look alike
 
 
 def plot_perplexity(document: dict[str, Any], path: Path) -> None:

@@ -96,6 +96,12 @@ def test_long_names(caches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names == [row["label"] for row in document["results"]]
 
 
+def test_no_two_caches_look_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    (legend,) = draw(perplexity_plots.plot_perplexity, _document(0, 24), monkeypatch).legends
+    looks = [(line.get_color(), line.get_marker()) for line in legend.get_lines()]
+    assert len(set(looks)) == len(looks) == 25
+
+
 def test_a_run_of_the_dense_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     document = _document(0, 0)
     assert [row["cache_config"] for row in document["results"]] == [DENSE]
