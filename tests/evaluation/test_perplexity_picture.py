@@ -97,9 +97,12 @@ def test_long_names(caches: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_two_caches_look_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    (legend,) = draw(perplexity_plots.plot_perplexity, _document(0, 24), monkeypatch).legends
-    looks = [(line.get_color(), line.get_marker()) for line in legend.get_lines()]
-    assert len(set(looks)) == len(looks) == 25
+    document = _document(0, 11)
+    dense, *rows = document["results"]
+    rows += [row | {"label": f"another {row['label']}"} for row in rows]
+    figure = draw(perplexity_plots.plot_perplexity, document | {"results": [dense, *rows]}, monkeypatch)
+    looks = [(line.get_color(), line.get_marker()) for line in figure.legends[0].get_lines()]
+    assert len(set(looks)) == len(looks) == 23
 
 
 def test_a_run_of_the_dense_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
