@@ -186,7 +186,7 @@ def bind_cache(
         _check_found(generation_config)
         return
     _check_given(model, generation_config, kv_cache)
-    if getattr(generation_config, "guidance_scale", None) not in (None, 1):
+    if _guides_by_a_second_pass(model, generation_config):
         warnings.warn(
             f"guidance_scale={generation_config.guidance_scale} keeps what it compares with in a second, "
             f"dense cache of transformers' own, which no report of this one ({kv_cache.backend!r}) counts.",
@@ -227,6 +227,12 @@ def bind_cache(
     _check_whole(model, kv_cache, prompt_length, model_kwargs, reason)
     if prompt_length is None or prompt_length - kv_cache.get_seq_length() > wanted:
         kv_cache.whole_prompt_reason = reason
+
+
+def _guides_by_a_second_pass(model: Any, generation_config: Any) -> bool:
+    """Whether transformers will read a second text beside; models of sounds double their batch instead."""
+    is_asked = getattr(generation_config, "guidance_scale", None) not in (None, 1)
+    return is_asked and type(model).generate.__qualname__.startswith("GenerationMixin.")
 
 
 def _fill_holes(model_kwargs: dict[str, Any]) -> None:
@@ -350,10 +356,15 @@ def _check_news(kv_cache: Any, prompt_length: int | None, further: str = "") -> 
     """Refuse a prompt of which the cache has seen all, so that there is nothing to go on from."""
     seen = kv_cache.get_seq_length()
     if prompt_length is not None and 0 < prompt_length <= seen:
+        stopped = (
+            ""  # what has been evicted depends on where a prompt ended
+            if hasattr(kv_cache, "evicting_layers")
+            else "to go on with a text where a call was stopped, this cache after its "
+            f"`crop({prompt_length - seen - 1})`; "
+        )
         raise ValueError(
             f"The prompt has {prompt_length} tokens, and its cache has seen {seen} before. Allowed are a "
-            "next turn, given with all that came before it; to go on with a text where a call was stopped, "
-            f"this cache after its `crop({prompt_length - seen - 1})`; and for another text a new one, or "
+            f"next turn, given with all that came before it; {stopped}and for another text a new one, or "
             f"this one after its `reset()`.{further}"
         )
 

@@ -39,6 +39,7 @@ from .generation_calls import (
     ready_to_build,
 )
 from .registry import TRANSFORMERS_BACKENDS, get_backend
+from .undoing import undo_all
 
 __all__ = ["install", "uninstall"]
 
@@ -67,7 +68,8 @@ def install() -> None:
         return
     for finder in list(sys.meta_path):
         if type(finder).__module__ == __name__ and type(finder).__name__ == _ImportWatcher.__name__:
-            finder.withdraw()  # type: ignore[attr-defined]  # of a copy of this package that was imported before
+            # of a copy of this package that was imported before; an older release has no such thing
+            getattr(finder, "withdraw", lambda: None)()
     pending = {}
     try:
         for name, seam in _SEAMS.items():
@@ -92,13 +94,7 @@ def uninstall() -> None:
     _watcher.pending = {}
     while _undo:
         _undo.pop()()
-    for module, undo in (
-        ("attention.latent_models", "restore_expansions"),
-        ("models.hooks", "remove_all_hooks"),
-    ):
-        loaded = sys.modules.get(f"{__package__}.{module}")
-        if loaded is not None:
-            getattr(loaded, undo)()
+    undo_all()
 
 
 def _quantized_cache_seam(module: ModuleType) -> None:

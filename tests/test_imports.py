@@ -77,8 +77,9 @@ def test_importing_second_adds_nothing_heavy_and_does_not_initialise_cuda() -> N
         "kvcache_plugins.models.cache_argument",
         "kvcache_plugins.prompt_chunks",
         "kvcache_plugins.registry",
+        "kvcache_plugins.undoing",
     ]
-    assert len(added) < 12
+    assert len(added) < 13
     assert rest == ["Int8Cache", "done"]
 
 

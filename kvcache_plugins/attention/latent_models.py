@@ -21,6 +21,7 @@ from ..kernels.selection import native_is_unavailable
 from ..layers.expanded import Expansion, Make
 from ..layers.handle import KVHandle
 from ..models.latent import LatentProjection, projection_of
+from ..undoing import at_uninstall
 
 __all__ = ["let_latents_pass", "restore_expansions", "why_expanded"]
 
@@ -58,6 +59,7 @@ def _expanding_modules(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if all(hasattr(module, name) for name in names))
 
 
+@at_uninstall
 def restore_expansions() -> None:
     """Undo what `let_latents_pass` did."""
     while _originals:

@@ -20,7 +20,7 @@ from ..errors import KernelUnavailableError
 
 __all__ = ["BUILD_PREFIX", "FLAGS", "Compiler", "compile_library", "file_lock", "find_compiler"]
 
-BUILD_PREFIX = "build-"
+BUILD_PREFIX = ".kvcache-build-"
 """Of the directories that libraries are compiled in, beside where they will be."""
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=fast", "-Wno-psabi")
 """For every file; which instructions a file may use is said in the file."""

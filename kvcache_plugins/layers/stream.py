@@ -118,7 +118,7 @@ class Stream:
         """Tokens encoded or decoded at once: whole blocks and whole groups."""
         batch_size, num_heads = self.records.data.shape[:2]
         unit = max(BLOCK_TOKENS, self.codec.unit_tokens)
-        return max(unit, _SLAB_VALUES // (batch_size * num_heads * self.head_dim) // unit * unit)
+        return max(unit, _SLAB_VALUES // max(1, batch_size * num_heads * self.head_dim) // unit * unit)
 
     @property
     def encoder(self) -> NativeEncoder:

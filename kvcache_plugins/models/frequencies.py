@@ -1,8 +1,9 @@
 """What rotary embeddings rotate by in the calls of one thread, where that is not their own choice.
 
 Transformers keeps one set of frequencies on a module, and chooses anew in every call where they follow the
-length (dynamic, longrope). What a cache of ours wants instead is on the module only while it computes, under
-a lock: a model may be serving other threads, whose calls have nothing to do with that cache.
+length (dynamic, longrope). Once a cache of ours has wanted another set, what the module computes is replaced
+by what a twin of it computes, which has the set that this call is to have. Nothing is set on the module
+itself: it may be serving other threads, whose calls have nothing to do with that cache.
 """
 
 from __future__ import annotations
@@ -10,46 +11,39 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from .hooks import add_hooks
 
-__all__ = ["attribute_of", "frequencies_kept", "remember_frequencies", "state", "withdraw"]
+__all__ = ["TOLD", "attribute_of", "frequencies_kept", "remember_frequencies", "state", "withdraw"]
 
-
-_PATIENCE_SECONDS = 10.0
-"""How long a call waits for another, which takes a fraction of a millisecond, unless it was interrupted."""
-
-
-class _Entered(NamedTuple):
-    """A module that computes, the attributes it had before, and whether this thread has the lock."""
-
-    rotary: nn.Module
-    before: dict[str, Any]
-    has_lock: bool
+TOLD = "told"
+"""Who says what holds for questions about a module as well, and not in a call of it alone."""
+_KEPT = "kept"
 
 
 class _Calls(threading.local):
     """What a thread is in the middle of.
 
     Attributes:
-        stated (`dict`): Attributes that modules are to have, by module and by who has said so.
-        entered (`list`): Modules that compute: one, or none.
+        stated (`WeakKeyDictionary`): Attributes that modules are to have, by module and by who has said so.
         used (`WeakKeyDictionary`): Of modules whose frequencies follow the length, those of the last call.
     """
 
     def __init__(self) -> None:
         self.stated: WeakKeyDictionary[nn.Module, dict[str, dict[str, Any]]] = WeakKeyDictionary()
-        self.entered: list[_Entered] = []
         self.used: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 _calls = _Calls()
 _lock = threading.Lock()
-"""Held while a module that has hooks of ours computes."""
+_active = 0
+"""Statements of all threads: without any, a compiler meets nothing of this in a model."""
 
 
 def state(rotary: nn.Module, who: str, **attributes: Any) -> None:
@@ -60,80 +54,104 @@ def state(rotary: nn.Module, who: str, **attributes: Any) -> None:
         who (`str`): Says so; what the same has said before is forgotten, as of a call that was interrupted.
         attributes (`Any`): By name; of several who say so, the last one to begin counts.
     """
-    add_hooks(rotary, before=_enter, after=_leave)
-    stated = _calls.stated.setdefault(rotary, {})
-    stated.pop(who, None)
-    stated[who] = attributes
+    add_hooks(rotary, after=_rotate)
+    withdraw(rotary, who)
+    _calls.stated.setdefault(rotary, {})[who] = attributes
+    _count(1)
 
 
 def withdraw(rotary: nn.Module, who: str) -> None:
     """Forget what `who` has said in this thread; nothing happens if it is nothing."""
-    _calls.stated.get(rotary, {}).pop(who, None)
+    if _active and _calls.stated.get(rotary, {}).pop(who, None) is not None:
+        _count(-1)
 
 
 def attribute_of(rotary: nn.Module, name: str) -> Any:
-    """The attribute that a module has in the calls of this thread, or `None`."""
-    return _stated_of(rotary).get(name, getattr(rotary, name, None))
+    """The attribute that a module has for this thread by what it was [`TOLD`], or by itself, or `None`."""
+    told = _calls.stated.get(rotary, {}).get(TOLD, {})
+    return told.get(name, getattr(rotary, name, None))
 
 
 def remember_frequencies(model: nn.Module) -> None:
     """Have the frequencies of a thread's last call remembered, where they follow the length."""
     for rotary in _following(model):
-        add_hooks(rotary, before=_enter, after=_leave)
+        add_hooks(rotary, after=_rotate)
 
 
 @contextmanager
 def frequencies_kept(model: nn.Module) -> Iterator[None]:
     """Let a model rotate by the frequencies of this thread's last call, however far its positions go."""
     following = _following(model)
+    grown = [(rotary, _growing_attributes(rotary)) for rotary in following]
     for rotary in following:
         kind: Any = rotary.rope_type
         kind = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
-        state(rotary, "kept", rope_type=kind, **_calls.used.get(rotary, {}))
+        state(rotary, _KEPT, rope_type=kind, **_calls.used.get(rotary, {}))
     try:
         yield
     finally:
-        for rotary in following:
-            withdraw(rotary, "kept")
+        for rotary, before in grown:
+            withdraw(rotary, _KEPT)
+            for name, value in before.items():
+                setattr(rotary, name, value)
 
 
-def _stated_of(rotary: nn.Module) -> dict[str, Any]:
+def _count(change: int) -> None:
+    global _active
+    with _lock:
+        _active += change
+
+
+def _rotate(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    if output is None or any(buffer.is_meta for buffer in rotary.buffers(recurse=False)):
+        return None  # the call has failed, or what it computed with has been offloaded
+    if torch.compiler.is_compiling():
+        return _uncompiled()(rotary, args, kwargs) if _active else None
+    return _rotated(rotary, args, kwargs)
+
+
+@cache
+def _uncompiled() -> Any:
+    return torch.compiler.disable(_rotated)
+
+
+def _rotated(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module computes by what is stated of it, or by a choice of its own that no thread can change."""
     attributes: dict[str, Any] = {}
     for stated in _calls.stated.get(rotary, {}).values():
         attributes |= stated
-    return attributes
+    twin = _twin(rotary, attributes)
+    output = type(rotary).forward(twin, *args, **kwargs)
+    _calls.used[rotary] = {
+        name: buffer
+        for name, buffer in twin._buffers.items()
+        if buffer is not None and name.endswith("inv_freq") and "original" not in name
+    }
+    return output
 
 
-def _enter(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    while _calls.entered:  # hooks are not called at the end of what a KeyboardInterrupt ends
-        _put_back(_calls.entered.pop())
-    has_lock = _lock.acquire(timeout=_PATIENCE_SECONDS)
-    before: dict[str, Any] = {}
-    _calls.entered.append(_Entered(rotary, before, has_lock))
-    for name, value in _stated_of(rotary).items():
-        before[name] = getattr(rotary, name)
-        setattr(rotary, name, value)
+def _twin(rotary: nn.Module, attributes: dict[str, Any]) -> nn.Module:
+    """A module like another, with some attributes of its own, and buffers that it may write to."""
+    twin = type(rotary).__new__(type(rotary))
+    vars(twin).update(vars(rotary))
+    # two of them may be one tensor
+    vars(twin)["_buffers"] = {name: None if b is None else b.clone() for name, b in rotary._buffers.items()}
+    for name, value in attributes.items():
+        setattr(twin, name, value)
+    return twin
 
 
-def _leave(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if not _calls.entered or _calls.entered[-1].rotary is not rotary:  # what comes before it has failed
-        return
-    if _follows_length(getattr(rotary, "rope_type", None)):
-        _calls.used[rotary] = {
-            name: buffer.clone()
-            for name, buffer in rotary.named_buffers(recurse=False)
-            if name.endswith("inv_freq") and "original" not in name
-        }
-    _put_back(_calls.entered.pop())
-
-
-def _put_back(entered: _Entered) -> None:
-    try:
-        for name, value in entered.before.items():
-            setattr(entered.rotary, name, value)
-    finally:
-        if entered.has_lock:
-            _lock.release()
+def _growing_attributes(rotary: Any) -> dict[str, Any]:
+    """What a module changes of itself when it meets a longer text than before (dynamic)."""
+    kinds = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
+    if not any("dynamic" in str(kind) for kind in kinds):
+        return {}
+    own = vars(rotary) | rotary._buffers
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in own.items()
+        if name.endswith(("inv_freq", "max_seq_len_cached", "attention_scaling"))
+    }
 
 
 def _following(model: nn.Module) -> list[Any]:

@@ -16,6 +16,8 @@ from weakref import WeakSet
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..undoing import at_uninstall
+
 __all__ = ["HookOwner", "add_hooks", "remove_all_hooks"]
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -77,6 +79,7 @@ def add_hooks(module: nn.Module, *, before: Before | None = None, after: After |
             hook.handle = module.register_forward_hook(hook, with_kwargs=True, always_call=True)
 
 
+@at_uninstall
 def remove_all_hooks() -> None:
     """Take the hooks of this package off every model."""
     with _lock:

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .cache_argument import given_cache
 from .decoder import decoder_of
-from .frequencies import state, withdraw
+from .frequencies import TOLD, state, withdraw
 from .hooks import add_hooks
 from .rotary import rotary_module
 
@@ -48,11 +48,11 @@ def follow_cache(model: nn.Module, cache: Any) -> Iterator[None]:
         yield
         return
     add_hooks(decoder, before=_choose, after=_put_back)
-    state(rotary, "told", original_inv_freq=_long_frequencies(rotary))
+    state(rotary, TOLD, original_inv_freq=_long_frequencies(rotary))
     try:
         yield
     finally:
-        withdraw(rotary, "told")
+        withdraw(rotary, TOLD)
 
 
 def choose_frequencies(
@@ -89,6 +89,7 @@ def choose_frequencies(
         )
 
 
+_CALL = "call"
 _known: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 """Of rotary embeddings; beside them, so that nothing of ours stays on a model. Copies begin without."""
 
@@ -105,12 +106,14 @@ def _long_frequencies(rotary: Any) -> Tensor:
 
 def _choose(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     rotary = _long_rotary(decoder)
-    is_long = _reads_long_text(given_cache(kwargs))
-    state(rotary, "call", **({"original_inv_freq": _long_frequencies(rotary)} if is_long else {}))
+    if _reads_long_text(given_cache(kwargs)):
+        state(rotary, _CALL, original_inv_freq=_long_frequencies(rotary))
+    else:
+        withdraw(rotary, _CALL)  # of a call before, which was interrupted
 
 
 def _put_back(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    withdraw(_long_rotary(decoder), "call")
+    withdraw(_long_rotary(decoder), _CALL)
 
 
 def _reads_long_text(cache: Any) -> bool:

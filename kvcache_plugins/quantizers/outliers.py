@@ -139,7 +139,7 @@ def gather_outliers(
     # slots ascend within a head as they did, so only blocks and heads have to be put in order
     part, order = (((row * blocks + slot // BLOCK_TOKENS) * heads) + head).sort(stable=True)
     entries = entries[order]
-    is_kept = _are_largest(entries, part // heads, batch * blocks, most)
+    is_kept = _fit_their_lists(entries, part // heads, batch * blocks, most)
     part, entries = part[is_kept], entries[is_kept]
     counts = torch.bincount(part, minlength=batch * blocks * heads).view(batch * blocks, heads)
     ends = counts.sum(1).cumsum(0)
@@ -152,7 +152,7 @@ def gather_outliers(
     return lists, len(is_kept) - len(part)
 
 
-def _are_largest(entries: Tensor, lists: Tensor, count: int, most: int) -> Tensor:
+def _fit_their_lists(entries: Tensor, lists: Tensor, count: int, most: int) -> Tensor:
     """Which of the `entries` are among the `most` largest of their list; `lists` ascend, of `count`."""
     lengths = torch.bincount(lists, minlength=count)
     is_kept = torch.ones_like(lists, dtype=torch.bool)

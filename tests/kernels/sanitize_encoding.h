@@ -116,7 +116,8 @@ LevelEncoding make_level_encoding(Arena& arena) {
   float* numbers = arena.floats((block.heads - 1) * block.head_stride + kvcache::kBlockTokens * padded);
   const bool has_few = draw(0, 2) == 0;  // different numbers, so that many are equal
   for (int64_t i = 0; i < made.numbers; ++i) {
-    float& number = numbers[i / (kvcache::kBlockTokens * padded) * block.head_stride + i % (kvcache::kBlockTokens * padded)];
+    const int64_t of_head = kvcache::kBlockTokens * padded;
+    float& number = numbers[i / of_head * block.head_stride + i % of_head];
     if (has_few) number = float(draw(-3, 3));
     if (i % padded >= layout.head_dim) number = 0.0f;
   }

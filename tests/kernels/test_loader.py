@@ -269,7 +269,9 @@ def test_installing_removes_what_was_not_used_for_90_days(installs: Path) -> Non
 
 
 def test_installing_removes_what_killed_builds_have_left(installs: Path) -> None:
-    left, under_way, other = (installs / name for name in ("build-1f", "build-cuda-2e", "built"))
+    left, under_way, other = (
+        installs / name for name in (".kvcache-build-1f", ".kvcache-build-cuda-2e", "build-1")
+    )
     for directory in (left, under_way, other):
         directory.mkdir()
         (directory / "binding.o").touch()

@@ -202,9 +202,8 @@ def test_other_threads_have_the_frequencies_of_their_own_texts(backend: str) -> 
 
 
 @pytest.mark.parametrize("where", ["in the embedding", "in a layer"])
-def test_an_interrupted_call_leaves_nothing_to_the_next(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_leaves_nothing_to_the_next(where: str) -> None:
     """A KeyboardInterrupt, at the end of which torch calls no hooks."""
-    monkeypatch.setattr(frequencies, "_PATIENCE_SECONDS", 0.1)
     model = phi3()
     evicting = quantized(backend="knorm", budget=60, chunk_size=16)
     long, short = generate(model, 90, **evicting), generate(model, 20)
@@ -213,9 +212,12 @@ def test_an_interrupted_call_leaves_nothing_to_the_next(where: str, monkeypatch:
         raise KeyboardInterrupt
 
     part = model.model.layers[1] if where == "in a layer" else model.model.rotary_emb
-    handle = part.register_forward_pre_hook(interrupt)  # after ours
+    handle = part.register_forward_pre_hook(interrupt)
     with handle, pytest.raises(KeyboardInterrupt):
         generate(model, 90, **evicting)
+    shorter = build_cache(model, {"backend": "kivi", "rope_mode": "block"}).bind(model, prompt_length=20)
+    turning: Any = shorter.packed_layers[0].facts.rotary
+    torch.testing.assert_close(torch.tensor(turning.inv_freq), model.model.rotary_emb.original_inv_freq)
     found: list[Tensor] = []
     thread = threading.Thread(target=lambda: found.append(generate(model, 90, **evicting).sequences))
     thread.start()
@@ -223,11 +225,38 @@ def test_an_interrupted_call_leaves_nothing_to_the_next(where: str, monkeypatch:
     assert torch.equal(found[0], long.sequences)
     assert torch.equal(generate(model, 20).sequences, short.sequences)
     assert torch.equal(generate(model, 90, **evicting).sequences, long.sequences)
-    assert frequencies._lock.acquire(blocking=False)  # nobody holds it
-    frequencies._lock.release()
+    assert frequencies._active == 0
 
 
-def test_a_forward_that_fails_leaves_no_lock_behind() -> None:
+def test_a_module_stays_as_it_is_while_it_computes_for_a_long_text() -> None:
+    """Other threads ask it at any time, which frequencies it has and of which kind they are."""
+    model, seen = phi3(), []
+    rotary = model.model.rotary_emb
+    short = rotary.original_inv_freq.clone()
+
+    def look(*_: Any) -> None:
+        seen.append((rotary.rope_type, torch.equal(rotary.original_inv_freq, short)))
+
+    handles = [module.register_forward_pre_hook(look) for module in (rotary, model.model.layers[0])]
+    handles += [rotary.register_forward_hook(look), rotary.register_forward_hook(look, prepend=True)]
+    for backend in ("kvzip", "knorm"):
+        generate(model, 90, **quantized(backend=backend, budget=60, chunk_size=16))
+    for handle in handles:
+        handle.remove()
+    assert set(seen) == {("longrope", True)}
+
+
+def test_a_model_that_has_read_a_long_text_compiles_whole() -> None:
+    model = phi3()
+    generate(model, 90, **quantized(backend="kvzip", budget=60, chunk_size=16))
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(ids, use_cache=False).logits
+    torch.testing.assert_close(compiled, expected)
+
+
+def test_a_forward_that_fails_leaves_nothing_to_the_next() -> None:
     model = phi3()
     evicting = quantized(backend="knorm", budget=60, chunk_size=16)
     expected = generate(model, 90, **evicting)

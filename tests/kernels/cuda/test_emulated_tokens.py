@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_plugins.kernels import loader, ops
+from kvcache_plugins.kernels import loader
 from kvcache_plugins.kernels.gathering import gather_records
+from kvcache_plugins.kernels.layout import Side, SideLayout
 from kvcache_plugins.layers import native_encoding, stepping
 from kvcache_plugins.layers.handle import KVHandle
 from tests.kernels import test_encode_tokens as encoding
@@ -286,7 +287,7 @@ def test_rounding_is_to_nearest_even(dtype: torch.dtype) -> None:
     special = torch.tensor([torch.inf, torch.nan, 65519.9, 65520.0, 1e30, 3.4e38, 0.0])
     numbers = torch.cat([halves, between.float(), (between * 1.0001).float(), special])
     tokens = torch.nn.functional.pad(numbers, (0, -len(numbers) % 64)).view(1, 1, -1, 64)
-    side = ops.Side(ops.SideLayout(0, 8, 1, 64, 1, 1, 2, 0, 0, 0), [tokens])
+    side = Side(SideLayout(0, 8, 1, 64, 1, 1, 2, 0, 0, 0), [tokens])
     got = torch.ops.kvcache_emulated.decode_tokens(
         torch.zeros(1, 1, 0, 64, dtype=torch.uint8), side.segments, side.extras, None,
         side.layout.integers(), True, 0, tokens.shape[2], dtype,

@@ -1,9 +1,9 @@
 // Whole blocks to codes of non-uniform levels and lists of outliers; included by one source file per instruction set.
 //
-// What kvcache_plugins/layers/nonuniform.py and quantizers/outliers.py compute, operation by operation in fp32. A code is
-// found by comparing with every boundary between two levels, and what it means is selected on the way, from a table: so
-// nothing is multiplied and added here, which a machine might round once or twice. Bound: a division and two operations
-// per boundary for every number, and of keys two passes more over what their codes lack.
+// What layers/nonuniform.py and quantizers/outliers.py of the package compute, operation by operation in fp32. A code is
+// found by comparing with every boundary between two levels. What codes mean is looked up in tables, whose numbers are
+// rounded twice on every machine. Bound: a division and two operations per boundary for every number, and of keys two
+// passes more over what their codes lack.
 #pragma once
 
 #include "encode_levels.h"
@@ -12,7 +12,6 @@
 namespace kvcache {
 namespace {  // see portable_numbers.inl
 
-constexpr int kMaxLevels = 16;
 constexpr float kSmallestRange = 0x1p-14f;  // the smallest normal half
 
 // What becomes of one number: its code, and what it lacks.
@@ -145,7 +144,7 @@ void encode_key_levels(const LevelBlock& block, const Layout& layout) {
   alignas(64) uint8_t codes[kBlockTokens * kMaxHeadDim];
   for (int64_t head = 0; head < block.heads; ++head) encode_key_head<kBits>(block, layout, head, codes);
   if (block.entries == nullptr) return;
-  const Threshold threshold = 
+  const Threshold threshold =
       find_threshold(block.scratch, size, 2 * block.side * kBlockTokens, block.scratch + size);
   int64_t equal = threshold.equal, listed = 0;
   for (int64_t head = 0; head < block.heads; ++head) {

@@ -5,7 +5,6 @@
 
 #include "encode_levels.h"
 #include "encode_run.h"
-#include "parallel_tasks.h"
 
 namespace kvcache {
 namespace {
@@ -187,13 +186,10 @@ bool encode_levels(at::Tensor records, const OptionalTensor& entries, const Opti
   const auto encode = [&](int64_t begin, int64_t end) {
     const std::unique_ptr<float[]> of_block(new float[size_t(heads * made.shared.head_stride)]);
     const std::unique_ptr<uint32_t[]> scratch(new uint32_t[size_t(places)]);
-    for (int64_t task = begin; task < end; ++task) made.encode(task / blocks, task % blocks, of_block.get(), scratch.get());
+    for (int64_t task = begin; task < end; ++task)
+      made.encode(task / blocks, task % blocks, of_block.get(), scratch.get());
   };
-  if (is_child) {
-    encode(0, batch * blocks);
-  } else {
-    at::parallel_for(0, batch * blocks, 1, encode);
-  }
+  at::parallel_for(0, batch * blocks, 1, encode);
   return true;
 }
 
