@@ -246,14 +246,21 @@ def test_a_module_stays_as_it_is_while_it_computes_for_a_long_text() -> None:
     assert set(seen) == {("longrope", True)}
 
 
+@torch.no_grad()
 def test_a_model_that_has_read_a_long_text_compiles_whole() -> None:
+    ids = torch.arange(5, 25)[None]
+
+    def compiled(model: Any) -> Tensor:
+        logits: Tensor = torch.compile(model, fullgraph=True, backend="eager")(ids, use_cache=False).logits
+        return logits
+
+    try:
+        compiled(phi3())
+    except torch._dynamo.exc.Unsupported:
+        pytest.skip("this release of transformers has no such model that compiles whole")
     model = phi3()
     generate(model, 90, **quantized(backend="kvzip", budget=60, chunk_size=16))
-    ids = torch.arange(5, 25)[None]
-    with torch.no_grad():
-        expected = model(ids, use_cache=False).logits
-        compiled = torch.compile(model, fullgraph=True, backend="eager")(ids, use_cache=False).logits
-    torch.testing.assert_close(compiled, expected)
+    torch.testing.assert_close(compiled(model), model(ids, use_cache=False).logits)
 
 
 def test_a_forward_that_fails_leaves_nothing_to_the_next() -> None:
