@@ -2,8 +2,9 @@
 
 Transformers keeps one set of frequencies on a module, and chooses anew in every call where they follow the
 length (dynamic, longrope). Once a cache of ours has wanted another set, what the module computes is replaced
-by what a twin of it computes, which has the set that this call is to have. Nothing is set on the module
-itself: it may be serving other threads, whose calls have nothing to do with that cache.
+by what a twin of it computes, which has the set that this call is to have. The module itself is left alone:
+it may be serving other threads, whose calls have nothing to do with that cache. All that is put back on it is
+what it has grown by where a text was repeated (`frequencies_kept`).
 """
 
 from __future__ import annotations
@@ -67,7 +68,12 @@ def withdraw(rotary: nn.Module, who: str) -> None:
 
 
 def attribute_of(rotary: nn.Module, name: str) -> Any:
-    """The attribute that a module has for this thread by what it was [`TOLD`], or by itself, or `None`."""
+    """Return the attribute that a module has for this thread: by what it was [`TOLD`], or else by itself.
+
+    Args:
+        rotary (`torch.nn.Module`): The module.
+        name (`str`): The attribute; `None` is returned if there is none of this name.
+    """
     told = _calls.stated.get(rotary, {}).get(TOLD, {})
     return told.get(name, getattr(rotary, name, None))
 
@@ -143,8 +149,7 @@ def _twin(rotary: nn.Module, attributes: dict[str, Any]) -> nn.Module:
 
 def _growing_attributes(rotary: Any) -> dict[str, Any]:
     """What a module changes of itself when it meets a longer text than before (dynamic)."""
-    kinds = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
-    if not any("dynamic" in str(kind) for kind in kinds):
+    if not any("dynamic" in kind for kind in _kinds(rotary.rope_type)):
         return {}
     own = vars(rotary) | rotary._buffers
     return {
@@ -159,5 +164,9 @@ def _following(model: nn.Module) -> list[Any]:
 
 
 def _follows_length(rope_type: Any) -> bool:
-    kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
-    return any("dynamic" in str(kind) or kind == "longrope" for kind in kinds)
+    return any("dynamic" in kind or kind == "longrope" for kind in _kinds(rope_type))
+
+
+def _kinds(rope_type: Any) -> list[str]:
+    """The kinds of a module, of which some have one for every type of layer."""
+    return [str(kind) for kind in (rope_type.values() if isinstance(rope_type, dict) else [rope_type])]

@@ -12,6 +12,15 @@ import pytest
 
 from kvcache_plugins.evaluation.plotting import pyplot
 
+LONG: dict[str, Any] = {
+    "backend": "locret",
+    "heads": "examples/models/tiny-llama-books-locret",
+    "budget": 128,
+    "chunk_size": 64,
+    "storage": {"backend": "int4", "key_bits": 8, "value_bits": 4},
+}
+"""A cache of the README, whose name is long."""
+
 
 def draw(
     plot: Callable[[dict[str, Any], Path], None], document: dict[str, Any], monkeypatch: pytest.MonkeyPatch

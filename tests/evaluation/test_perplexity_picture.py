@@ -11,16 +11,9 @@ import pytest
 
 from kvcache_plugins.evaluation import perplexity_plots
 from kvcache_plugins.evaluation.labels import DENSE, cache_label
-from tests.evaluation.drawn_figures import check_legible, draw
+from tests.evaluation.drawn_figures import LONG, check_legible, draw
 
 RECORDED = Path(__file__).resolve().parents[2] / "examples" / "results" / "perplexity.json"
-LONG = {
-    "backend": "locret",
-    "heads": "examples/models/tiny-llama-books-locret",
-    "budget": 128,
-    "chunk_size": 64,
-    "storage": {"backend": "int4", "key_bits": 8, "value_bits": 4},
-}
 
 
 def _document(zeros: int, caches: int = 5) -> dict[str, Any]:

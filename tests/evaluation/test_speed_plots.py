@@ -10,19 +10,10 @@ import pytest
 
 from kvcache_plugins.evaluation import speed_plots
 from kvcache_plugins.evaluation.labels import cache_label
-from tests.evaluation.drawn_figures import check_legible, draw
+from tests.evaluation.drawn_figures import LONG, check_legible, draw
 
 RESULTS = Path(__file__).resolve().parents[2] / "examples" / "results"
-CACHES: list[dict[str, Any]] = [
-    {
-        "backend": "locret",
-        "heads": "examples/models/tiny-llama-books-locret",
-        "budget": 128,
-        "chunk_size": 64,
-        "storage": {"backend": "int4", "key_bits": 8, "value_bits": 4},
-    },
-    {"backend": "knorm", "budget": 100, "chunk_size": 128},
-]
+CACHES = [LONG, {"backend": "knorm", "budget": 100, "chunk_size": 128}]
 
 
 def _with_long_names(name: str, *, most: int | None = None) -> dict[str, Any]:

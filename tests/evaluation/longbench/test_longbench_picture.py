@@ -10,15 +10,7 @@ from kvcache_plugins.evaluation.labels import cache_label
 from kvcache_plugins.evaluation.longbench import display
 from kvcache_plugins.evaluation.longbench.scoring import LENGTH_GROUPS
 from kvcache_plugins.evaluation.longbench.tasks import TASKS, find_tasks
-from tests.evaluation.drawn_figures import check_legible, draw
-
-LONG = {
-    "backend": "locret",
-    "heads": "examples/models/tiny-llama-books-locret",
-    "budget": 128,
-    "chunk_size": 64,
-    "storage": {"backend": "int4", "key_bits": 8, "value_bits": 4},
-}
+from tests.evaluation.drawn_figures import LONG, check_legible, draw
 
 
 def _document(tasks: list[str], caches: int, *, longbench_e: bool = False) -> dict[str, Any]:
