@@ -67,8 +67,8 @@ SCHEMAS = {
         "int[] layout, int start) -> Tensor"
     ),
 }
-"""Name and signature of every operator; a native library is built for exactly these. `attend_latents`,
-`encode_levels` and the two products have native implementations on the CPU only."""
+"""Name and signature of every operator; a native library is built for exactly these. `attend_latents`
+and the two products have native implementations on the CPU only."""
 
 
 def attend_latents(

@@ -1,10 +1,9 @@
-"""Encoding by non-uniform levels, with outliers, in a kernel for CPUs; the codecs remain the reference."""
+"""Encoding by non-uniform levels, with outliers, in native kernels; the codecs remain the reference."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ..kernels import loader
 from ..kernels.layout import MAX_HEAD_DIM
 from ..kernels.writing_ops import encode_levels
 from ..quantizers.nonuniform import boundaries_of
@@ -36,8 +35,7 @@ class LevelEncoder(NativeEncoder):
         _, self.head_dim = records.layout.codecs[side]
         is_turned_alike = not isinstance(codec, UnrotatedCodec) or codec.rotary.interleaved == interleaved
         is_known = isinstance(inner, ChannelNonUniformCodec) == self.is_key
-        fits = self._device_type == "cpu" and self.head_dim <= MAX_HEAD_DIM
-        self.is_possible = is_turned_alike and is_known and fits
+        self.is_possible = is_turned_alike and is_known and self.head_dim <= MAX_HEAD_DIM
         fields = records.layout.fields
         places = (fields.get(f"{side}_{name}", (-1, 0))[0] for name in ("codes", "scale", "offset"))
         metadata_bytes = records.layout.metadata_bytes
@@ -50,7 +48,7 @@ class LevelEncoder(NativeEncoder):
         self, records: Records, states: Tensor, start: int, padding: Padding, outliers: OutlierStore | None
     ) -> bool:
         """Encode whole blocks and write them into the records and lists, with the codec's bytes."""
-        if not self.is_possible or states.device != self.device or not loader.try_load():
+        if not self.is_possible or states.device != self.device or not self.may_encode():
             return False
         assert start % BLOCK_TOKENS == 0 and states.shape[2] % BLOCK_TOKENS == 0
         codebook, levels = self.levels.books_on(self.device)

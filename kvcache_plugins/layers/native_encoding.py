@@ -66,6 +66,12 @@ class NativeEncoder:
         """Whether `append_tokens` may be called on the device: not if its kernels have failed their check."""
         return self._device_type != "cuda" or cuda_loader.try_load(self.device)
 
+    def may_encode(self) -> bool:
+        """Whether the device has kernels; the first question may build them."""
+        if self._device_type == "cuda":
+            return cuda_loader.try_load(self.device)
+        return self._device_type == "cpu" and loader.try_load()
+
     def first_slot(self, start: int, padding: Padding) -> int:
         """First slot from `start` on that a kernel might encode: of no block that holds pads or sinks."""
         if start >= padding.first_plain_slot:
@@ -74,15 +80,11 @@ class NativeEncoder:
         return -(-padding.first_plain_slot // unit) * unit
 
     def can_encode(self, start: int, padding: Padding) -> bool:
-        """Whether there is a kernel for tokens from slot `start` on; the first question may build it.
+        """Whether there is a kernel for tokens from slot `start` on, see `may_encode`.
 
         Pads and sinks take no part in statistics, which is the codec's to respect.
         """
-        if not self.layout or start < padding.first_plain_slot:
-            return False
-        if self._device_type == "cuda":
-            return cuda_loader.try_load(self.device)
-        return self._device_type == "cpu" and loader.try_load()
+        return bool(self.layout) and start >= padding.first_plain_slot and self.may_encode()
 
     def encode(
         self, records: Records, states: Tensor, start: int, padding: Padding, outliers: OutlierStore | None

@@ -162,6 +162,27 @@ struct EncodeArguments {
   }
 };
 
+// Whole blocks of one side to be encoded by non-uniform levels, with a list of outliers for each; see `encode_levels`.
+struct LevelArguments {
+  EncodeArguments run;  // `cos` and `sin` are [1 or batch][count][pairs], a row for every token
+  int64_t turn_batch_stride;
+  int32_t heads, side;
+  const float *boundaries, *levels;  // [2^nbits - 1], [2^nbits]
+  const float *scale, *offset;       // of keys: [1 or batch][heads][head_dim]
+  int64_t range_batch_stride;
+  const int64_t* first_plain;  // [batch], slots before which there are no outliers; or null
+  int32_t* entries;            // [batch][lists][width], of all blocks of a cache; null without outliers
+  int16_t* starts;             // [batch][lists][heads + 1]
+  int64_t lists, width;
+  float* missing;  // scratch for keys with outliers, [batch][blocks of the run][heads][64][head_dim]
+  uint64_t* cuts;  // scratch for values with outliers, [batch][count][2]
+
+  KVCACHE_BOTH int64_t blocks() const { return run.count / kBlockTokens; }
+  KVCACHE_BOTH int64_t list_of(int64_t batch, int64_t block) const {
+    return batch * lists + run.start / kBlockTokens + block;
+  }
+};
+
 // New tokens to be copied into a tail, in words of 16 bits; strides in words.
 struct PlaceArguments {
   const uint16_t* from;

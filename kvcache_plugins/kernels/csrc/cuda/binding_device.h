@@ -40,6 +40,7 @@ class Device {
     const char* given = std::getenv("KVCACHE_EMULATED_SHARED_BYTES");
     return given != nullptr ? std::atoi(given) : 232448;
   }
+  int64_t scratch_bytes() const { return 1 << 16; }  // so little that runs are divided
   bool is_capturing() const { return false; }
   int32_t* shared_words(size_t count) const { return static_cast<int32_t*>(std::calloc(count, sizeof(int32_t))); }
   void check(int status) const { TORCH_CHECK(status == 0, "emulation failed"); }
@@ -75,6 +76,7 @@ class Device {
   void* stream() const { return c10::cuda::getCurrentCUDAStream(index_).stream(); }
   int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   int shared_bytes() const { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+  int64_t scratch_bytes() const { return 64 << 20; }  // that a launch may be given
   bool is_capturing() const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream()), &status));

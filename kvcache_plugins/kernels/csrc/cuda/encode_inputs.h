@@ -3,6 +3,7 @@
 
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <cmath>
 
@@ -122,6 +123,15 @@ inline void set_factors(EncodeArguments& a, const OptionalTensor& factors, int64
                     "Invalid factors: expected contiguous float32 (", batch, ", ", heads, ", 1, ", a.head_dim,
                     ") and no rotation, got ", factors->toString(), " ", factors->sizes(), ".");
   a.factors = factors->const_data_ptr<float>();
+}
+
+// Whether a number is not finite, or so large that metadata may not fit fp16. Waits for the device.
+inline bool holds_large_numbers(const Device& device, const EncodeArguments& a, const at::Tensor& records) {
+  at::Tensor flag = at::zeros({1}, records.options().dtype(at::kInt));
+  const float limit = a.cos != nullptr ? 65504.0f / 1.5f : 65504.0f;  // a rotation adds a factor of sqrt(2) at most
+  device.check(find_large_numbers(a, static_cast<int>(records.size(0)), static_cast<int>(records.size(1)), limit,
+                                  flag.mutable_data_ptr<int32_t>(), device.stream()));
+  return flag.to(at::kCPU).const_data_ptr<int32_t>()[0] != 0;
 }
 
 }  // namespace

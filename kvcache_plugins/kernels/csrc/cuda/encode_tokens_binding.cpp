@@ -3,24 +3,12 @@
 // Whether numbers are finite and metadata fit fp16 is known on the device only. A run of many tokens is searched
 // first, which waits for the device: it is a prompt. A few tokens are encoded without waiting; metadata beyond fp16
 // saturate there, which is reported later (device_faults.h).
-#include <ATen/ops/zeros.h>
-
 #include "encode_inputs.h"
 
 namespace kvcache {
 namespace {
 
-constexpr float kLargestHalf = 65504.0f;
 constexpr int64_t kMostUnsearched = 16;  // tokens
-
-bool holds_large_numbers(const Device& device, const EncodeArguments& a, const at::Tensor& records) {
-  at::Tensor flag = at::zeros({1}, records.options().dtype(at::kInt));
-  // A rotation adds at most a factor of sqrt(2).
-  const float limit = a.cos != nullptr ? kLargestHalf / 1.5f : kLargestHalf;
-  device.check(find_large_numbers(a, static_cast<int>(records.size(0)), static_cast<int>(records.size(1)), limit,
-                                  flag.mutable_data_ptr<int32_t>(), device.stream()));
-  return flag.to(at::kCPU).const_data_ptr<int32_t>()[0] != 0;
-}
 
 bool encode_tokens(at::Tensor records, const at::Tensor& states, bool is_key, at::IntArrayRef integers, int64_t start,
                    const OptionalTensor& cos, const OptionalTensor& sin) {

@@ -33,16 +33,21 @@ struct Tokens {
     const float x = stored(slot, channel);
     if (a.factors != nullptr)
       return divide_rounded(x, a.factors[(batch * gridDim.y + head) * a.head_dim + channel]);
-    if (a.cos == nullptr || channel >= 2 * a.pairs) return x;
+    if (a.cos == nullptr) return x;
+    const int row = static_cast<int>(slot) % a.period * a.pairs;
+    return turned_back(x, slot, channel, a.cos + row, a.sin + row);
+  }
+  // A stored number, its rotation by the angles of a token undone.
+  KVCACHE_DEVICE float turned_back(float x, int64_t slot, int channel, const float* cos, const float* sin) const {
+    if (channel >= 2 * a.pairs) return x;
     const bool interleaved = a.interleaved != 0;
     const int pair = interleaved ? channel / 2 : channel % a.pairs;
     const bool is_second = interleaved ? channel % 2 != 0 : channel >= a.pairs;
     const int partner = interleaved ? channel ^ 1 : is_second ? channel - a.pairs : channel + a.pairs;
-    const int row = static_cast<int>(slot) % a.period * a.pairs + pair;
     const float other = is_second ? -stored(slot, partner) : stored(slot, partner);
-    const float product = multiply_rounded(x, a.cos[row]);
-    if (a.is_fused != 0) return fmaf(other, a.sin[row], product);
-    return add_rounded(product, multiply_rounded(other, a.sin[row]));
+    const float product = multiply_rounded(x, cos[pair]);
+    if (a.is_fused != 0) return fmaf(other, sin[pair], product);
+    return add_rounded(product, multiply_rounded(other, sin[pair]));
   }
 };
 

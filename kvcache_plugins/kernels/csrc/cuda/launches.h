@@ -21,6 +21,7 @@ int attention_shared_bytes(const AttentionArguments& a, int columns);
 int decode_slots(const DecodeArguments& a, int batch, void* stream);
 int gather_slots(const GatherArguments& a, int batch, void* stream);
 int encode_slots(const EncodeArguments& a, int batch, int heads, void* stream);
+int encode_blocks(const LevelArguments& a, int batch, void* stream);
 int append_slots(const AppendArguments& a, int batch, int heads, void* stream);
 
 // Sets *flag to 1 if a number of the states is not finite or, in magnitude, at least `limit`.

@@ -133,6 +133,10 @@ KVCACHE_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xf
 KVCACHE_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 KVCACHE_DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
 KVCACHE_DEVICE uint32_t warp_max(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
+KVCACHE_DEVICE uint32_t warp_sum(uint32_t x) { return __reduce_add_sync(0xffffffffu, x); }
+// A bit for every lane.
+KVCACHE_DEVICE uint32_t warp_vote(bool x) { return __ballot_sync(0xffffffffu, x); }
+KVCACHE_DEVICE int count_bits(uint32_t x) { return __popc(x); }
 
 // Writes a word that other threads may write at the same time: all of them the same number, so that no order matters.
 KVCACHE_DEVICE void store_same(uint32_t* to, uint32_t x) { *to = x; }

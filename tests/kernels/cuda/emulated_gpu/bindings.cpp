@@ -3,5 +3,6 @@
 #include "append_tokens_binding.cpp"
 #include "decode_attention_binding.cpp"
 #include "decode_tokens_binding.cpp"
+#include "encode_levels_binding.cpp"
 #include "encode_tokens_binding.cpp"
 #include "gather_tokens_binding.cpp"

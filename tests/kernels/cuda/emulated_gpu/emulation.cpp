@@ -36,7 +36,7 @@ constexpr size_t kSharedAlignment = 128;  // KVCACHE_SHARED of platform.cuh
 unsigned order_seed = 0;
 
 enum class State { kReady, kAtWarp, kAtBlock, kDone };
-enum Collective { kBarrier = 1, kShuffle, kShuffleXor, kAny, kMax, kTranspose, kMultiply };
+enum Collective { kBarrier = 1, kShuffle, kShuffleXor, kAny, kMax, kSum, kVote, kTranspose, kMultiply };
 
 struct Copy {
   void* to;
@@ -336,6 +336,19 @@ uint32_t warp_max(uint32_t x) {
   const auto* words = emulation::exchange(&x, 1, emulation::kMax);
   for (int i = 0; i < emulation::kLanes; ++i) x = words[i][0] > x ? words[i][0] : x;
   return x;
+}
+uint32_t warp_sum(uint32_t x) {
+  const auto* words = emulation::exchange(&x, 1, emulation::kSum);
+  uint32_t sum = 0;
+  for (int i = 0; i < emulation::kLanes; ++i) sum += words[i][0];
+  return sum;
+}
+uint32_t warp_vote(bool x) {
+  const uint32_t word = x;
+  const auto* words = emulation::exchange(&word, 1, emulation::kVote);
+  uint32_t votes = 0;
+  for (int i = 0; i < emulation::kLanes; ++i) votes |= words[i][0] << i;
+  return votes;
 }
 uint32_t transpose_8x8(uint32_t x) {
   const auto* words = emulation::exchange(&x, 1, emulation::kTranspose);

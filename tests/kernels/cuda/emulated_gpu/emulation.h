@@ -71,6 +71,8 @@ float shuffle(float x, int lane);
 float shuffle_xor(float x, int mask);
 bool warp_any(bool x);
 uint32_t warp_max(uint32_t x);
+uint32_t warp_sum(uint32_t x);
+uint32_t warp_vote(bool x);
 uint32_t transpose_8x8(uint32_t x);
 void store_same(uint32_t* to, uint32_t x);
 void raise_flag(int32_t* flag);

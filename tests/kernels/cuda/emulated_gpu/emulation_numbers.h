@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -85,6 +86,7 @@ inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return result;
 }
+inline int count_bits(uint32_t x) { return std::popcount(x); }
 inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 
 inline float add_rounded(float a, float b) {

@@ -51,6 +51,20 @@ void largest(Warp& w, const Instruction& i, uint32_t lanes) {
   for_lanes(lanes, [&](int lane) { w[i.to[0]][lane] = found; });
 }
 
+void sum(Warp& w, const Instruction& i, uint32_t lanes) {
+  check_members(w, i, lanes, i.from[1]);
+  uint32_t found = 0;
+  for_lanes(lanes, [&](int lane) { found += static_cast<uint32_t>(w[i.from[0]][lane]); });
+  for_lanes(lanes, [&](int lane) { w[i.to[0]][lane] = found; });
+}
+
+// A bit for every lane; 0 of those who do not take part.
+void vote(Warp& w, const Instruction& i, uint32_t lanes) {
+  check_members(w, i, lanes, i.from[0]);
+  const uint32_t votes = w.predicates[i.from_predicates[0]] & lanes;
+  for_lanes(lanes, [&](int lane) { w[i.to[0]][lane] = votes; });
+}
+
 uint16_t half_of(uint64_t pair, int which) { return static_cast<uint16_t>(pair >> 16 * which); }
 
 // Lane 4 r + c holds columns 2 c and 2 c + 1 of row r, of a matrix and of its transpose.
@@ -95,7 +109,9 @@ void add_collectives(Operations& table) {
   table["shfl.sync.idx.b32"] = shuffle<false>;
   table["shfl.sync.bfly.b32"] = shuffle<true>;
   table["vote.sync.any.pred"] = vote_any;
+  table["vote.sync.ballot.b32"] = vote;
   table["redux.sync.max.u32"] = largest;
+  table["redux.sync.add.s32"] = table["redux.sync.add.u32"] = sum;
   table["movmatrix.sync.aligned.m8n8.trans.b16"] = transpose;
   table["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"] = multiply;
 }

@@ -1,0 +1,119 @@
+// Numbers to codes of non-uniform levels, and what the codes lack: what layers/nonuniform.py and quantizers/outliers.py
+// of the package compute, operation by operation in fp32.
+#pragma once
+
+#include "encoding.cuh"
+
+namespace kvcache {
+
+constexpr float kSmallestRange = 6.103515625e-05f;  // 2^-14, the smallest normal half
+constexpr uint32_t kNoOutlier = 0xffffffffu;          // in the place of what a number lacks
+
+// What codes of a channel of keys, or of a token of values, stand for.
+struct Range {
+  float scale, offset;
+};
+
+KVCACHE_DEVICE Range range_of_key(const LevelArguments& a, int64_t batch, int64_t head, int channel) {
+  const int64_t at = batch * a.range_batch_stride + head * a.run.head_dim + channel;
+  return {a.scale[at], a.offset[at]};
+}
+
+KVCACHE_DEVICE uint8_t* record_of(const LevelArguments& a, int64_t batch, int64_t head, int64_t block) {
+  const EncodeArguments& run = a.run;
+  return run.records + batch * run.batch_stride + head * run.head_stride +
+         (run.start / kBlockTokens + block) * run.record_bytes;
+}
+
+KVCACHE_DEVICE Range range_of_value(const EncodeArguments& run, const uint8_t* record, int token) {
+  return {read_metadata(record + run.scale_offset, run.metadata_bytes, token),
+          read_metadata(record + run.minimum_offset, run.metadata_bytes, token)};
+}
+
+// A number of token `token` of the run, before its rotation.
+KVCACHE_DEVICE float number_of(const LevelArguments& a, const Tokens& tokens, int64_t token, int channel) {
+  const int64_t slot = a.run.start + token;
+  const float x = tokens.stored(slot, channel);
+  if (a.run.cos == nullptr) return x;
+  const int64_t row = tokens.batch * a.turn_batch_stride + token * a.run.pairs;
+  return tokens.turned_back(x, slot, channel, a.run.cos + row, a.run.sin + row);
+}
+
+struct Coded {
+  int code;
+  float missing;
+};
+
+// `boundaries` and `levels` may lie in shared memory.
+KVCACHE_DEVICE Coded code_number(float x, Range range, const float* boundaries, const float* levels, int nbits) {
+  const float u = divide_rounded(add_rounded(x, -range.offset), range.scale);
+  int code = 0;
+  for (int i = 0; i < (1 << nbits) - 1; ++i) code += !(u <= boundaries[i]);  // of what is not a number, the last
+  const float meant = add_rounded(multiply_rounded(levels[code], range.scale), range.offset);
+  return {code, fminf(fmaxf(add_rounded(x, -meant), -kLargestHalf), kLargestHalf)};
+}
+
+KVCACHE_DEVICE int64_t first_plain(const LevelArguments& a, int64_t batch) {
+  return a.first_plain == nullptr ? 0 : a.first_plain[batch];
+}
+
+// ---- numbers as keys of `Largest`: see there
+
+// What keys lack, [heads][64][head_dim] of a block, in the thread block that shares it: a warp looks after every so
+// many numbers, so that what lacks most in one head is spread over all warps.
+struct MissingOfBlock {
+  static constexpr int kPlaceBits = 21, kKeyBits = 31 + kPlaceBits;
+  const float* missing;
+  int size, warp, warps;
+
+  KVCACHE_DEVICE static uint64_t key_of(float missing, int i) {
+    const uint32_t bits = float_bits(missing);
+    if (bits == kNoOutlier) return 0;
+    return static_cast<uint64_t>((bits & 0x7fffffffu) + 1) << kPlaceBits | ((1u << kPlaceBits) - 1 - i);
+  }
+  KVCACHE_DEVICE uint64_t key(int place) const {
+    const int i = (place / 32 * warps + warp) * 32 + place % 32;
+    return key_of(missing[i], i);
+  }
+  template <class Visit>
+  KVCACHE_DEVICE void each(Visit visit) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for (int i = warp * 32 + lane, place = lane; i - lane < size; i += 32 * warps, place += 32)
+      visit(place, i < size ? key_of(missing[i], i) : 0);
+  }
+};
+
+// Unsigned integers in the order of finite numbers, which are not 0.
+KVCACHE_DEVICE uint32_t ordered(float x) {
+  const uint32_t bits = float_bits(add_rounded(x, 0.0f));  // zero has no sign
+  return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
+}
+KVCACHE_DEVICE float number_of_order(uint32_t x) { return bits_float(x >> 31 != 0 ? x & 0x7fffffffu : ~x); }
+
+// The numbers of a token in all heads, as values are; times `sign`, 1 or -1.
+struct NumbersOfToken {
+  static constexpr int kPlaceBits = 15, kKeyBits = 32 + kPlaceBits;
+  const LevelArguments& a;
+  int64_t batch, slot;
+  float sign;
+
+  KVCACHE_DEVICE static uint64_t key_of(float x, int place) {
+    if (!is_finite(x)) return 0;
+    return static_cast<uint64_t>(ordered(x)) << kPlaceBits | ((1u << kPlaceBits) - 1 - place);
+  }
+  KVCACHE_DEVICE uint64_t key_of(int head, int channel) const {
+    const float x = Tokens{a.run, batch, head}.stored(slot, channel);
+    return key_of(sign * x, head * a.run.head_dim + channel);
+  }
+  KVCACHE_DEVICE uint64_t key(int place) const { return key_of(place / a.run.head_dim, place % a.run.head_dim); }
+  template <class Visit>
+  KVCACHE_DEVICE void each(Visit visit) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32, dim = a.run.head_dim;
+    for (int head = 0; head < a.heads; ++head) {
+      for (int first = 0; first < dim; first += 32)
+        visit(head * dim + first + lane, first + lane < dim ? key_of(head, first + lane) : 0);
+    }
+  }
+};
+
+}  // namespace kvcache
