@@ -15,16 +15,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..models.rotary import Rotary
-from ..quantizers import affine, float8
-from ..quantizers.granularity import Granularity, per_channel_group, per_token_group, per_token_head
 from ..quantizers.packing import BLOCK_TOKENS, pack_keys, pack_values, packed_bytes
+from .cuda_writing_check import encoding_deviation, levels_deviation, step_deviation
 from .decoding import decode_side
 from .gathering import gather_records
 from .layout import FORMATS, Side, SideLayout
 from .level_sample import random_levels
 from .ops import decode_attention, decode_tokens
-from .writing_ops import append_tokens, encode_tokens, gather_tokens
+from .writing_ops import gather_tokens
 
 __all__ = ["Sample", "find_deviation", "find_deviations", "samples"]
 
@@ -138,8 +136,9 @@ def _checks(device: torch.device) -> Iterator[tuple[str, Callable[[], str | None
             yield name, partial(_attention_deviation, sample, dtype, tokens, device)
     for sample in (*samples(torch.float32), *samples(torch.float32, 512, 2)):
         yield sample.name, partial(_tokens_deviation, sample, device)
-    yield "encoding", partial(_encoding_deviation, device)
-    yield "appending", partial(_step_deviation, device)
+    yield "encoding", partial(encoding_deviation, device)
+    yield "encoding levels", partial(levels_deviation, device)
+    yield "appending", partial(step_deviation, device)
 
 
 @contextmanager
@@ -200,102 +199,6 @@ def _tokens_deviation(sample: Sample, device: torch.device) -> str | None:
     gather_tokens(sample.records, results[0], index, layouts[0], layouts[1])
     gather_records(sample.records, results[1], index, layouts[0], layouts[1])
     return None if torch.equal(results[0], results[1]) else "gathered records differ"
-
-
-def _encoding_deviation(device: torch.device) -> str | None:
-    """Encode two blocks and one more token, and compare with the quantizers on the CPU, byte by byte."""
-    head_dim, pairs = 64, 32
-    rotary = Rotary(tuple(0.9**i for i in range(pairs)))
-    tables = rotary.tables(torch.arange(32))
-    for name, nbits, granularity, is_key in (
-        ("affine", 4, per_channel_group(32), True),
-        ("affine", 2, per_token_group(32), False),
-        ("symmetric", 8, per_token_head(), True),
-        ("e4m3", 8, per_token_head(), False),
-    ):
-        tokens = 2 * BLOCK_TOKENS + (granularity.tokens == 1)
-        states = torch.randn(_ROWS, _HEADS, tokens, head_dim)
-        for is_rotated in (False, True)[: 1 + is_key]:
-            layout, record_bytes = _encode_layout(name, nbits, granularity, head_dim)
-            records = torch.zeros(_ROWS, _HEADS, 3, record_bytes, dtype=torch.uint8, device=device)
-            turning = tuple(table.to(device) for table in tables) if is_rotated else ()
-            moved = states.to(device)
-            done = [encode_tokens(records, moved[:, :, :128], is_key, layout, 0, *turning)]
-            if tokens > 128:
-                done.append(encode_tokens(records, moved[:, :, 128:], is_key, layout, 128, *turning))
-            if not all(done):
-                return f"encoding {name} was refused"
-            if is_rotated:
-                deltas = torch.arange(tokens) % 32
-                states_there = rotary.turn(states, tables[0][deltas], -tables[1][deltas])
-            else:
-                states_there = states
-            expected = _expected_codes(name, nbits, granularity, states_there, is_key)
-            found = records[:, :, : expected.shape[2], : expected.shape[3]].cpu()
-            # a rotation may be rounded otherwise on a GPU, which moves a code in thousands
-            if float((found != expected).float().mean()) > (1e-2 if is_rotated else 0.0):
-                return f"encoded {name} {'keys' if is_key else 'values'} differ"
-    return None
-
-
-def _step_deviation(device: torch.device) -> str | None:
-    """Append a few tokens, and compare with copies and with `encode_tokens`, which has passed its check."""
-    head_dim, new = 64, 3
-    rotary = Rotary(tuple(0.9**i for i in range(head_dim // 2)))
-    rotation = tuple(table.to(device) for table in rotary.tables(torch.arange(32)))
-    for name, nbits, granularity in (
-        ("affine", 4, per_channel_group(32)),
-        ("affine", 3, per_token_group(32)),
-        ("symmetric", 8, per_token_head()),
-        ("e5m2", 8, per_token_head()),
-    ):
-        keys, offset = _encode_layout(name, nbits, granularity, head_dim)
-        values, record_bytes = _encode_layout(name, nbits, granularity, head_dim, offset)
-        tails = [torch.randn(_ROWS, _HEADS, 80, head_dim).to(device) for _ in range(4)]
-        states = [torch.randn(_ROWS, _HEADS, new, head_dim).to(device) for _ in range(2)]
-        records = torch.zeros(2, _ROWS, _HEADS, 3, record_bytes, dtype=torch.uint8, device=device)
-        tails[2:] = [tail.clone() for tail in tails[:2]]
-        # a block of which the last tokens are new, and, where tokens are packed singly, two over an edge
-        for write, first, count, slot in ((62, 1, 64, 64), (65, 66, 2, 127))[: 1 + (granularity.tokens == 1)]:
-            key_plan, value_plan = ([write, first, count, slot, *layout] for layout in (keys, values))
-            done = append_tokens(
-                records[0], states[0], states[1], tails[0], tails[1], key_plan, value_plan, *rotation
-            )
-            for tail, given, layout in zip(tails[2:], states, (keys, values), strict=True):
-                tail[:, :, write : write + new] = given
-                due, turning = tail[:, :, first : first + count], rotation if layout is keys else ()
-                done &= encode_tokens(records[1], due, layout is keys, layout, slot, *turning)
-            if not done:
-                return f"a step of {name} was refused"
-            if not all(map(torch.equal, [records[0], *tails[:2]], [records[1], *tails[2:]])):
-                return f"what a step of {name} writes differs"
-    return None
-
-
-def _encode_layout(
-    name: str, nbits: int, granularity: Granularity, head_dim: int, offset: int = 0
-) -> tuple[list[int], int]:
-    """Integers of a layout whose fields begin at `offset`, as `encode_tokens` takes them, and their end."""
-    size, width = packed_bytes(head_dim, nbits), granularity.width(head_dim)
-    row_bytes = BLOCK_TOKENS // granularity.tokens * width * 2
-    layout = [nbits, FORMATS[name], head_dim, granularity.tokens, width, 2, 0, offset, offset + size]
-    layout.append(offset + size + row_bytes if name == "affine" else -1)
-    return layout, offset + size + 2 * row_bytes
-
-
-def _expected_codes(name: str, nbits: int, granularity: Granularity, states: Tensor, is_key: bool) -> Tensor:
-    """Packed codes of whole blocks, `(B, H, N, nbytes)`."""
-    if name == "affine":
-        scale, minimum = affine.choose_qparams_asymmetric(states, granularity, nbits)
-        codes = affine.quantize_asymmetric(states, scale, minimum, granularity, nbits)
-    elif name == "symmetric":
-        scale = affine.choose_qparams_symmetric(states, granularity)
-        codes = affine.quantize_symmetric(states, scale, granularity)
-    else:
-        scale = affine.choose_qparams_symmetric(states, granularity, None, float8.FLOAT8_MAX[name])
-        codes = float8.quantize_float8(states, scale, granularity, name)
-    blocks = codes[:, :, : 2 * BLOCK_TOKENS].unflatten(2, (2, BLOCK_TOKENS))
-    return pack_keys(blocks, nbits) if is_key else pack_values(blocks, nbits)
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,14 @@ from kvcache_plugins.attention.description import describe
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.backends.kvquant import NORMAL_FLOAT
 from kvcache_plugins.kernels import cuda_check
+from kvcache_plugins.quantizers.outliers import Outliers
 from tests.kernels.append_cases import CODES, Case, due_cases
 from tests.kernels.cuda import emulation
 from tests.kernels.decode_cases import CASES as LAYERS
 from tests.kernels.decode_cases import build_layer, step
 from tests.kernels.test_append_tokens import rotated, scaled
 from tests.kernels.test_decode_tokens import side_of
+from tests.kernels.test_encode_levels import arguments
 from tests.kernels.test_gather_tokens import CASES as GATHERABLE
 from tests.kernels.test_gather_tokens import blank, layouts, packed, some_slots
 
@@ -166,6 +168,29 @@ def encoded() -> Iterator[Tensor]:
     assert not encode(case.records, tail[:, :, :128], is_key, layout, 0)
 
 
+def encoded_levels() -> Iterator[Tensor]:
+    """Blocks into records and lists, of few numbers and of so many that not all candidates are listed."""
+    encode: Callable[..., bool] = torch.ops.kvcache_emulated.encode_levels
+    for i, (heads, dim, side) in enumerate(((2, 24, 1), (2, 80, 8), (24, 64, 77), (3, 32, 0))):
+        for is_key in (True, False):
+            given = arguments(is_key, heads, dim, 64)
+            given["states"] = given["states"].to((torch.float32, torch.bfloat16, torch.float16)[i % 3])
+            lists = Outliers(
+                torch.zeros(2, 3, 128 * side + 3, dtype=torch.int32),
+                torch.zeros(2, 3, heads + 1, dtype=torch.int16),
+            )
+            if i % 2:
+                given["first_plain"] = torch.tensor([0, 100])
+            names = ("scale", "offset", "first_plain", "cos", "sin")
+            assert encode(
+                given["records"], *(lists if side else (None, None)), given["states"], is_key,
+                given["layout"], given["boundaries"], given["levels"], side, 64, *map(given.get, names),
+            )  # fmt: skip
+            yield given["records"]
+            if side:
+                yield from lists
+
+
 def appended() -> Iterator[Tensor]:
     """Steps of decoding."""
     append: Callable[..., bool] = torch.ops.kvcache_emulated.append_tokens
@@ -197,5 +222,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "decoding": decoded,
     "gathering": gathered,
     "encoding": encoded,
+    "encoding levels": encoded_levels,
     "appending": appended,
 }

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from kvcache_plugins.attention import cuda, tiles
 from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions, attend
+from kvcache_plugins.backends.kvquant import NORMAL_FLOAT
 from kvcache_plugins.kernels import cuda_check, cuda_loader, cuda_trial, loader
 from kvcache_plugins.kernels.writing_ops import append_tokens
 from kvcache_plugins.layers.base import PackedLayer
@@ -22,11 +23,18 @@ from kvcache_plugins.models.facts import LayerFacts
 from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.registry import get_backend
 from kvcache_plugins.testing.comparison import relative_rms
+from kvcache_plugins.testing.conformance import state_bytes
 from tests.kernels.append_cases import CODES, Case, due_cases
 from tests.kernels.decode_cases import CASES, states
 
 pytestmark = pytest.mark.cuda
 BOUNDS = {torch.float32: 1e-5, torch.float16: 8e-4, torch.bfloat16: 3e-3}
+LEVELS: dict[str, dict[str, Any]] = {
+    f"{nbits} bit, {fraction}": {
+        "backend": "kvquant", "nbits": nbits, "outlier_fraction": fraction, "calibration": NORMAL_FLOAT,
+    }
+    for nbits, fraction in ((2, 0.01), (3, 0.02), (4, 0.0))
+}  # fmt: skip
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 
 
@@ -236,6 +244,23 @@ def test_records_are_those_of_the_cpu(name: str) -> None:
     layers[1].update(*given)
     found, expected = (layer.records.data[:, :, :10].cpu() for layer in layers)
     assert (found != expected).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("is_rotated", [False, True], ids=["plain", "rotated"])
+@pytest.mark.parametrize("pads", [(0, 0), (0, 70)], ids=str)
+@pytest.mark.parametrize("name", LEVELS)
+def test_levels_and_lists_are_those_of_the_codecs(name: str, pads: tuple[int, int], is_rotated: bool) -> None:
+    """On the same GPU; a rotation may be rounded otherwise, which may change which numbers are outliers."""
+    given = [tensor.cuda() for tensor in states(2, 2, 700, 64, None, torch.bfloat16)]
+    layers = [new_layer(LEVELS[name] | {"kernel": kernel}) for kernel in ("auto", "torch")]
+    for layer in layers:
+        layer.bind(layer.facts if is_rotated else LayerFacts(None), torch.tensor(pads), None)
+        layer.update(*given)
+    found, expected = map(state_bytes, layers)
+    assert float((found["records"] != expected["records"]).float().mean()) <= (1e-3 if is_rotated else 0.0)
+    for part, tensor in expected.items():
+        if not is_rotated or ("key" not in part and part != "records"):
+            assert torch.equal(found[part], tensor), part
 
 
 @pytest.mark.parametrize("new", [1, 3, 8])

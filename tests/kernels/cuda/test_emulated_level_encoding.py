@@ -152,7 +152,13 @@ def test_shapes(shape: str, is_key: bool) -> None:
 @pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
 def test_outliers_of_a_head(is_key: bool) -> None:
     """All in one place: parts of the numbers hold none of the largest, and others many."""
-    compare(is_key, 8, 64, 5, states=lambda given: given["states"] * torch.tensor([9.0] + [1.0] * 7)[:, None, None])
+    compare(
+        is_key,
+        8,
+        64,
+        5,
+        states=lambda given: given["states"] * torch.tensor([9.0] + [1.0] * 7)[:, None, None],
+    )
     compare(is_key, 8, 64, 5, states=lambda given: given["states"] * torch.tensor([9.0] * 2 + [1.0] * 62))
 
 
@@ -178,7 +184,6 @@ def test_metadata_of_four_bytes(is_key: bool) -> None:
         return [*layout[:5], 4, *layout[6:]]
 
     compare(is_key, 2, 32, 2, layout=wide)
-
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -150,6 +150,35 @@ MUTATIONS = {
     "parameters of other warps": Mutation(
         "encoding.cuh", "parameters);\n  block_barrier();", "parameters);", "encode_tokens", "encoding"
     ),
+    "codes of other warps": Mutation(
+        "encode_levels.cu",
+        "  block_barrier();\n  uint8_t* plane",
+        "  uint8_t* plane",
+        "encode_levels",
+        "encoding levels",
+    ),
+    "keys of other lanes": Mutation(
+        "largest.cuh",
+        "    warp_barrier();  // every lane's keys are listed",
+        "    //",
+        "encode_levels",
+        "encoding levels",
+    ),
+    "a list still being read": Mutation(
+        "encode_levels.cu",
+        "  warp_barrier();  // every lane has read the list",
+        "  //",
+        "encode_levels",
+        "encoding levels",
+    ),
+    "sums over sums": Mutation("largest.cuh", "    turn ^= 1;\n", "", "encode_levels", "encoding levels"),
+    "counts over sums": Mutation(
+        "encode_levels.cu",
+        "  block_barrier();  // what `outlying` had in shared memory has been read",
+        "  //",
+        "encode_levels",
+        "encoding levels",
+    ),
     "thread blocks at one place": Mutation(
         "append_tokens.cu",
         "if (unit == 0) place_tokens",

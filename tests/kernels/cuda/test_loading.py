@@ -13,7 +13,7 @@ import torch
 
 from kvcache_plugins.attention.description import describe
 from kvcache_plugins.errors import KernelUnavailableError
-from kvcache_plugins.kernels import builds, cuda_check, cuda_inputs, cuda_loader
+from kvcache_plugins.kernels import builds, cuda_check, cuda_inputs, cuda_loader, cuda_writing_check
 from kvcache_plugins.kernels.cuda_inputs import on_device
 from kvcache_plugins.kernels.cuda_toolkit import Toolkit
 from kvcache_plugins.kernels.layout import Side
@@ -292,7 +292,12 @@ def test_the_check_whatever_the_user_has_set(
     assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
-_OPERATORS = ("append_tokens", "decode_attention", "decode_tokens", "encode_tokens", "gather_tokens")
+_CHECKS = {
+    cuda_check: ("decode_attention", "decode_tokens", "gather_tokens"),
+    cuda_writing_check: ("append_tokens", "encode_levels", "encode_tokens"),
+}
+_OPERATORS = {name: module for module, names in _CHECKS.items() for name in names}
+"""Every operator, and the module whose check calls it."""
 
 
 @pytest.mark.parametrize("name", _OPERATORS)
@@ -300,18 +305,18 @@ def test_the_check_of_broken_kernels(name: str, emulated: Path, monkeypatch: pyt
     """As if the kernel read codes of the record beside the right one."""
     emulate(monkeypatch)
     monkeypatch.setattr(cuda_check, "_CALLS", cuda_check._CALLS[5:6] if name == "decode_attention" else ())
-    working = getattr(cuda_check, name)
+    working = getattr(_OPERATORS[name], name)
 
     def broken(*args: Any, **options: Any) -> Any:
         place = next(i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.dtype == torch.uint8)
         moved = args[place].clone()
         moved[..., :-1] = args[place][..., 1:]
         result = working(*args[:place], moved, *args[place + 1 :], **options)
-        if name in ("append_tokens", "encode_tokens"):
+        if _OPERATORS[name] is cuda_writing_check:
             args[0][..., 1:] = moved[..., :-1]
         return result
 
-    monkeypatch.setattr(cuda_check, name, broken)
+    monkeypatch.setattr(_OPERATORS[name], name, broken)
     found = cuda_check.find_deviations(torch.device("cpu"))
     assert found and all("deviates" in deviation or "differ" in deviation for deviation in found)
     if name == "decode_attention":
@@ -342,12 +347,12 @@ def test_a_kernel_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the check call the emulated operators."""
-    for name in _OPERATORS:
-        function = getattr(cuda_check, name)
+    for name, module in _OPERATORS.items():
+        function = getattr(module, name)
         names = {**function.__globals__, "operators": torch.ops.kvcache_emulated}
         copy = type(function)(function.__code__, names, name)
         copy.__kwdefaults__, copy.__defaults__ = function.__kwdefaults__, function.__defaults__
-        monkeypatch.setattr(cuda_check, name, copy)
+        monkeypatch.setattr(module, name, copy)
 
 
 def test_tables_are_moved_once() -> None:

@@ -20,11 +20,13 @@ from kvcache_plugins.attention.description import describe
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.backends.kvquant import NORMAL_FLOAT
 from kvcache_plugins.kernels.cuda_toolkit import find_toolkit
+from kvcache_plugins.quantizers.packing import packed_bytes
 from tests.kernels import fresh_process
 from tests.kernels.append_cases import CODES, Case, Codes
 from tests.kernels.cuda import access_counts, emulation, ptx_machine
 from tests.kernels.cuda.access_counts import Kernel
 from tests.kernels.decode_cases import build_layer, step
+from tests.kernels.test_encode_levels import arguments
 from tests.kernels.test_gather_tokens import CASES as GATHERABLE
 from tests.kernels.test_gather_tokens import blank, layouts, packed, some_slots
 
@@ -179,6 +181,22 @@ def encode(codes: Codes, is_key: bool) -> Callable[[], object]:
     return partial(torch.ops.kvcache_emulated.encode_tokens, records, states, is_key, layout, 0)
 
 
+def encode_levels(is_key: bool) -> Callable[[], object]:
+    """128 tokens of eight heads, one number in a hundred an outlier."""
+    heads, dim, side = 8, 128, 5
+    given = arguments(is_key, heads, dim) | {"states": torch.randn(1, heads, 128, dim).bfloat16(), "start": 0}
+    size = packed_bytes(dim, 3)
+    given["layout"][8:] = (-1, -1) if is_key else (size, size + 128)
+    records = torch.zeros(1, heads, 2, size + 256, dtype=torch.uint8)
+    lists = torch.zeros(1, 2, 128 * side, dtype=torch.int32), torch.zeros(1, 2, heads + 1, dtype=torch.int16)
+    names = ("states", "is_key", "layout", "boundaries", "levels")
+    extras = ("scale", "offset", "first_plain", "cos", "sin")
+    return partial(
+        torch.ops.kvcache_emulated.encode_levels,
+        records, *lists, *map(given.get, names), side, 0, *map(given.get, extras),
+    )  # fmt: skip
+
+
 def append(codes: Codes) -> Callable[[], object]:
     """A token of six heads, with which a group is complete."""
     due = codes.group_tokens
@@ -233,6 +251,12 @@ MOVING = {
     "encode 4bit values": Moving("encode_kernel", partial(encode, CODES["4bit-token"], VALUES)),
     "encode 3bit values": Moving("encode_kernel", partial(encode, CODES["3bit-token"], VALUES)),
     "encode 2bit g32 values": Moving("encode_kernel", partial(encode, VALUE_GROUPS, VALUES)),
+    "encode levels of keys": Moving("level_kernel", partial(encode_levels, KEYS), reads=1.01),
+    "encode levels of values": Moving("level_kernel", partial(encode_levels, VALUES), reads=1.25, shared=1.3),
+    # metadata of a token go into the records of all heads; entries of a list are few
+    "ranges of values": Moving("range_kernel", partial(encode_levels, VALUES), writes=12),
+    "outliers of keys": Moving("key_list_kernel", partial(encode_levels, KEYS), reads=1.05, writes=7.5),
+    "outliers of values": Moving("value_list_kernel", partial(encode_levels, VALUES), reads=1.6, writes=7.5),
     "search": Moving("search_kernel", partial(encode, CODES["int8"], KEYS)),
     # one token's codes lie in many sectors
     "append int8": Moving("append_kernel", partial(append, CODES["int8"]), reads=1.75, writes=2.75),

@@ -29,6 +29,15 @@ MUTATIONS = {
     "the first new token": ("encoding.cuh", "slot >= a.newer_start", "slot > a.newer_start"),
     "the words of an odd token": ("encode_words.cuh", "thin_out(2, low % 2)", "thin_out(2, 0)"),
     "the lanes of a key": ("encode_words.cuh", "first_ = 2 * low, wrap_ = 31", "first_ = 0, wrap_ = 31"),
+    "a list that is too short": ("largest.cuh", "bisect(wanted + 1, [&]", "bisect(wanted / 2, [&]"),
+    "the last of equal numbers": (
+        "level_encoding.cuh",
+        "kPlaceBits) - 1 - i)",
+        "kPlaceBits) - 1 - (i ^ 31))",
+    ),
+    "the least numbers of a token": ("level_encoding.cuh", "ordered(x) ^ flip", "ordered(x)"),
+    "a boundary": ("level_encoding.cuh", "u <= boundaries", "u < boundaries"),
+    "a head's first outlier": ("encode_levels.cu", "lane < warp ? found : 0", "lane <= warp ? found : 0"),
     "a place of the codes": ("decode_words.cuh", "16 * upper + low * k", "16 * upper"),
 }
 START = """
@@ -71,9 +80,31 @@ print(wrong)
 """
 
 
+LEVELS = """
+from tests.kernels.cuda import test_emulated_level_encoding as levels
+from kvcache_plugins.kernels import loader
+
+loader.build()
+wrong = 0
+for is_key in (True, False):
+    # few different numbers, some of them boundaries
+    generator = torch.Generator().manual_seed(2)
+    numbers = torch.randint(-3, 4, (2, 2, 128, 32), generator=generator) / 2
+    boundaries = torch.tensor([-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5])
+    for changed in ({}, {"states": numbers, "boundaries": boundaries, "cos": None, "sin": None}):
+        try:
+            levels.compare(is_key, 2, 32, 3, **changed)
+        except AssertionError:
+            wrong += 1
+print(wrong)
+"""
+SCRIPTS = {"append_tokens": STEPS, "encode_levels": LEVELS}
+
+
 def unit_of(file: str) -> str:
     """The only unit that is compiled with a broken header: one whose kernels use it."""
-    units = {"enc": "append_tokens", "level": "attend_levels", "decode": "attend_general"}
+    units = dict.fromkeys(("encode_levels", "level_encoding", "largest"), "encode_levels")
+    units |= {"enc": "append_tokens", "level": "attend_levels", "decode": "attend_general"}
     return next((unit for start, unit in units.items() if file.startswith(start)), "attend_8_rows")
 
 
@@ -84,7 +115,7 @@ def test_kernels_that_are_not_broken(tmp_path: Path, builds: Path) -> None:
     units = {unit_of(file) for file, *_ in MUTATIONS.values()}
     library = emulation.build_changed(emulation.SOURCES, units, tmp_path, builds)
     start = START.format(library=str(library))
-    for done in fresh_process.run_together([start + ATTENTION, start + STEPS]):
+    for done in fresh_process.run_together([start + script for script in (ATTENTION, STEPS, LEVELS)]):
         assert done.returncode == 0 and float(done.stdout) <= 1e-2, done.stderr
 
 
@@ -99,6 +130,6 @@ def test_a_broken_kernel_is_caught(name: str, tmp_path: Path, builds: Path) -> N
     (sources / file).write_text(content.replace(text, replacement))
     unit = unit_of(file)
     library = emulation.build_changed(sources, [unit], tmp_path, builds)
-    script = STEPS if unit == "append_tokens" else ATTENTION
+    script = SCRIPTS.get(unit, ATTENTION)
     done = fresh_process.run(START.format(library=str(library)) + script)
     assert done.returncode != 0 or float(done.stdout) > 1e-2

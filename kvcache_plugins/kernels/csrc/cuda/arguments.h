@@ -138,6 +138,10 @@ struct GatherArguments {
 struct Exact {
   const void* data;
   int64_t batch_stride, head_stride, token_stride;
+
+  KVCACHE_BOTH int64_t row(int64_t batch, int64_t head, int64_t token) const {
+    return batch * batch_stride + head * head_stride + token * token_stride;
+  }
 };
 
 // Tokens of one side to be encoded: those of slots [start, newer_start) from `states`, the others from `newer`.

@@ -9,31 +9,41 @@ namespace kvcache {
 namespace {
 
 constexpr int kListThreads = 1024;
-constexpr int kRangeRoom = 512, kListRoom = 1024;  // places that a warp lists
+constexpr int kRoom = 256;  // keys that a warp lists
 constexpr int kRangeWarps = kEncodeThreads / 32;
 
 // ---- ranges of values
 
-// Range of a token, see TokenNonUniformCodec, into all of its heads' records; and from which keys on its numbers are
-// outliers, of the largest and of the smallest. A warp's work.
-KVCACHE_DEVICE void choose_range(const LevelArguments& a, int64_t batch, int64_t token, uint16_t* list) {
+// The largest number of a token, or the smallest, that is no outlier; and from which key on its numbers are.
+struct End {
+  float number;
+  uint64_t cut;
+  bool is_found;
+};
+
+KVCACHE_DEVICE End find_end(const LevelArguments& a, int64_t batch, int64_t token, uint32_t flip, uint64_t* list) {
+  const NumbersOfToken numbers{a, a.run.states.row(batch, 0, token), flip};
+  Largest<NumbersOfToken, CountingWarp> largest(numbers, {}, NumbersOfToken::kKeyBits, list, kRoom);
+  const uint64_t cut = largest.find(a.side);
+  const uint32_t next = warp_max(static_cast<uint32_t>(largest.next(cut) >> NumbersOfToken::kPlaceBits));
+  warp_barrier();  // every lane has read the list
+  return {number_of_order(next ^ flip), cut, next != 0};
+}
+
+// Range of a token, see TokenNonUniformCodec, into all of its heads' records. A warp's work.
+KVCACHE_DEVICE void choose_range(const LevelArguments& a, int64_t batch, int64_t token, uint64_t* list) {
   const EncodeArguments& run = a.run;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  float ends[2] = {};
-  bool are_found = true;
-  for (int end = 0; end < 2; ++end) {
-    const NumbersOfToken numbers{a, batch, run.start + token, end == 0 ? 1.0f : -1.0f};
-    Largest<NumbersOfToken, CountingWarp> largest(numbers, {}, NumbersOfToken::kKeyBits, list, kRangeRoom);
-    const uint64_t cut = largest.find(a.side);
-    const uint32_t next = warp_max(static_cast<uint32_t>(largest.next(cut) >> NumbersOfToken::kPlaceBits));
-    are_found &= next != 0;
-    ends[end] = number_of_order(next) * numbers.sign;
-    if (a.cuts != nullptr && lane == 0) a.cuts[(batch * run.count + token) * 2 + end] = cut;
-    warp_barrier();  // every lane has read the list
+  const End high = find_end(a, batch, token, 0u, list), low = find_end(a, batch, token, ~0u, list);
+  if (a.cuts != nullptr && lane == 0) {
+    uint64_t* cuts = a.cuts + (batch * run.count + token) * 2;
+    cuts[0] = high.cut;
+    cuts[1] = low.cut;
   }
-  if (!are_found || !(ends[0] >= ends[1])) ends[0] = ends[1] = 0.0f;
-  const float scale = fmaxf(round_to_half(add_rounded(ends[0], -ends[1]) / 2.0f), kSmallestRange);
-  const float offset = round_to_half(add_rounded(add_rounded(ends[0], ends[1]) / 2.0f, 0.0f));  // zero has no sign
+  const bool is_range = high.is_found && low.is_found && high.number >= low.number;
+  const float top = is_range ? high.number : 0.0f, bottom = is_range ? low.number : 0.0f;
+  const float scale = fmaxf(round_to_half(add_rounded(top, -bottom) / 2.0f), kSmallestRange);
+  const float offset = round_to_half(add_rounded(add_rounded(top, bottom) / 2.0f, 0.0f));  // zero has no sign
   const int row = static_cast<int>(token % kBlockTokens);
   for (int head = lane; head < a.heads; head += 32) {
     uint8_t* record = record_of(a, batch, head, token / kBlockTokens);
@@ -56,7 +66,6 @@ KVCACHE_DEVICE void encode_head(const LevelArguments& a, int64_t block, int64_t 
   if (thread < count) levels[thread] = a.levels[thread];
   if (thread < count - 1) boundaries[thread] = a.boundaries[thread];
   block_barrier();
-  const Tokens tokens{run, batch, head};
   uint8_t* record = record_of(a, batch, head, block);
   const int64_t plain = first_plain(a, batch) - (run.start + block * kBlockTokens);
   float* missing = a.missing;
@@ -64,13 +73,14 @@ KVCACHE_DEVICE void encode_head(const LevelArguments& a, int64_t block, int64_t 
   for (int token = thread / 32; token < kBlockTokens; token += kEncodeThreads / 32) {
     Range range{1.0f, 0.0f};
     if (!is_key) range = range_of_value(run, record, token);
+    const NumbersOfRow numbers(a, batch, head, block * kBlockTokens + token);
     for (int channel = lane; channel < run.padded_dim; channel += 32) {
       if (channel >= dim) {
         codes[token * stride + channel] = 0;
         continue;
       }
       if (is_key) range = range_of_key(a, batch, head, channel);
-      const float x = number_of(a, tokens, block * kBlockTokens + token, channel);
+      const float x = numbers.at(channel);
       const Coded coded = code_number(x, range, boundaries, levels, run.nbits);
       codes[token * stride + channel] = static_cast<uint8_t>(coded.code);
       if (missing == nullptr) continue;
@@ -98,35 +108,57 @@ KVCACHE_DEVICE void encode_head(const LevelArguments& a, int64_t block, int64_t 
 
 // ---- lists of outliers
 
-// Which keys of a block are outliers.
+// Those among the keys of a block. Of a row, `64 head + token`, it tells which channels are, and what they lack.
 struct OutlyingKeys {
-  const LevelArguments& a;
+  struct Row {
+    const float* missing;
+    int first;
+    uint64_t cut;
+
+    KVCACHE_DEVICE bool has(int channel) const {
+      const uint64_t key = MissingOfBlock::key_of(missing[first + channel], first + channel);
+      return key != 0 && key >= cut;
+    }
+    KVCACHE_DEVICE float missing_of(int channel) const { return missing[first + channel]; }
+  };
   const float* missing;
+  int dim;
   uint64_t cut;
 
-  KVCACHE_DEVICE OutlyingKeys(const LevelArguments& given, int64_t block, int64_t batch, uint8_t* shared)
-      : a(given), missing(nullptr), cut(0) {
-    const int thread = static_cast<int>(threadIdx.x), size = kBlockTokens * a.heads * a.run.head_dim;
-    missing = a.missing + (batch * a.blocks() + block) * size;
-    const MissingOfBlock numbers{missing, size, thread / 32, kListThreads / 32};
-    uint16_t* lists = reinterpret_cast<uint16_t*>(shared + sizeof(uint32_t) * CountingBlock::kWords);
+  KVCACHE_DEVICE OutlyingKeys(const LevelArguments& a, int64_t block, int64_t batch, uint8_t* shared)
+      : missing(a.missing + (batch * a.blocks() + block) * kBlockTokens * a.heads * a.run.head_dim),
+        dim(a.run.head_dim) {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const MissingOfBlock numbers{missing, kBlockTokens * a.heads * dim, warp, kListThreads / 32};
+    uint64_t* lists = reinterpret_cast<uint64_t*>(shared + sizeof(uint32_t) * CountingBlock::kWords);
     Largest<MissingOfBlock, CountingBlock> largest(numbers, {reinterpret_cast<uint32_t*>(shared)},
-                                                   MissingOfBlock::kKeyBits, lists + thread / 32 * kListRoom,
-                                                   kListRoom);
+                                                   MissingOfBlock::kKeyBits, lists + warp * kRoom, kRoom);
     cut = largest.find(2 * a.side * kBlockTokens);
   }
-
-  // Row `64 head + token`.
-  KVCACHE_DEVICE bool has(int row, int channel) const {
-    const int i = row * a.run.head_dim + channel;
-    const uint64_t key = MissingOfBlock::key_of(missing[i], i);
-    return key != 0 && key >= cut;
-  }
-  KVCACHE_DEVICE float missing_of(int row, int channel) const { return missing[row * a.run.head_dim + channel]; }
+  KVCACHE_DEVICE Row row(int index) const { return {missing, index * dim, cut}; }
 };
 
-// Which values of a block are.
+// The same of values, by the cuts of their tokens.
 struct OutlyingValues {
+  struct Row {
+    const LevelArguments& a;
+    NumbersOfRow numbers;
+    const uint8_t* record;
+    int token, place;  // of the first channel
+    bool has_none;
+    uint64_t high, low;
+
+    KVCACHE_DEVICE bool has(int channel) const {
+      const float x = numbers.stored(channel);
+      if (has_none || !is_finite(x)) return false;
+      return NumbersOfToken::key_of(x, place + channel, 0u) >= high ||
+             NumbersOfToken::key_of(x, place + channel, ~0u) >= low;
+    }
+    KVCACHE_DEVICE float missing_of(int channel) const {
+      const Range range = range_of_value(a.run, record, token);
+      return code_number(numbers.stored(channel), range, a.boundaries, a.levels, a.run.nbits).missing;
+    }
+  };
   const LevelArguments& a;
   int64_t block, batch, plain;
 
@@ -134,20 +166,12 @@ struct OutlyingValues {
       : a(given), block(of_block), batch(of_batch),
         plain(first_plain(given, of_batch) - (given.run.start + of_block * kBlockTokens)) {}
 
-  KVCACHE_DEVICE float number(int row, int channel) const {
-    const int64_t slot = a.run.start + block * kBlockTokens + row % kBlockTokens;
-    return Tokens{a.run, batch, row / kBlockTokens}.stored(slot, channel);
-  }
-  KVCACHE_DEVICE bool has(int row, int channel) const {
-    const int token = row % kBlockTokens, place = row / kBlockTokens * a.run.head_dim + channel;
-    const float x = number(row, channel);
-    if (token < plain || !is_finite(x)) return false;
-    const uint64_t* cuts = a.cuts + (batch * a.run.count + block * kBlockTokens + token) * 2;
-    return NumbersOfToken::key_of(x, place) >= cuts[0] || NumbersOfToken::key_of(-x, place) >= cuts[1];
-  }
-  KVCACHE_DEVICE float missing_of(int row, int channel) const {
-    const Range range = range_of_value(a.run, record_of(a, batch, row / kBlockTokens, block), row % kBlockTokens);
-    return code_number(number(row, channel), range, a.boundaries, a.levels, a.run.nbits).missing;
+  KVCACHE_DEVICE Row row(int index) const {
+    const int head = index / kBlockTokens, token = index % kBlockTokens;
+    const int64_t of_run = block * kBlockTokens + token;
+    const uint64_t* cuts = a.cuts + (batch * a.run.count + of_run) * 2;
+    return {a, NumbersOfRow(a, batch, head, of_run), record_of(a, batch, head, block), token, head * a.run.head_dim,
+            token < plain, cuts[0], cuts[1]};
   }
 };
 
@@ -157,11 +181,12 @@ KVCACHE_DEVICE void write_list(const LevelArguments& a, int64_t block, int64_t b
   const Outlying outlying(a, block, batch, shared);
   constexpr int kWarps = kListThreads / 32;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32, dim = a.run.head_dim;
-  const int rows = 64 / kWarps * a.heads;  // of a warp
+  const int begin = warp * (kBlockTokens / kWarps * a.heads), end = begin + kBlockTokens / kWarps * a.heads;  // rows
   uint32_t* counts = reinterpret_cast<uint32_t*>(shared);
   uint32_t count = 0;
-  for (int row = warp * rows; row < (warp + 1) * rows; ++row) {
-    for (int channel = lane; channel < dim; channel += 32) count += outlying.has(row, channel);
+  for (int i = begin; i < end; ++i) {
+    const auto row = outlying.row(i);
+    for (int channel = lane; channel < dim; channel += 32) count += row.has(channel);
   }
   count = warp_sum(count);
   block_barrier();  // what `outlying` had in shared memory has been read
@@ -173,17 +198,17 @@ KVCACHE_DEVICE void write_list(const LevelArguments& a, int64_t block, int64_t b
   const int64_t list = a.list_of(batch, block);
   int32_t* entries = a.entries + list * a.width;
   int16_t* starts = a.starts + list * (a.heads + 1);
-  for (int row = warp * rows; row < (warp + 1) * rows; ++row) {
-    const uint32_t token = static_cast<uint32_t>(row % kBlockTokens);
-    if (token == 0 && lane == 0) starts[row / kBlockTokens] = static_cast<int16_t>(at);
+  for (int i = begin; i < end; ++i) {
+    const auto row = outlying.row(i);
+    const uint32_t token = static_cast<uint32_t>(i % kBlockTokens);
+    if (token == 0 && lane == 0) starts[i / kBlockTokens] = static_cast<int16_t>(at);
     for (int first = 0; first < dim; first += 32) {
       const int channel = first + lane;
-      const bool is_listed = channel < dim && outlying.has(row, channel);
+      const bool is_listed = channel < dim && row.has(channel);
       const uint32_t listed = warp_vote(is_listed);
       if (is_listed) {
-        const uint32_t missing = float_half(outlying.missing_of(row, channel));
-        const uint32_t entry = (token << 10 | static_cast<uint32_t>(channel)) << 16 | missing;
-        entries[at + count_bits(listed & ((1u << lane) - 1))] = static_cast<int32_t>(entry);
+        const uint32_t place = token << 10 | static_cast<uint32_t>(channel), half = float_half(row.missing_of(channel));
+        entries[at + count_bits(listed & ((1u << lane) - 1))] = static_cast<int32_t>(place << 16 | half);
       }
       at += count_bits(listed);
     }
@@ -198,7 +223,7 @@ KVCACHE_KERNEL(kEncodeThreads, 2) range_kernel(const LevelArguments a) {
   KVCACHE_SHARED(shared);
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kRangeWarps + warp;
-  choose_range(a, blockIdx.z, token, reinterpret_cast<uint16_t*>(shared) + warp * kRangeRoom);
+  choose_range(a, blockIdx.z, token, reinterpret_cast<uint64_t*>(shared) + warp * kRoom);
 }
 
 KVCACHE_KERNEL(kEncodeThreads, 2) level_kernel(const LevelArguments a) {
@@ -224,7 +249,7 @@ int encode_blocks(const LevelArguments& a, int batch, void* stream) {
   int status = 0;
   if (!is_key) {
     grid.x = static_cast<unsigned>(a.run.count / kRangeWarps);
-    status = launch<range_kernel>(grid, kEncodeThreads, kRangeWarps * kRangeRoom * 2, stream, a);
+    status = launch<range_kernel>(grid, kEncodeThreads, kRangeWarps * kRoom * sizeof(uint64_t), stream, a);
   }
   grid.x = static_cast<unsigned>(a.blocks());
   if (status == 0) {
@@ -235,7 +260,7 @@ int encode_blocks(const LevelArguments& a, int batch, void* stream) {
   }
   if (status != 0 || a.entries == nullptr) return status;
   if (!is_key) return launch<value_list_kernel>(grid, kListThreads, kWords, stream, a);
-  return launch<key_list_kernel>(grid, kListThreads, kWords + kListThreads / 32 * kListRoom * 2, stream, a);
+  return launch<key_list_kernel>(grid, kListThreads, kWords + kListThreads / 32 * kRoom * sizeof(uint64_t), stream, a);
 }
 
 }  // namespace kvcache

@@ -15,6 +15,24 @@ constexpr float kLargestHalf = 65504.0f;
 constexpr float kSmallestScale = 5.9604644775390625e-8f;  // 2^-24
 constexpr int kEncodeThreads = 256;
 
+KVCACHE_DEVICE bool is_second_of_pair(const EncodeArguments& a, int channel) {
+  return a.interleaved != 0 ? channel % 2 != 0 : channel >= a.pairs;
+}
+// The other channel of a rotary pair.
+KVCACHE_DEVICE int partner_of(const EncodeArguments& a, int channel) {
+  if (a.interleaved != 0) return channel ^ 1;
+  return is_second_of_pair(a, channel) ? channel - a.pairs : channel + a.pairs;
+}
+// The rotation of `x` by the angles of its token undone; `other` is the number of its partner.
+KVCACHE_DEVICE float turned_back(const EncodeArguments& a, float x, float other, int channel, const float* cos,
+                                 const float* sin) {
+  const int pair = a.interleaved != 0 ? channel / 2 : channel % a.pairs;
+  const float signed_other = is_second_of_pair(a, channel) ? -other : other;
+  const float product = multiply_rounded(x, cos[pair]);
+  if (a.is_fused != 0) return fmaf(signed_other, sin[pair], product);
+  return add_rounded(product, multiply_rounded(signed_other, sin[pair]));
+}
+
 // The tokens of one row and head.
 struct Tokens {
   const EncodeArguments& a;
@@ -25,29 +43,17 @@ struct Tokens {
     return number(a.states, slot - a.start, channel);
   }
   KVCACHE_DEVICE float number(const Exact& from, int64_t token, int channel) const {
-    const int64_t place = batch * from.batch_stride + head * from.head_stride + token * from.token_stride;
-    return read_number(from.data, a.dtype, place + channel);
+    return read_number(from.data, a.dtype, from.row(batch, head, token) + channel);
   }
   // What is encoded: divided by the factor of its channel, or its rotation undone.
   KVCACHE_DEVICE float at(int64_t slot, int channel) const {
     const float x = stored(slot, channel);
     if (a.factors != nullptr)
       return divide_rounded(x, a.factors[(batch * gridDim.y + head) * a.head_dim + channel]);
-    if (a.cos == nullptr) return x;
+    if (a.cos == nullptr || channel >= 2 * a.pairs) return x;
     const int row = static_cast<int>(slot) % a.period * a.pairs;
-    return turned_back(x, slot, channel, a.cos + row, a.sin + row);
-  }
-  // A stored number, its rotation by the angles of a token undone.
-  KVCACHE_DEVICE float turned_back(float x, int64_t slot, int channel, const float* cos, const float* sin) const {
-    if (channel >= 2 * a.pairs) return x;
-    const bool interleaved = a.interleaved != 0;
-    const int pair = interleaved ? channel / 2 : channel % a.pairs;
-    const bool is_second = interleaved ? channel % 2 != 0 : channel >= a.pairs;
-    const int partner = interleaved ? channel ^ 1 : is_second ? channel - a.pairs : channel + a.pairs;
-    const float other = is_second ? -stored(slot, partner) : stored(slot, partner);
-    const float product = multiply_rounded(x, cos[pair]);
-    if (a.is_fused != 0) return fmaf(other, sin[pair], product);
-    return add_rounded(product, multiply_rounded(other, sin[pair]));
+    const float other = stored(slot, partner_of(a, channel));
+    return turned_back(a, x, other, channel, a.cos + row, a.sin + row);
   }
 };
 

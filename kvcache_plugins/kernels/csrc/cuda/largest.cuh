@@ -30,22 +30,20 @@ struct CountingBlock {
   }
 };
 
-// `Numbers` are those a warp looks after, and their keys, of which 0 is none that counts:
-//     each(f) calls f(place, key) once for every number, in all lanes as often, with a key of 0 where there is none;
-//     key(place) is that of one number. Places are below 65536.
-template <class Numbers, class Group>
+// `Keys` are those a warp looks after, of which 0 is none that counts: each(f) calls f(key) once for every key, in all
+// lanes as often. `list` is room of the warp for `room` keys in shared memory.
+template <class Keys, class Group>
 class Largest {
  public:
   static constexpr int kParts = 4;  // of a lane
 
-  // `list` is room of the warp for `capacity` places in shared memory.
-  KVCACHE_DEVICE Largest(const Numbers& numbers, const Group& group, int key_bits, uint16_t* list, int capacity)
-      : numbers_(numbers), group_(group), key_bits_(key_bits), list_(list), capacity_(capacity) {}
+  KVCACHE_DEVICE Largest(const Keys& keys, const Group& group, int key_bits, uint64_t* list, int room)
+      : keys_(keys), group_(group), key_bits_(key_bits), list_(list), room_(room) {}
 
   // The smallest of the `wanted` largest keys; 0 if there are fewer.
   KVCACHE_DEVICE uint64_t find(int wanted) {
     uint64_t most[kParts] = {};
-    numbers_.each([&](int, uint64_t key) {
+    keys_.each([&](uint64_t key) {
       const uint64_t larger = key > most[0] ? key : most[0];
       for (int i = 0; i + 1 < kParts; ++i) most[i] = most[i + 1];
       most[kParts - 1] = larger;
@@ -85,35 +83,35 @@ class Largest {
     return bound;
   }
 
-  // Lists the places of all keys that reach a bound, unless a warp has more than its list holds.
+  // Lists all keys that reach a bound, unless a warp has more than its list holds.
   KVCACHE_DEVICE void gather(uint64_t bound) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     held_ = 0;
-    numbers_.each([&](int place, uint64_t key) {
+    keys_.each([&](uint64_t key) {
       const bool reaches = key != 0 && key >= bound;
       const uint32_t reaching = warp_vote(reaches);
       const int at = held_ + count_bits(reaching & ((1u << lane) - 1));
-      if (reaches && at < capacity_) list_[at] = static_cast<uint16_t>(place);
+      if (reaches && at < room_) list_[at] = key;
       held_ += count_bits(reaching);
     });
-    is_listed_ = group_.sum(held_ > capacity_) == 0;
-    warp_barrier();  // every lane's places are listed
+    is_listed_ = group_.sum(held_ > room_) == 0;
+    warp_barrier();  // every lane's keys are listed
   }
 
   template <class Visit>
   KVCACHE_DEVICE void visit(Visit of_key) const {
     if (!is_listed_) {
-      numbers_.each([&](int, uint64_t key) { of_key(key); });
+      keys_.each(of_key);
       return;
     }
-    for (int i = static_cast<int>(threadIdx.x) % 32; i < held_; i += 32) of_key(numbers_.key(list_[i]));
+    for (int i = static_cast<int>(threadIdx.x) % 32; i < held_; i += 32) of_key(list_[i]);
   }
 
-  const Numbers& numbers_;
+  const Keys& keys_;
   Group group_;
   int key_bits_;
-  uint16_t* list_;
-  int capacity_, held_ = 0;
+  uint64_t* list_;
+  int room_, held_ = 0;
   bool is_listed_ = false;
 };
 

@@ -30,25 +30,37 @@ KVCACHE_DEVICE Range range_of_value(const EncodeArguments& run, const uint8_t* r
           read_metadata(record + run.minimum_offset, run.metadata_bytes, token)};
 }
 
-// A number of token `token` of the run, before its rotation.
-KVCACHE_DEVICE float number_of(const LevelArguments& a, const Tokens& tokens, int64_t token, int channel) {
-  const int64_t slot = a.run.start + token;
-  const float x = tokens.stored(slot, channel);
-  if (a.run.cos == nullptr) return x;
-  const int64_t row = tokens.batch * a.turn_batch_stride + token * a.run.pairs;
-  return tokens.turned_back(x, slot, channel, a.run.cos + row, a.run.sin + row);
-}
+// The numbers of one token and head, their rotation undone; or as they are stored.
+struct NumbersOfRow {
+  const EncodeArguments& run;
+  int64_t first;
+  const float *cos, *sin;
+
+  KVCACHE_DEVICE NumbersOfRow(const LevelArguments& a, int64_t batch, int64_t head, int64_t token)
+      : run(a.run), first(a.run.states.row(batch, head, token)), cos(nullptr), sin(nullptr) {
+    if (run.cos == nullptr) return;
+    const int64_t row = batch * a.turn_batch_stride + token * run.pairs;
+    cos = run.cos + row;
+    sin = run.sin + row;
+  }
+  KVCACHE_DEVICE float stored(int channel) const { return read_number(run.states.data, run.dtype, first + channel); }
+  KVCACHE_DEVICE float at(int channel) const {
+    const float x = stored(channel);
+    if (cos == nullptr || channel >= 2 * run.pairs) return x;
+    return turned_back(run, x, stored(partner_of(run, channel)), channel, cos, sin);
+  }
+};
 
 struct Coded {
   int code;
   float missing;
 };
 
-// `boundaries` and `levels` may lie in shared memory.
+// `boundaries`, which ascend, and `levels` may lie in shared memory. What is not a number takes the last code.
 KVCACHE_DEVICE Coded code_number(float x, Range range, const float* boundaries, const float* levels, int nbits) {
   const float u = divide_rounded(add_rounded(x, -range.offset), range.scale);
-  int code = 0;
-  for (int i = 0; i < (1 << nbits) - 1; ++i) code += !(u <= boundaries[i]);  // of what is not a number, the last
+  int code = 0;  // how many boundaries are below, bit by bit
+  for (int bit = 1 << nbits >> 1; bit > 0; bit >>= 1) code += u <= boundaries[code + bit - 1] ? 0 : bit;
   const float meant = add_rounded(multiply_rounded(levels[code], range.scale), range.offset);
   return {code, fminf(fmaxf(add_rounded(x, -meant), -kLargestHalf), kLargestHalf)};
 }
@@ -71,47 +83,40 @@ struct MissingOfBlock {
     if (bits == kNoOutlier) return 0;
     return static_cast<uint64_t>((bits & 0x7fffffffu) + 1) << kPlaceBits | ((1u << kPlaceBits) - 1 - i);
   }
-  KVCACHE_DEVICE uint64_t key(int place) const {
-    const int i = (place / 32 * warps + warp) * 32 + place % 32;
-    return key_of(missing[i], i);
-  }
   template <class Visit>
   KVCACHE_DEVICE void each(Visit visit) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    for (int i = warp * 32 + lane, place = lane; i - lane < size; i += 32 * warps, place += 32)
-      visit(place, i < size ? key_of(missing[i], i) : 0);
+    for (int i = warp * 32 + lane; i - lane < size; i += 32 * warps) visit(i < size ? key_of(missing[i], i) : 0);
   }
 };
 
-// Unsigned integers in the order of finite numbers, which are not 0.
+// Unsigned integers in the order of finite numbers; neither they nor their complements are 0.
 KVCACHE_DEVICE uint32_t ordered(float x) {
   const uint32_t bits = float_bits(add_rounded(x, 0.0f));  // zero has no sign
   return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
 }
 KVCACHE_DEVICE float number_of_order(uint32_t x) { return bits_float(x >> 31 != 0 ? x & 0x7fffffffu : ~x); }
 
-// The numbers of a token in all heads, as values are; times `sign`, 1 or -1.
+// The numbers of a token in all heads, as values are; with a `flip` of ~0, the smallest are the largest keys.
 struct NumbersOfToken {
   static constexpr int kPlaceBits = 15, kKeyBits = 32 + kPlaceBits;
   const LevelArguments& a;
-  int64_t batch, slot;
-  float sign;
+  int64_t first;  // number of the token in the first head
+  uint32_t flip;
 
-  KVCACHE_DEVICE static uint64_t key_of(float x, int place) {
+  KVCACHE_DEVICE static uint64_t key_of(float x, int place, uint32_t flip) {
     if (!is_finite(x)) return 0;
-    return static_cast<uint64_t>(ordered(x)) << kPlaceBits | ((1u << kPlaceBits) - 1 - place);
+    return static_cast<uint64_t>(ordered(x) ^ flip) << kPlaceBits | ((1u << kPlaceBits) - 1 - place);
   }
-  KVCACHE_DEVICE uint64_t key_of(int head, int channel) const {
-    const float x = Tokens{a.run, batch, head}.stored(slot, channel);
-    return key_of(sign * x, head * a.run.head_dim + channel);
-  }
-  KVCACHE_DEVICE uint64_t key(int place) const { return key_of(place / a.run.head_dim, place % a.run.head_dim); }
   template <class Visit>
   KVCACHE_DEVICE void each(Visit visit) const {
     const int lane = static_cast<int>(threadIdx.x) % 32, dim = a.run.head_dim;
-    for (int head = 0; head < a.heads; ++head) {
-      for (int first = 0; first < dim; first += 32)
-        visit(head * dim + first + lane, first + lane < dim ? key_of(head, first + lane) : 0);
+    int64_t number = first + lane;
+    for (int place = lane; place < a.heads * dim + lane; place += dim, number += a.run.states.head_stride) {
+      for (int i = 0; i < dim; i += 32) {
+        const bool is_channel = i + lane < dim;
+        visit(is_channel ? key_of(read_number(a.run.states.data, a.run.dtype, number + i), place + i, flip) : 0);
+      }
     }
   }
 };

@@ -105,6 +105,7 @@ constexpr auto kOr = [](auto a, auto b) { return a | b; };
 constexpr auto kXor = [](auto a, auto b) { return a ^ b; };
 constexpr auto kNot = [](auto a) { return ~a; };
 constexpr auto kNegate = [](auto a) { return 0 - a; };
+constexpr auto kCountBits = [](uint32_t a) { return std::popcount(a); };
 constexpr auto kSame = [](auto a) { return a; };
 
 }  // namespace
@@ -140,6 +141,7 @@ void add_integers(Operations& table) {
   table["max.s32"] = binary<int32_t, kLarger>;
   table["max.u32"] = binary<uint32_t, kLarger>;
   table["max.s64"] = binary<int64_t, kLarger>;
+  table["max.u64"] = binary<uint64_t, kLarger>;
   table["max.u16x2"] = binary<uint32_t, kLargerHalves>;
   table["min.s32"] = binary<int32_t, kSmaller>;
   table["min.u32"] = binary<uint32_t, kSmaller>;
@@ -171,6 +173,7 @@ void add_integers(Operations& table) {
   table["lop3.b32"] = look_up;
   table["prmt.b32"] = permute;
   table["bfi.b32"] = insert;
+  table["popc.b32"] = unary<uint32_t, uint32_t, kCountBits>;
   table["cvt.u16.u8"] = unary<uint8_t, uint16_t, kSame>;
   table["cvt.s16.s8"] = unary<int8_t, int16_t, kSame>;
   table["cvt.s32.s8"] = unary<int8_t, int32_t, kSame>;

@@ -83,7 +83,7 @@ class Watch final : public emulation::Observer {
 
  private:
   static constexpr size_t kMostShared = 232448;  // of a thread block, on any GPU so far
-  static constexpr unsigned kMostWarps = 16;     // bits of Read::warps
+  static constexpr unsigned kMostWarps = 32;     // bits of Read::warps
 
   Clock clock_;
   Runner runner_{};

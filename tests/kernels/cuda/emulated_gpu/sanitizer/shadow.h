@@ -32,8 +32,8 @@ struct Write {
 // barrier. A writer needs no more: of several warps there is another than its own.
 struct Read {
   uint32_t phase, step;
-  uint32_t lanes;
-  uint16_t warps, thread;
+  uint32_t lanes, warps;
+  uint16_t thread;
   uint32_t elsewhere;  // first phase of the last launch of which several blocks have read the byte
   Caller caller;
 };
@@ -122,7 +122,7 @@ class Access {
     }
     read.step = step;
     read.thread = static_cast<uint16_t>(runner_.thread);
-    read.warps = static_cast<uint16_t>(read.warps | 1u << runner_.warp);
+    read.warps |= 1u << runner_.warp;
     read.lanes |= 1u << runner_.lane;
     read.caller = caller_;
   }
