@@ -181,10 +181,10 @@ class KVQuantCache(KVCache):
     Cost: `nbits + 16 / head_dim + 32 * outlier_fraction` bits per value beyond the exact window.
     Limits: needs a calibration artifact, which serves no tensor parallel model, or
         `calibration="normal_float"`; packs whole blocks of 64 tokens; stores evicting caches only with
-        compact positions, up to 63 tokens below the budget. Keys are turned back by their slot, so levels and ranges fit less where positions are others: where `position_ids` are given that
-        begin elsewhere, and where a model numbers an image's tokens by row and column, and behind it.
-        Numbering a text so cost the bundled model, at 3 bits, a divergence of 0.0007 to 0.0033 nats per token
-        in the place of 0.0003.
+        compact positions, up to 63 tokens below the budget. Keys are turned back by their slot, so levels
+        and ranges fit less where positions are others: where `position_ids` are given that begin elsewhere,
+        and where a model numbers an image's tokens by row and column, and behind it. Numbering a text so cost
+        the bundled model, at 3 bits, a divergence of 0.0007 to 0.0033 nats per token in the place of 0.0003.
     """
 
     config_class = KVQuantConfig
