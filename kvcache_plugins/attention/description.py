@@ -44,7 +44,8 @@ def describe(view: StreamView) -> Side | None:
         nonuniform = _describe_nonuniform(view)
         if not nonuniform:
             return None
-        code_format, rotary_dim = FORMATS["nonuniform"], 2 * len(nonuniform.get("inv_freq", ()))
+        code_format = FORMATS["nonuniform"]
+        rotary_dim = 2 * nonuniform["inv_freq"].shape[0] if "inv_freq" in nonuniform else 0
     layout = side_layout(stream, packed_length, code_format, period=period, rotary_dim=rotary_dim)
     sinks = stream.sinks if packed_length else None
     dtype = view.segments[0].dtype
@@ -77,8 +78,8 @@ def _describe_nonuniform(view: StreamView) -> dict[str, Tensor]:
     if not isinstance(codec, NonUniformCodec):
         return {}
     found = {"levels": codec.levels}
-    if isinstance(codec, ChannelNonUniformCodec) and codec.scale is not None and codec.offset is not None:
-        found |= {"channel_scale": codec.scale[:, :, 0], "channel_offset": codec.offset[:, :, 0]}
+    if isinstance(codec, ChannelNonUniformCodec) and codec.scale is not None:
+        found["channel_scale"], found["channel_offset"] = codec.ranges_of_channels()
     if isinstance(outer, UnrotatedCodec):
         found["inv_freq"] = _frequencies(outer.rotary)
         if not stream.padding.begins_at_zero:

@@ -109,15 +109,21 @@ def _attend(query: Tensor, key: Handle, value: Handle, options: AttentionOptions
         return _attend_padded(query, key, value, options)
     assert isinstance(key, KVHandle) and isinstance(value, KVHandle)
     options = fitted(options, key, query.shape[2])
+    if not torch.is_grad_enabled():
+        return _attend_alone(query, key, value, options)
     with torch.no_grad():
-        if isinstance(key, ExpandedHandle):
-            output = attend_latents(query, key.expansion, options)
-        elif isinstance(key, GroupedHandle) and isinstance(value, GroupedHandle):
-            output = attend_groups(query, key, value, options)
-        else:
-            output = attend_handles(query, key, value, options)
-            key.layer.attended(query, key.tokens, options)
+        output = _attend_alone(query, key, value, options)
     return refusing_gradients(output, query, *key.sources, *value.sources)
+
+
+def _attend_alone(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor:
+    if isinstance(key, ExpandedHandle):
+        return attend_latents(query, key.expansion, options)
+    if isinstance(key, GroupedHandle) and isinstance(value, GroupedHandle):
+        return attend_groups(query, key, value, options)
+    output = attend_handles(query, key, value, options)
+    key.layer.attended(query, key.tokens, options)
+    return output
 
 
 def _attend_repeated(query: Tensor, key: HandleView, value: HandleView, options: AttentionOptions) -> Tensor:

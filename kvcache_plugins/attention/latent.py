@@ -49,7 +49,7 @@ _COPIED = "kv_b_proj is quantized, so a dense copy of it is kept"
 _TORCH_MULTIPLIES = "latents are decoded by the kernels, a tile at a time, and multiplied by torch"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class LatentKeys(StreamView):
     """Latents with the rotated keys beside them, as the keys of one head; remembers the last run it read.
 

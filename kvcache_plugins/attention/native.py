@@ -153,7 +153,7 @@ def _attend_in_passes(
         hidden = query_length - stop if is_causal else 0
         seen = keys.length - hidden
         return decode_attention(
-            query[:, :, start:stop],
+            query if stop - start == query_length else query[:, :, start:stop],
             tokens.stream.records.data,
             keys.without_newest(hidden),
             values.without_newest(hidden),

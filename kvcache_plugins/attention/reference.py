@@ -78,9 +78,9 @@ class DenseView:
         return self.states[:, :, start:stop]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: see `layers.view`
 class AttentionOptions:
-    """What may change a logit.
+    """What may change a logit. Nothing of it changes once it is made.
 
     Args:
         scaling (`float`, *optional*): Factor of `q.k`; `head_dim ** -0.5` if not given.

@@ -27,12 +27,14 @@ _EXTRAS = tuple(field.name for field in fields(Side) if field.name not in ("layo
 
 def on_device(side: Side, device: torch.device) -> Side:
     """The side with every optional tensor on `device`; what lies elsewhere is copied once and remembered."""
+    if all(extra is None or extra.device == device for extra in side.extras):  # as in all steps but the first
+        return side
     moved: dict[str, Any] = {
         name: _copied(tensor, device)
         for name in _EXTRAS
         if (tensor := getattr(side, name)) is not None and tensor.device != device
     }
-    return replace(side, **moved) if moved else side
+    return replace(side, **moved)
 
 
 @lru_cache(maxsize=256)

@@ -62,9 +62,11 @@ class SideLayout(NamedTuple):
         return list(self)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # not frozen, which would cost five times as much: a step makes two a layer
 class Side:
     """The keys or values a kernel reads: the packed tokens, then exact segments.
+
+    Nothing of it changes once it is made.
 
     Args:
         layout (`SideLayout`): Codes and metadata inside the records.

@@ -29,8 +29,10 @@ def check_states(layer: PackedLayer, key_states: Tensor, value_states: Tensor) -
         ValueError: If they are of different tokens, or their batch or heads are not the layer's.
     """
     check_agreement(key_states, value_states)
-    held = [part.records.shape for part in layer.uniform_layers]
-    expected = (held[0][0], sum(shape[1] for shape in held))
+    parts = layer.uniform_layers
+    expected = tuple(parts[0].records.shape[:2])
+    if len(parts) > 1:
+        expected = expected[0], sum(part.records.shape[1] for part in parts)
     if key_states.shape[:2] != expected:
         raise ValueError(
             f"Layer {layer.layer_idx} holds (batch, heads) = {expected}, got states of "

@@ -113,6 +113,7 @@ class ChannelNonUniformCodec(NonUniformCodec):
         self.fraction, self.warmup_tokens = fraction, warmup_tokens
         self.scale: Tensor | None = None
         self.offset: Tensor | None = None
+        self._of_channels: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.is_learnt = lower is None or upper is None
         if lower is not None and upper is not None:
             self._set_range(lower[None, :, None], upper[None, :, None])
@@ -159,6 +160,15 @@ class ChannelNonUniformCodec(NonUniformCodec):
         if self.scale.device != device:
             self.scale, self.offset = self.scale.to(device), self.offset.to(device)
         return self.scale, self.offset
+
+    def ranges_of_channels(self) -> tuple[Tensor, Tensor]:
+        """The same where they are now, fp32 `(1 or B, H, D)`: views, made once, for steps that ask."""
+        assert self.scale is not None and self.offset is not None
+        known = self._of_channels
+        if known is None or known[0] is not self.scale or known[1] is not self.offset:
+            known = self.scale, self.offset, self.scale[:, :, 0], self.offset[:, :, 0]
+            self._of_channels = known
+        return known[2:]
 
 
 class TokenNonUniformCodec(NonUniformCodec):
