@@ -5,8 +5,8 @@
 // for the weighted sums 64 channels of it at a time are turned over to [token][channel], which the first-level cache
 // holds while all rows pass. So nothing is decoded twice, and neither product needs a horizontal sum.
 //
-// Bound: the multiply-adds, (2 R + Dr) a slot and row, for which rows are taken six at a time; decoding is some two
-// operations per number and vector lane, once for all rows.
+// Bound: the multiply-adds, (2 R + Dr) a slot and row, for which up to six rows are taken at a time; decoding is some
+// two operations per number and vector lane, once for all rows.
 //
 // What masked or unused slots hold must not reach the result, as in decode_attention_portable.inl.
 #pragma once

@@ -1,5 +1,5 @@
-// Products of bf16 pairs: two neighbours along what a product sums over, in one 32-bit lane, so that an instruction does
-// twice as many multiply-adds as of fp32 numbers (decode_attention_tiles_avx512.cpp, attend_latents_avx512.cpp).
+// Products of bf16 pairs: two neighbours along what a product sums over, in one 32-bit lane, so that an instruction
+// does twice as many multiply-adds as of fp32 numbers (decode_attention_tiles_avx512.cpp, attend_latents_avx512.cpp).
 #pragma once
 
 #include "avx512_math.h"

@@ -58,8 +58,8 @@ inline __attribute__((always_inline)) void by_rows(int64_t rows, const Multiply&
   }
 }
 
-// Calls `multiply<rows, vectors>(first row, first column)` for all rows and a multiple of 16 columns, which come outside:
-// what is read of the tile then stays in the first-level cache for all rows.
+// Calls `multiply<rows, vectors>(first row, first column)` for all rows and a multiple of 16 columns, which come
+// outside: what is read of the tile then stays in the first-level cache for all rows.
 template <typename Multiply>
 inline __attribute__((always_inline)) void by_panels(int64_t rows, int64_t width, const Multiply& multiply) {
   int64_t n = 0;
