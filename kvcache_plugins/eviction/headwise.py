@@ -105,6 +105,7 @@ class HeadwiseLayer(EvictingLayer):
         for group, layer in self.parts:
             layer.record_past = self.record_past
             key, value = layer.update(group.of_states(key_states), group.of_states(value_states))
+            self.is_torn = True  # until all groups have taken theirs
             assert isinstance(key, KVHandle) and isinstance(value, KVHandle)  # to see the queries
             keys.append((group, key))
             values.append((group, value))

@@ -166,7 +166,6 @@ class EvictingLayer(PackedLayer):
             self.evict_due()
         count, seen = key_states.shape[2], self.cumulative_length
         phase, has_drafts = self._phase(seen, count), self._has_drafts(seen + count)
-        self.is_torn = True
         read = self._take(key_states, value_states, has_drafts)
         self.cumulative_length += count
         self._awaits_queries = True
@@ -182,6 +181,7 @@ class EvictingLayer(PackedLayer):
         """Hold new tokens, and return what attention reads."""
         with storing():
             scores = self.score(key_states, value_states)
+            self.is_torn = True  # only now: a score may refuse, of which nothing is left
             keys, values = self._append(key_states, value_states, defer=has_drafts)
             self.ledger.append(scores, self.cumulative_length)
         is_exact = keys.packed_length == values.packed_length == 0
