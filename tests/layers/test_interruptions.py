@@ -16,6 +16,7 @@ from torch import Tensor
 import kvcache_plugins
 from kvcache_plugins import KVCache, build_cache
 from kvcache_plugins.layers.nonuniform import NonUniformCodec
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
 
 PACKAGE = str(Path(kvcache_plugins.__file__).parent)
@@ -125,7 +126,7 @@ def test_a_codec_that_raises(failing: int, tmp_path: Path, monkeypatch: pytest.M
     for use in (
         lambda: cache.bind(model),
         lambda: cache.save_pretrained(tmp_path),
-        lambda: model.generate(ids, past_key_values=cache, max_new_tokens=2),
+        lambda: model.generate(ids, **as_argument(cache), max_new_tokens=2),
         lambda: model(ids[:, 180:], past_key_values=cache),
     ):
         with torch.no_grad(), pytest.raises(ValueError, match=r"Layer 0 .* was interrupted .*`reset\(\)`"):
@@ -150,10 +151,10 @@ def test_a_forward_that_did_not_come_to_its_end(backend: str) -> None:
 
     hook = (model.lm_head if backend == "sirllm" else model.model.norm).register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
+        model.generate(ids, **as_argument(cache), max_new_tokens=2, do_sample=False)
     hook.remove()
     with pytest.raises(ValueError, match="interrupted before its end"):
-        model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
+        model.generate(ids, **as_argument(cache), max_new_tokens=2, do_sample=False)
 
 
 def test_what_is_refused_leaves_a_layer_whole() -> None:
