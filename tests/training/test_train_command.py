@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -299,6 +300,9 @@ def test_the_steps_of_a_training_are_not_those_of_the_finished_one_beside_it(
     more = ("--no_plots", "--save_strategy", "steps", "--save_steps", "2", "--logging_steps", "1")
     command = ["train-locret", *arguments(text, tmp_path, *more, "--max_steps", "4")]
     assert main(command) == 0
+    os.utime(
+        tmp_path / "checkpoint-4", (0, 0)
+    )  # of two within a second, the Trainer deletes that of fewer steps
     _interrupt_at(2, monkeypatch, [*command, "--learning_rate", "1e-4"])
     assert main(command) == 2
     assert f"got {str(tmp_path)!r} with checkpoint-2." in capsys.readouterr().err
