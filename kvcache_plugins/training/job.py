@@ -205,6 +205,7 @@ def _measure(trainer: LocretTrainer, name: str) -> _Recalls:
     for key, metric in ((name, "recall"), ("knorm", "knorm_recall")):
         recalls[key] = {
             "recall": metrics[f"eval_{metric}"],
+            "recall_layers": trainer.evicting_layers,
             "recall_by_layer": [metrics[f"eval_{metric}_layer_{layer}"] for layer in layers],
         }
     recalls[name]["loss"] = metrics["eval_loss"]
