@@ -245,7 +245,7 @@ class KVCache(SavedCache, Cache):
         super().crop(tokens_to_remove)
 
     def check_in_step(self) -> None:
-        """Raise `ValueError` if the layers have seen different numbers of tokens."""
+        """Raise `ValueError` if a forward, or a change of a layer, was interrupted."""
         check_in_step(self._packed_text_layers)
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..attention.reference import AttentionOptions
 from ..config import check_number
 from ..layers.base import PackedLayer
+from ..layers.checking import changing
 from ..layers.handle import KVHandle
 from ..layers.heads import GroupedHandle, HeadGroup
 from ..layers.padding import Padding
@@ -104,6 +105,7 @@ class HeadwiseLayer(EvictingLayer):
         for group, layer in self.parts:
             layer.record_past = self.record_past
             key, value = layer.update(group.of_states(key_states), group.of_states(value_states))
+            self.is_torn = True  # until all groups have taken theirs
             assert isinstance(key, KVHandle) and isinstance(value, KVHandle)  # to see the queries
             keys.append((group, key))
             values.append((group, value))
@@ -267,7 +269,7 @@ class HeadwiseLayer(EvictingLayer):
         self._has_missed |= any(layer._has_missed for _, layer in self.parts)
         self._check_shown()
         assert self._budget is not None
-        with storing():
+        with storing(), changing(self):
             recent = self.config.protected_at(phase, self._budget, self._turn_length)
             parts = share_among_heads(self, self._budget, recent)
             self._let_go()
