@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 __all__ = [
     "ENTRY_POINT_GROUP",
     "TRANSFORMERS_BACKENDS",
+    "announced_by",
     "get_backend",
     "list_backends",
+    "loaded_backend",
     "register_backend",
     "suggest",
 ]
@@ -172,6 +174,7 @@ def get_backend(name: str) -> type[KVCache]:
 
     Raises:
         ValueError: If no backend has this name; the message names the closest ones.
+        ImportError: If the module that an installed package announces for it cannot be imported.
     """
     if not isinstance(name, str):
         raise ValueError(f"`backend` must be a string, one of {list_backends()}, got {name!r}.")
@@ -180,7 +183,7 @@ def get_backend(name: str) -> type[KVCache]:
         if key in _builtin_names():
             importlib.import_module(f"{__package__}.backends.{key}")
         elif key in _entry_points():
-            _entry_points()[key].load()
+            _load(_entry_points()[key])
         elif key in TRANSFORMERS_BACKENDS:
             raise ValueError(
                 f"The backend {name!r} is transformers' own, built by `generate()` and by "
@@ -194,3 +197,31 @@ def get_backend(name: str) -> type[KVCache]:
     if key not in _registered:
         raise ValueError(f"The module announced for the backend {key!r} does not register that name.")
     return _registered[key]
+
+
+def loaded_backend(name: str) -> type[KVCache] | None:
+    """Return the class of a backend that has been asked for before; nothing is imported for it."""
+    return _registered.get(name.lower())
+
+
+def announced_by(name: str) -> importlib.metadata.EntryPoint | None:
+    """Return with which an installed package announces a backend, if one does."""
+    return _entry_points().get(name.lower())
+
+
+def _load(point: importlib.metadata.EntryPoint) -> None:
+    """Import the module of a third party, which may fail in any way.
+
+    Raises:
+        ImportError: Naming the backend, the module and whose it is. A missing module is still one.
+    """
+    try:
+        point.load()
+    except Exception as error:
+        package = "" if point.dist is None else f" of {point.dist.name} {point.dist.version}"
+        said = " ".join(str(error).split())
+        kind = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+        raise kind(
+            f"The backend {point.name!r} cannot be loaded: its module {point.module!r}{package} raises "
+            f"{type(error).__name__}{said and f': {said}'}. Mend or uninstall it, or leave the backend out."
+        ) from error

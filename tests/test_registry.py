@@ -7,13 +7,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kvcache_plugins as kvp
 from kvcache_plugins import registry
+from kvcache_plugins.cli import main
+from kvcache_plugins.evaluation.caches import split_available
 from kvcache_plugins.registry import get_backend, list_backends, register_backend, suggest
+from kvcache_plugins.testing import tiny_model
 from tests.kernels import fresh_process
 
 
@@ -151,6 +156,43 @@ def test_entry_points_are_listed_without_being_loaded(entry_points: Any) -> None
         get_backend("their")
     with pytest.raises(ModuleNotFoundError, match="module_that_does_not_exist"):
         get_backend("theirs")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("import nowhere_to_be_found", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("class Cache(", "SyntaxError: '(' was never closed"),
+        ("raise KeyError", "KeyError"),
+    ],
+)
+def test_a_broken_module_is_named_with_its_backend(
+    content: str,
+    said: str,
+    entry_points: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By `generate()`, and in one line by commands, which have a traceback for errors of ours alone."""
+    (tmp_path / "broken_backend.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    entry_points(theirs="broken_backend:Cache")
+    wanted = f"The backend 'theirs' cannot be loaded: its module 'broken_backend' raises {said}"
+    with pytest.raises(ImportError) as failure:
+        tiny_model("llama").generate(
+            torch.ones(1, 3, dtype=torch.long),
+            cache_implementation="quantized",
+            cache_config={"backend": "theirs"},
+        )
+    assert str(failure.value).startswith(wanted) and failure.value.__cause__ is not None
+    with pytest.raises(ImportError, match="'theirs' cannot be loaded"):  # it is not one that is not installed
+        split_available(_config(), [{"backend": "theirs"}])
+    command = ["eval", "perplexity", "--model", "m", "--dataset", "pydoc", "--output", str(tmp_path)]
+    assert main([*command, "--cache_config", '{"backend": "theirs"}']) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {wanted}") and error.count("\n") == 1
 
 
 def test_an_entry_point_is_loaded_at_first_use(entry_points: Any, monkeypatch: pytest.MonkeyPatch) -> None:
