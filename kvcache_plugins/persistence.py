@@ -54,7 +54,7 @@ def save_cache(cache: KVCache | KVEncoderDecoderCache, directory: str | os.PathL
 
     Raises:
         UnsupportedOperationError: If a layer of transformers' own is of a kind whose state is not known here.
-        ValueError: If `directory` is empty, or a forward was interrupted.
+        ValueError: If `directory` is empty, or a forward did not come to its end.
         OSError: If it cannot be written.
     """
     if not os.fspath(directory):

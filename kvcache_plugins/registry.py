@@ -154,7 +154,8 @@ def _check_class(name: str, cls: type) -> None:
     taken = [f.name for f in dataclasses.fields(config_class) if f.name in RESERVED_OPTIONS]  # type: ignore[arg-type]
     if taken:
         raise ValueError(
-            f"The options {taken} of the backend {name!r} need other names: {RESERVED_OPTIONS} are reserved."
+            f"The options {taken} of the backend {name!r} need other names: transformers, or the cache "
+            f"itself, means something else by {RESERVED_OPTIONS}."
         )
     if getattr(layer_class, "scored_after", "update") not in _SCORED_AFTER:
         raise ValueError(

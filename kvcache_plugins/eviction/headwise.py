@@ -102,10 +102,10 @@ class HeadwiseLayer(EvictingLayer):
         if not self.parts:
             return super()._take(key_states, value_states, has_drafts)
         keys, values = [], []
+        self.is_torn = True  # until all groups have taken theirs
         for group, layer in self.parts:
             layer.record_past = self.record_past
             key, value = layer.update(group.of_states(key_states), group.of_states(value_states))
-            self.is_torn = True  # until all groups have taken theirs
             assert isinstance(key, KVHandle) and isinstance(value, KVHandle)  # to see the queries
             keys.append((group, key))
             values.append((group, value))
@@ -140,11 +140,12 @@ class HeadwiseLayer(EvictingLayer):
             super().crop(tokens_to_remove)
             return
         self.check_crop(tokens_to_remove)
-        for _, layer in self.parts:
-            layer.crop(tokens_to_remove)
-        self.cumulative_length += int(tokens_to_remove)
-        self._due, self._postponed = self._postponed, None
-        self.evict_due()
+        with changing(self):
+            for _, layer in self.parts:
+                layer.crop(tokens_to_remove)
+            self.cumulative_length += int(tokens_to_remove)
+            self._due, self._postponed = self._postponed, None
+            self.evict_due()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if not self.parts:
@@ -152,11 +153,12 @@ class HeadwiseLayer(EvictingLayer):
             return
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(1)
-        self.padding.index(indices)
-        if self.pads is not None:
-            self.pads = self.pads[indices.to(self.pads.device)]
-        for _, layer in self.parts:
-            layer.batch_select_indices(indices)
+        with changing(self):
+            self.padding.index(indices)
+            if self.pads is not None:
+                self.pads = self.pads[indices.to(self.pads.device)]
+            for _, layer in self.parts:
+                layer.batch_select_indices(indices)
 
     def prefetch(self) -> None:
         if not self.parts:

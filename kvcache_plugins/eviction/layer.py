@@ -50,8 +50,7 @@ class EvictingLayer(PackedLayer):
             call.
         evicts (`bool`): False for layers the user left out (`skip_layers`), which keep every token.
         prompt_length (`int`, *optional*): Tokens after which the prompt has been read, where it is known.
-        companions (`dict[str, torch.Tensor]`): What a backend remembers besides, batch first; it follows the
-            batch, is moved, saved and counted with the rest.
+        companions (`dict[str, torch.Tensor]`): What a backend remembers besides, batch first.
         is_ragged (`bool`): Whether other layers hold another number of tokens, so that the model's mask fits
             only some of them.
     """
@@ -112,6 +111,7 @@ class EvictingLayer(PackedLayer):
         self, facts: LayerFacts, pads: Tensor | None, final_length: int | None, columns: int | None = None
     ) -> None:
         super().bind(facts, pads, final_length, columns)
+        self._due = self._due if self.awaits_scores else None  # nothing had to go, so nothing was missed
         if self.cumulative_length == 0:
             self.pads = self.padding.lengths
         self._full_length = final_length
@@ -226,7 +226,8 @@ class EvictingLayer(PackedLayer):
 
     @property
     def awaits_scores(self) -> bool:  # type: ignore[override]
-        return self._due is not None
+        must_see = self.scored_after == "forward" or self.accumulates
+        return self._due is not None and (must_see or self._exceeds(self._due))
 
     def room(self, limit: int) -> int:
         room = super().room(limit)

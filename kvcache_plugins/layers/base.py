@@ -303,9 +303,9 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
         """Keep the rows `indices` (integers, or a boolean mask over the rows)."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(1)
-        self.padding.index(indices)
-        if self.is_initialized:
-            with storing(), changing(self):
+        with storing(), changing(self):
+            self.padding.index(indices)
+            if self.is_initialized:
                 self.records.select_rows(indices)
                 for stream in self.streams:
                     stream.index_batch(indices.to(stream.tail.buffer.device))

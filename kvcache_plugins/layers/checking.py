@@ -17,11 +17,14 @@ _ALLOWED = "Allowed are a copy made before it, a new cache, and this one after i
 
 
 @contextmanager
-def changing(layer: PackedLayer) -> Iterator[None]:
-    """Let a layer be torn as long as it is being changed, and for good if that is interrupted."""
-    outer, layer.is_torn = layer.is_torn, True
+def changing(*layers: PackedLayer) -> Iterator[None]:
+    """Let layers be torn as long as they are being changed, and for good if that is interrupted."""
+    outer = [layer.is_torn for layer in layers]
+    for layer in layers:
+        layer.is_torn = True
     yield
-    layer.is_torn = outer
+    for layer, was_torn in zip(layers, outer, strict=True):
+        layer.is_torn = was_torn and layer.is_initialized  # one that has been emptied is whole
 
 
 def check_whole(layer: PackedLayer) -> None:
@@ -46,8 +49,8 @@ def check_states(layer: PackedLayer, key_states: Tensor, value_states: Tensor) -
     """Check new keys `(B, H, n, D)` and values `(B, H, n, Dv)` against an initialized layer.
 
     Raises:
-        ValueError: If they are of different tokens, or their batch or heads are not the layer's, or that is
-            not whole.
+        ValueError: If they are of different tokens, or their batch, heads or channels are not the layer's, or
+            that is not whole.
     """
     check_whole(layer)
     check_agreement(key_states, value_states)
@@ -61,6 +64,9 @@ def check_states(layer: PackedLayer, key_states: Tensor, value_states: Tensor) -
             f"{tuple(key_states.shape[:2])}. batch_repeat_interleave and batch_select_indices change the "
             "batch."
         )
+    given = (key_states.shape[3], value_states.shape[3])
+    if given != (held := tuple(stream.head_dim for stream in parts[0].streams)):
+        raise ValueError(f"Layer {layer.layer_idx} holds keys and values of {held} channels, got {given}.")
     pads = layer.padding.lengths
     if pads is not None and len(pads) != expected[0]:
         raise ValueError(
@@ -72,6 +78,8 @@ def check_in_step(layers: Iterable[PackedLayer]) -> None:
     """Raise `ValueError` unless all layers are whole and have seen the same tokens."""
     layers = list(layers)
     for layer in layers:
+        if layer.is_torn and layer.cumulative_length == 0:
+            layer._forget()  # its first tokens: it begins anew
         for part in (layer, *layer.uniform_layers):
             check_whole(part)
     seen = {layer.get_seq_length() for layer in layers}

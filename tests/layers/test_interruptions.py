@@ -30,18 +30,25 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "heads": {"backend": "snapkv", "budget": 64, "evict_at_decode": True, "head_floor": 0.2},
 }
 EVERY = 29
-"""Lines of the package from one interruption to the next, so that a backend's take a second or two."""
+"""Lines of a step from one interruption to the next, so that a backend's take a second or two."""
+UNTRACED = f"{PACKAGE}/layers/lazy.py"
+"""Switches torch functions off and on, which is nothing that a layer holds."""
+VERBS = tuple(
+    f"{PACKAGE}/{name}.py" for name in ("cache", "eviction/headwise", "eviction/layer", "layers/base")
+)
+"""Where verbs are done, of which every line is interrupted."""
 
 
 class Interrupting:
     """Traces the package, and interrupts it at a line; counts them."""
 
-    def __init__(self, line: int = 0) -> None:
-        self.line, self.count = line, 0
+    def __init__(self, line: int = 0, files: tuple[str, ...] = (PACKAGE,)) -> None:
+        self.line, self.files, self.count = line, files, 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
+        file = frame.f_code.co_filename
+        if not file.startswith(self.files) or file == UNTRACED:
+            return self if file.startswith(PACKAGE) else None
         if event == "line":
             self.count += 1
             if self.count == self.line:
@@ -87,6 +94,7 @@ def test_an_interrupted_step(name: str) -> None:
     expected = {PROMPT: fed(model, copy.deepcopy(before), torch.cat([step, rest[:, :-1]], dim=1))}
     expected[PROMPT + 1] = fed(model, done, rest)
     whole = torn = 0
+    modes = torch._C._is_torch_function_enabled(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     for line in range(1, counting.count + 1, EVERY):
         cache = copy.deepcopy(before)
         with suppress(KeyboardInterrupt), Interrupting(line):
@@ -99,6 +107,45 @@ def test_an_interrupted_step(name: str) -> None:
         assert torch.equal(fed(model, cache, ids[:, seen : seen + AFTERWARDS]), expected[seen])
         whole += 1
     assert whole > 0 and torn > 0
+    assert modes == (
+        torch._C._is_torch_function_enabled(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+@pytest.mark.parametrize("verb", ["crop", "reorder_cache", "batch_select_indices"])
+@pytest.mark.parametrize("name", ["int8", "knorm", "heads"])
+def test_an_interrupted_verb(name: str, verb: str) -> None:
+    """At every line where it is done: what is not whole says so, all else is as before or as it was to be."""
+    model: Any = tiny_model("llama").eval()
+    ids = torch.randint(3, 120, (2, PROMPT + AFTERWARDS), generator=torch.Generator().manual_seed(0))
+    before = build_cache(model, BACKENDS[name]).bind(model, prompt_length=PROMPT)
+    with torch.no_grad():
+        for chunk in ids[:, : PROMPT + 4].split(32, dim=1):
+            model(chunk, past_key_values=before)
+    argument: Any = -2 if verb == "crop" else torch.tensor([1, 0])
+    further = ids[:, PROMPT + 4 :]
+
+    def changed(cache: KVCache) -> KVCache:
+        getattr(cache, verb)(argument)
+        return cache
+
+    with Interrupting(files=VERBS) as counting:
+        after = changed(copy.deepcopy(before))
+    allowed = [fed(model, copy.deepcopy(cache), further) for cache in (before, after)]
+    torn = 0
+    for line in range(1, counting.count + 1):
+        cache = copy.deepcopy(before)
+        with suppress(KeyboardInterrupt), Interrupting(line, VERBS):
+            changed(cache)
+        if (said := refusal(model, cache)) is not None:
+            assert "interrupted" in said
+            torn += 1
+            continue
+        got = fed(model, cache, further)
+        assert any(torch.equal(got, logits) for logits in allowed), f"line {line}"
+    assert 0 < torn < counting.count
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -164,11 +211,54 @@ def test_what_is_refused_leaves_a_layer_whole() -> None:
         ids = torch.randint(3, 120, (1, 96), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             model(ids, past_key_values=cache)
-        states = torch.zeros(2, 2, 1, 16)
-        with pytest.raises(ValueError, match="batch"):
-            cache.update(states, states, 0)
+        for shape, said in (((2, 2, 1, 16), "batch"), ((1, 2, 1, 24), r"holds .* \(16, 16\) channels, got")):
+            with pytest.raises(ValueError, match=said):
+                cache.update(torch.zeros(shape), torch.zeros(shape), 0)
         for verb in (cache.crop, cache.layers[0].crop):
             with pytest.raises(ValueError, match="negative integer"):
                 verb(3)
         cache.bind(model)
         fed(model, cache, ids[:, :4])
+
+
+def test_a_first_call_that_was_interrupted_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_model("llama").eval()
+    ids = torch.randint(3, 120, (1, 96), generator=torch.Generator().manual_seed(0))
+    cache = build_cache(model, BACKENDS["int8"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(cache.packed_layers[0]), "_append", lambda *args, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.generate(ids, **as_argument(cache), max_new_tokens=2, do_sample=False)
+    got = model.generate(ids, **as_argument(cache), max_new_tokens=8, do_sample=False)
+    fresh = as_argument(build_cache(model, BACKENDS["int8"]))
+    assert torch.equal(got, model.generate(ids, **fresh, max_new_tokens=8, do_sample=False))
+
+
+def test_a_layer_that_was_emptied_is_whole() -> None:
+    model: Any = tiny_model("llama").eval()
+    ids = torch.randint(3, 120, (1, 60), generator=torch.Generator().manual_seed(0))
+    for name in ("int8", "knorm"):
+        cache = build_cache(model, BACKENDS[name])
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        cache.layers[0].is_torn = True
+        cache.crop(-60)
+        cache.bind(model)
+        fed(model, cache, ids[:, :4])
+
+
+@pytest.mark.parametrize("backend", ["snapkv", "h2o"])
+def test_nothing_was_missed_where_nothing_had_to_go(backend: str, tmp_path: Path) -> None:
+    """Filled without a model, which shows no queries: of these only a sum over all of them misses some."""
+    model: Any = tiny_model("llama").eval()
+    cache = build_cache(model, {"backend": backend, "budget": 128})
+    states = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
+    for layer in range(2):
+        cache.update(states, states, layer)
+    if backend == "snapkv":
+        cache.save_pretrained(tmp_path)
+        cache.bind(model)
+        fed(model, cache, torch.arange(3, 9)[None])
+    else:
+        with pytest.raises(ValueError, match="have not been shown what their newest tokens are worth"):
+            cache.save_pretrained(tmp_path)
