@@ -77,6 +77,20 @@ def test_head_sizes(isa: str, key_dim: int, value_dim: int) -> None:
                 check_half_precision(query, key, value)
 
 
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(33, 17), (47, 47)])
+def test_heads_of_an_odd_number_of_channels(isa: str, key_dim: int, value_dim: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(key_dim)
+        layer = build_layer(
+            KVQUANT, LENGTH, head_dim=key_dim, value_dim=value_dim, rotary_dim=32, dtype=dtype
+        )
+        query, key, value = step(layer, 11, 4)
+        if dtype == torch.float32:
+            check(query, key, value, AttentionOptions(is_causal=True))
+        elif key_dim == value_dim:
+            check_half_precision(query, key, value)
+
+
 @pytest.mark.parametrize("rotary_dim", [None, 32])
 def test_rows_that_begin_after_padding(isa: str, rotary_dim: int | None) -> None:
     """Far from the first position, where a rotation would show what its tables have lost."""
