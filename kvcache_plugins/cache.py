@@ -18,7 +18,9 @@ from transformers.cache_utils import (
 
 from .artifacts.named import paths_of_artifacts
 from .attention import dispatch as _dispatch  # registers how handles are attended to
+from .attention import eager as _eager  # by which models that run eager attend to them
 from .attention.latent_models import let_latents_pass
+from .compilation import outside_graphs
 from .config import BackendConfig
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
@@ -48,7 +50,7 @@ from .saved import SavedCache
 
 __all__ = ["KVCache"]
 
-_ = _dispatch
+_ = _dispatch, _eager
 
 _UNREAD = "nothing packed has been read yet"
 
@@ -180,6 +182,13 @@ class KVCache(SavedCache, Cache):
     @property
     def _packed_text_layers(self) -> list[PackedLayer]:
         return [layer for layer in self._text_layers if isinstance(layer, PackedLayer)]
+
+    @outside_graphs
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hand new keys and values to a layer, and return what attention reads; no compiler traces this."""
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def bind(
         self,

@@ -217,10 +217,7 @@ def _attention_seam(module: ModuleType) -> None:
     @wraps(get_interface)
     def find(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         found: Callable[..., Any] = get_interface(self, attn_implementation, default)
-        # a compiled model is given no handles
-        if attn_implementation != "eager" or module.torch.compiler.is_compiling():
-            return found
-        return _without_handles(found)
+        return _without_handles(found) if attn_implementation == "eager" else found
 
     interface.get_interface = find
 
@@ -312,12 +309,8 @@ def _lazy_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _without_handles(eager: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a model's own attention function by `attention.eager`, once a cache of ours has been built."""
-    if f"{__package__}.attention.dispatch" not in sys.modules:
-        return eager
-    wrapped: Callable[..., Any] = importlib.import_module(
-        f"{__package__}.attention.eager"
-    ).wrap_eager_function(eager)
-    return wrapped
+    module: Any = sys.modules.get(f"{__package__}.attention.eager")  # as a compiler can trace it
+    return eager if module is None else module.wrap_eager_function(eager)
 
 
 def _lazy_attention(*args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
+from ..compilation import outside_graphs
 from ..layers.concatenated import ConcatenatedHandle
 from ..layers.expanded import ExpandedHandle
 from ..layers.gradients import refusing_gradients
@@ -54,6 +55,7 @@ Handle: TypeAlias = KVHandle | HandleView | ConcatenatedHandle | PaddedHandle
 
 
 @intercept(F.scaled_dot_product_attention)
+@outside_graphs
 def _scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -146,6 +148,7 @@ def _attend_padded(
     return F.pad(output, (0, value.added))
 
 
+@outside_graphs
 def forward_over_handles(
     module: nn.Module,
     query: Tensor,
@@ -239,6 +242,7 @@ def _is_exact(key: KVHandle, value: KVHandle) -> bool:
     return key.tokens.packed_length == value.tokens.packed_length == 0
 
 
+@outside_graphs
 def _original_over_exact(
     original: AttentionFunction,
     module: nn.Module,

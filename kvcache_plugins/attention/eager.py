@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ..compilation import outside_graphs
 from ..errors import KernelUnavailableError, UnsupportedOperationError
 from ..kernels.selection import native_is_unavailable
 from ..layers.handle import KVHandle
@@ -41,18 +42,24 @@ _OF_QUERIES = {"position_bias": _TOKENS, "sinks": 1}
 """Arguments `(B, Hq, q, n)` that differ from call to call, and `n` in a comparison, which makes some up."""
 _TOLERANCE = 1e-3
 
+_wrapped: dict[AttentionFunction, AttentionFunction] = {}
+"""Of every function that was wrapped; not by `functools.cache`, of which compilers warn."""
 _obstacles: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
 
 
-@cache
 def wrap_eager_function(eager: AttentionFunction) -> AttentionFunction:
     """Return a family's eager attention function with handles taken out of its way, where ours does the same.
 
     Args:
         eager (`Callable`): What `AttentionInterface.get_interface("eager", ...)` gives.
     """
-    over_handles = wrap_attention_function(eager)
+    known = _wrapped.get(eager)
+    if known is None:
+        known = _wrapped[eager] = _wrap(eager)
+    return known
 
+
+def _wrap(eager: AttentionFunction) -> AttentionFunction:
     @wraps(eager)
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -60,36 +67,53 @@ def wrap_eager_function(eager: AttentionFunction) -> AttentionFunction:
         # what comes behind a mask by position, nobody says
         if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or len(args) > 1:
             return eager(module, query, key, value, *args, **kwargs)
-        others = {name: value for name, value in kwargs.items() if name not in _SAID_BY_MASK}
-        mask = args[0] if args else others.pop("attention_mask", None)
-        others["is_causal"] = False
-        call = _Call(module, query, key, value, mask, others)
-        obstacle = _wanted_weights(module, kwargs) or _difference(eager, call)
-        if obstacle is None:
-            return over_handles(module, query, key, value, mask, **others)
-        layer = key.layer
-        if not mask_fits(key, mask):
-            raise UnsupportedOperationError(
-                f"Layer {layer.layer_idx} holds {key.tokens.length} tokens, and the model's mask is for "
-                f"{mask.shape[-1]}, as of other layers; attn_implementation='eager' cannot attend to it so: "
-                f"{obstacle}. model.set_attn_implementation('kvcache_plugins') can."
-            )
-        reads = layer.fallback_reads
-        where = f"for attn_implementation='eager': {obstacle}"
-        try:
-            result = eager(module, query, key, value, *args, **kwargs)
-        except KernelUnavailableError as error:
-            raise native_is_unavailable(f"layer {layer.layer_idx}", f"decoded whole {where}") from error
-        if max(key.tokens.packed_length, value.tokens.packed_length) > 0:
-            how = "decoded whole" if layer.fallback_reads > reads else "multiplied apart"
-            layer.kernel_reason = f"{how} {where}"
-        if layer.observes_queries:
-            with torch.no_grad():
-                options = attention_options(module, query, key.tokens.length, mask, **others)
-                layer.attended(query, key.tokens, options)
-        return result
+        return _exchanged(eager, module, query, key, value, *args, **kwargs)
 
     return forward
+
+
+_over_handles = cache(wrap_attention_function)
+
+
+@outside_graphs
+def _exchanged(
+    eager: AttentionFunction,
+    module: nn.Module,
+    query: Tensor,
+    key: KVHandle,
+    value: KVHandle,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Attend by ours where it does the same as `eager`, else by `eager` itself."""
+    others = {name: value for name, value in kwargs.items() if name not in _SAID_BY_MASK}
+    mask = args[0] if args else others.pop("attention_mask", None)
+    others["is_causal"] = False
+    call = _Call(module, query, key, value, mask, others)
+    obstacle = _wanted_weights(module, kwargs) or _difference(eager, call)
+    if obstacle is None:
+        return _over_handles(eager)(module, query, key, value, mask, **others)
+    layer = key.layer
+    if not mask_fits(key, mask):
+        raise UnsupportedOperationError(
+            f"Layer {layer.layer_idx} holds {key.tokens.length} tokens, and the model's mask is for "
+            f"{mask.shape[-1]}, as of other layers; attn_implementation='eager' cannot attend to it so: "
+            f"{obstacle}. model.set_attn_implementation('kvcache_plugins') can."
+        )
+    reads = layer.fallback_reads
+    where = f"for attn_implementation='eager': {obstacle}"
+    try:
+        result = eager(module, query, key, value, *args, **kwargs)
+    except KernelUnavailableError as error:
+        raise native_is_unavailable(f"layer {layer.layer_idx}", f"decoded whole {where}") from error
+    if max(key.tokens.packed_length, value.tokens.packed_length) > 0:
+        how = "decoded whole" if layer.fallback_reads > reads else "multiplied apart"
+        layer.kernel_reason = f"{how} {where}"
+    if layer.observes_queries:
+        with torch.no_grad():
+            options = attention_options(module, query, key.tokens.length, mask, **others)
+            layer.attended(query, key.tokens, options)
+    return result
 
 
 def _wanted_weights(module: nn.Module, kwargs: dict[str, Any]) -> str | None:

@@ -224,7 +224,9 @@ class HeadwiseLayer(EvictingLayer):
     @property
     def stored_length(self) -> int:
         """Tokens stored per row, of the head that holds most."""
-        return max((layer.stored_length for _, layer in self.parts), default=0) or super().stored_length
+        if not self.parts:
+            return super().stored_length
+        return max(layer.stored_length for _, layer in self.parts)
 
     @property
     def mean_held(self) -> int:

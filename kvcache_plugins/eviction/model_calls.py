@@ -16,11 +16,14 @@ a model, too, which do nothing while it serves another.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from ..compilation import outside_graphs
 from ..errors import UnsupportedOperationError
 from ..layers.storing import storing
 from ..models.cache_argument import given_cache
@@ -128,11 +131,25 @@ class CallWatchingCache(TokenWatchingCache):
         self.take_call(model, call.token_ids, call.states, logits[:, -1], index)
 
 
-def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = _cache_argument(args, kwargs)
-    if cache is None or (cache._call is not None and _serves(model, cache._call.model)):
+def _with_a_cache(hook: Callable[..., None]) -> Callable[..., None]:
+    """Call a hook for calls that a cache takes part in which is told of them; compiled models stop for it."""
+    told = outside_graphs(hook)
+
+    @wraps(hook)
+    def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        cache = given_cache(kwargs, args)
+        if isinstance(cache, TokenWatchingCache):
+            told(cache, module, _token_argument(args, kwargs), kwargs, *output)
+
+    return called
+
+
+@_with_a_cache
+def _begin(
+    cache: TokenWatchingCache, model: nn.Module, token_ids: Tensor | None, kwargs: dict[str, Any]
+) -> None:
+    if cache._call is not None and _serves(model, cache._call.model):
         return
-    token_ids = _token_argument(args, kwargs)
     if token_ids is None and "inputs_embeds" in kwargs:  # said before the model reads them
         raise cache.needs_tokens()
     if token_ids is not None:
@@ -149,12 +166,17 @@ def _serves(part: nn.Module, model: nn.Module) -> bool:
     return part is not model and any(module is part for module in model.modules())
 
 
-def _after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    cache = _cache_argument(args, kwargs)
-    if cache is None or output is None:
+@_with_a_cache
+def _after_decoder(
+    cache: TokenWatchingCache,
+    decoder: nn.Module,
+    token_ids: Tensor | None,
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    if output is None:
         return
     call, cache._call = cache._call, None  # what follows may fail
-    token_ids = _token_argument(args, kwargs)
     if token_ids is None and call is not None:
         token_ids = call.token_ids
     if token_ids is None:
@@ -166,9 +188,15 @@ def _after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     cache._call = None if call is None else replace(call, token_ids=token_ids, states=states)
 
 
-def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    cache = _cache_argument(args, kwargs)
-    if cache is None or (cache._call is not None and _serves(model, cache._call.model)):
+@_with_a_cache
+def _end(
+    cache: TokenWatchingCache,
+    model: nn.Module,
+    token_ids: Tensor | None,
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    if cache._call is not None and _serves(model, cache._call.model):
         return
     call, cache._call = cache._call, None  # what was seen of a call is of no later one
     if output is None or call is None:
@@ -177,11 +205,6 @@ def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output
     index = int(kept[-1]) if isinstance(kept, Tensor) else -1
     with storing():
         cache.finish_call(model, call, _output(output, "logits"), index)
-
-
-def _cache_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenWatchingCache | None:
-    found = given_cache(kwargs, args)
-    return found if isinstance(found, TokenWatchingCache) else None
 
 
 def _token_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..compilation import outside_graphs
 from ..layers.padding import Padding, first_slots
 from ..models.cache_argument import given_cache
 from ..models.hooks import add_hooks
@@ -73,9 +74,14 @@ def _renumbered(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         tokens = args[0]
     if tokens is None:
         return None
-    _check_positions(layer, kwargs.get("position_ids"))
-    positions = next_positions(layer, tokens.shape[0], tokens.shape[1], tokens.device)
-    return args, {**kwargs, "position_ids": positions}
+    return args, {**kwargs, "position_ids": _positions_of(layer, tokens, kwargs.get("position_ids"))}
+
+
+@outside_graphs
+def _positions_of(layer: EvictingLayer, tokens: Tensor, given: Any) -> Tensor:
+    """Positions of new tokens `(B, n, ...)`, in the place of those that were `given`."""
+    _check_positions(layer, given)
+    return next_positions(layer, tokens.shape[0], tokens.shape[1], tokens.device)
 
 
 def _check_positions(layer: EvictingLayer, positions: Any) -> None:

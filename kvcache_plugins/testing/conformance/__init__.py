@@ -9,6 +9,10 @@ class TestMine(BackendConformance):
         return {"backend": "mine", "residual_length": 16}
 ```
 
+A backend that evicts is asked the same of what it keeps, so it needs a budget larger than all it is fed, and
+a storage that packs: `{"backend": "mine", **MyConfig.tiny().to_dict()}`. What it owes once something has gone
+is asked by `kvcache_plugins.testing.EvictionConformance`.
+
 Layers are fed random tensors, so that every boundary is crossed within a few hundred tokens and every claim
 is about bytes, not about text.
 """

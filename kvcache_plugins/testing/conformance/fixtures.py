@@ -11,9 +11,13 @@ from torch import Tensor
 from ...building import build_cache
 from ...cache import KVCache
 from ...layers.base import PackedLayer
+from ...registry import get_backend
 from ..models import tiny_model
 
-__all__ = ["Fixtures"]
+__all__ = ["Fixtures", "refuse_to_evict"]
+
+_LONGEST = 1200
+"""Tokens that a layer is fed at most."""
 
 
 class Fixtures:
@@ -26,6 +30,11 @@ class Fixtures:
     def cache_config(self) -> dict[str, Any]:
         """The backend and its options."""
         raise NotImplementedError("Give the suite a `cache_config` fixture.")
+
+    @pytest.fixture(autouse=True)
+    def _keeps_every_token(self, cache_config: dict[str, Any]) -> None:
+        """Refuse a backend that would evict some of what it is fed, or that packs nothing."""
+        refuse_to_evict(cache_config)
 
     @pytest.fixture
     def model(self) -> Any:
@@ -56,3 +65,18 @@ class Fixtures:
         shape = (self.batch_size, heads, tokens, head_dim)
         keys = torch.randn(shape, generator=generator)
         return keys, torch.randn(shape, generator=generator)
+
+
+def refuse_to_evict(cache_config: dict[str, Any]) -> None:
+    """Fail where a backend would evict some of what the suite feeds it, or would not pack it."""
+    if not get_backend(cache_config["backend"]).evicts:
+        return
+    budget, storage = cache_config.get("budget", _LONGEST), cache_config.get("storage")
+    if budget < _LONGEST or storage is None:
+        pytest.fail(
+            "BackendConformance asks what every backend owes while it keeps all that it is given, packed, so "
+            f"an evicting one needs a budget of at least {_LONGEST} tokens and a storage, as its "
+            f"config_class.tiny() has them, got budget={budget!r} and storage={storage!r}; what it owes once "
+            "it evicts is asked by EvictionConformance.",
+            pytrace=False,
+        )
