@@ -24,7 +24,7 @@ from .compilation import outside_graphs
 from .config import BackendConfig
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
-from .layers.checking import check_in_step
+from .layers.checking import changing, check_in_step
 from .layers.counting import dense_size, tensors_in
 from .layers.crossing import with_cross_attention
 from .layers.indexed import with_indexer
@@ -248,18 +248,26 @@ class KVCache(SavedCache, Cache):
 
         Raises:
             UnsupportedOperationError: If a layer has forgotten what would have to be there then.
+            ValueError: If the number is positive.
         """
         for layer in self.packed_layers:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace row `i` by row `beam_idx[i]` in all layers (beam search)."""
+        with changing(*self.packed_layers):
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # transformers wants int64
+
     def check_in_step(self) -> None:
-        """Raise `ValueError` if the layers have seen different numbers of tokens."""
+        """Raise `ValueError` if a forward, or a change of a layer, was interrupted."""
         check_in_step(self._packed_text_layers)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (integers, or a boolean mask over the rows)."""
-        super().batch_select_indices(chosen_rows(indices, max(map(num_rows, self.packed_layers), default=0)))
+        rows = chosen_rows(indices, max(map(num_rows, self.packed_layers), default=0))
+        with changing(*self.packed_layers):
+            super().batch_select_indices(rows)
         if self._shelf is not None:
             self._shelf.clear()  # which has places for the rows there were
 

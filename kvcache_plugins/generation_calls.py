@@ -15,7 +15,7 @@ from typing import Any
 from .encoder_calls import begin_text, bind_both, placed
 from .errors import IncompatibleTransformersError
 from .models.cache_argument import CACHE_NAMES, cache_name, given_cache, holds_both
-from .prompt_chunks import soft_prompt_kind, why_read_whole
+from .prompt_chunks import check_drafting, soft_prompt_kind, why_read_whole
 from .registry import TRANSFORMERS_BACKENDS, get_backend, list_backends
 
 __all__ = [
@@ -198,6 +198,7 @@ def bind_cache(
     prompt_length = _prompt_length(generation_config, model_kwargs)
     kv_cache.check_in_step()  # first: a forward that was interrupted has seen all in some layers
     _check_news(kv_cache, prompt_length)
+    check_drafting(kv_cache.get_seq_length(), generation_mode)
     is_assistant = getattr(generation_config, "is_assistant", False)
     if is_assistant:
         _fill_holes(model_kwargs)

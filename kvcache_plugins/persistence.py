@@ -54,11 +54,13 @@ def save_cache(cache: KVCache | KVEncoderDecoderCache, directory: str | os.PathL
 
     Raises:
         UnsupportedOperationError: If a layer of transformers' own is of a kind whose state is not known here.
-        ValueError: If `directory` is empty.
+        ValueError: If `directory` is empty, or a forward did not come to its end.
         OSError: If it cannot be written.
     """
     if not os.fspath(directory):
         raise ValueError("save_pretrained needs the path of a directory, got ''.")
+    text = cache.self_attention_cache if isinstance(cache, KVEncoderDecoderCache) else cache
+    text.check_in_step()  # before it takes the place of a whole one
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any]] = []
     for layer_idx, layer in enumerate(layers_of(cache)):

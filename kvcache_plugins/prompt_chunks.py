@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-__all__ = ["soft_prompt_kind", "why_read_whole"]
+__all__ = ["check_drafting", "soft_prompt_kind", "why_read_whole"]
 
 _SPLIT_WITH_THE_TEXT = frozenset(
     {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
@@ -65,6 +65,19 @@ def why_read_whole(
     if not is_first and "input_ids[:, -next_sequence_length:]" not in _how_prompts_are_read():
         return "this release of transformers cannot split a later turn"
     return None
+
+
+def check_drafting(seen: int, generation_mode: Any) -> None:
+    """Raise `ValueError` where tokens are to be drafted for a text of which a cache has `seen` a part.
+
+    Transformers, in all releases that are served, reads the whole prompt behind that part then.
+    """
+    if seen and getattr(generation_mode, "value", None) == _DRAFTING:
+        raise ValueError(
+            f"Drafts (assistant_model, prompt_lookup_num_tokens) were asked for with a cache that has seen "
+            f"{seen} tokens: transformers would read the whole prompt again behind them, and answer another "
+            "text. Allowed are calls without drafts, a new cache, and this one after its `reset()`."
+        )
 
 
 def _unsplittable_inputs(model_kwargs: dict[str, Any]) -> list[str]:

@@ -7,10 +7,12 @@ directly. Nothing here imports torch.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import importlib.metadata
 import pkgutil
+import warnings
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -22,8 +24,10 @@ if TYPE_CHECKING:
 __all__ = [
     "ENTRY_POINT_GROUP",
     "TRANSFORMERS_BACKENDS",
+    "announced_by",
     "get_backend",
     "list_backends",
+    "loaded_backend",
     "register_backend",
     "suggest",
 ]
@@ -32,6 +36,12 @@ ENTRY_POINT_GROUP = "kvcache_plugins.backends"
 
 TRANSFORMERS_BACKENDS = ("fp8", "hqq", "quanto")
 """Names that transformers serves itself and that we pass on to it."""
+
+RESERVED_OPTIONS = ("backend", "compute_dtype", "device", "max_cache_length", "model_or_config")
+"""What no option of a backend may be called: by these, others say something else."""
+
+_RESERVED_NAMES = (*TRANSFORMERS_BACKENDS, "dense")
+_SCORED_AFTER = ("update", "attention", "forward")
 
 _T = TypeVar("_T", bound="type[KVCache]")
 _registered: dict[str, type[KVCache]] = {}
@@ -53,7 +63,31 @@ def _builtin_names() -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    return {point.name.lower(): point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    """Announced backends by name; a warning tells of what is announced in vain."""
+    found: dict[str, importlib.metadata.EntryPoint] = {}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        name, obstacle = point.name.lower(), _why_no_name(point.name.lower())
+        if name in _builtin_names():
+            obstacle = f"{name!r} is a backend of this package"
+        elif name in found and found[name].value != point.value:
+            obstacle = f"{name!r} is announced twice, first as {found[name].value!r}"
+        if obstacle is None:
+            found.setdefault(name, point)
+            continue
+        announced_by = f", announced by {point.dist.name}," if point.dist is not None else ""
+        warnings.warn(
+            f"The cache backend {point.name!r} ({point.value!r}){announced_by} is ignored: {obstacle}.",
+            stacklevel=2,
+        )
+    return found
+
+
+def _why_no_name(name: str) -> str | None:
+    if not name.isidentifier():
+        return f"a backend name must be a lower-case identifier, got {name!r}"
+    if name in _RESERVED_NAMES:
+        return f"the backend name {name!r} is reserved; reserved are {_RESERVED_NAMES}"
+    return None
 
 
 def list_backends() -> list[str]:
@@ -69,16 +103,16 @@ def register_backend(name: str) -> Callable[[_T], _T]:
             another class.
 
     Raises:
-        ValueError: If the name is reserved, malformed, or registered by another class.
+        ValueError: If the name is reserved, malformed, or registered by another class, or the class is none
+            of which a cache can be built.
     """
-    if not isinstance(name, str) or name != name.lower() or not name.isidentifier():
+    if not isinstance(name, str) or name != name.lower():
         raise ValueError(f"A backend name must be a lower-case identifier, got {name!r}.")
-    if name in TRANSFORMERS_BACKENDS or name == "dense":
-        raise ValueError(
-            f"The backend name {name!r} is reserved; reserved are {(*TRANSFORMERS_BACKENDS, 'dense')}."
-        )
+    if (obstacle := _why_no_name(name)) is not None:
+        raise ValueError(f"{obstacle[0].upper()}{obstacle[1:]}.")
 
     def decorate(cls: _T) -> _T:
+        _check_class(name, cls)
         known = _registered.get(name)
         own_module = f"{__package__}.backends.{name}"
         if name in _builtin_names() and cls.__module__ != own_module:  # which may not be imported yet
@@ -95,11 +129,53 @@ def register_backend(name: str) -> Callable[[_T], _T]:
     return decorate
 
 
+def _check_class(name: str, cls: type) -> None:
+    """Raise `ValueError` for a class of which no cache could be built, or none that can be saved."""
+    if not _derives(cls, "cache", "KVCache"):
+        raise ValueError(f"The backend {name!r} must be a subclass of KVCache, got {cls!r}.")
+    config_class, layer_class = (getattr(cls, kind, None) for kind in ("config_class", "layer_class"))
+    evicts = _derives(cls, "eviction.cache", "EvictingCache")
+    for kind, found, module, wanted in (
+        ("config_class", config_class, "config", "BackendConfig"),
+        ("layer_class", layer_class, "layers.base", "PackedLayer"),
+        *([("config_class", config_class, "eviction.options", "EvictingConfig")] if evicts else []),
+        *([("layer_class", layer_class, "eviction.layer", "EvictingLayer")] if evicts else []),
+    ):
+        if not _derives(found, module, wanted):
+            raise ValueError(
+                f"{cls.__name__}.{kind}, of the backend {name!r}, must be a subclass of {wanted}, got "
+                f"{found!r}."
+            )
+    if not evicts and _derives(layer_class, "eviction.layer", "EvictingLayer"):
+        raise ValueError(
+            f"The backend {name!r} has layers that evict ({layer_class!r}) and must be a subclass of "
+            f"EvictingCache, got {cls!r}."
+        )
+    taken = [f.name for f in dataclasses.fields(config_class) if f.name in RESERVED_OPTIONS]  # type: ignore[arg-type]
+    if taken:
+        raise ValueError(
+            f"The options {taken} of the backend {name!r} need other names: transformers, or the cache "
+            f"itself, means something else by {RESERVED_OPTIONS}."
+        )
+    if getattr(layer_class, "scored_after", "update") not in _SCORED_AFTER:
+        raise ValueError(
+            f"{layer_class!r}.scored_after, of the backend {name!r}, must be one of {_SCORED_AFTER}, got "
+            f"{layer_class.scored_after!r}."  # type: ignore[union-attr]
+        )
+
+
+def _derives(cls: object, module: str, name: str) -> bool:
+    """Whether a class of this package is among the bases, asked without importing it."""
+    base = (f"{__package__}.{module}", name)
+    return isinstance(cls, type) and any((b.__module__, b.__qualname__) == base for b in cls.__mro__)
+
+
 def get_backend(name: str) -> type[KVCache]:
     """Return the cache class registered as `name` (case-insensitive), importing its module if need be.
 
     Raises:
         ValueError: If no backend has this name; the message names the closest ones.
+        ImportError: If the module that an installed package announces for it cannot be imported.
     """
     if not isinstance(name, str):
         raise ValueError(f"`backend` must be a string, one of {list_backends()}, got {name!r}.")
@@ -108,7 +184,7 @@ def get_backend(name: str) -> type[KVCache]:
         if key in _builtin_names():
             importlib.import_module(f"{__package__}.backends.{key}")
         elif key in _entry_points():
-            _entry_points()[key].load()
+            _load(_entry_points()[key])
         elif key in TRANSFORMERS_BACKENDS:
             raise ValueError(
                 f"The backend {name!r} is transformers' own, built by `generate()` and by "
@@ -122,3 +198,31 @@ def get_backend(name: str) -> type[KVCache]:
     if key not in _registered:
         raise ValueError(f"The module announced for the backend {key!r} does not register that name.")
     return _registered[key]
+
+
+def loaded_backend(name: str) -> type[KVCache] | None:
+    """Return the class of a backend that has been asked for before; nothing is imported for it."""
+    return _registered.get(name.lower())
+
+
+def announced_by(name: str) -> importlib.metadata.EntryPoint | None:
+    """Return with which an installed package announces a backend, if one does."""
+    return _entry_points().get(name.lower())
+
+
+def _load(point: importlib.metadata.EntryPoint) -> None:
+    """Import the module of a third party, which may fail in any way.
+
+    Raises:
+        ImportError: Naming the backend, the module and whose it is. A missing module is still one.
+    """
+    try:
+        point.load()
+    except Exception as error:
+        package = "" if point.dist is None else f" of {point.dist.name} {point.dist.version}"
+        said = " ".join(str(error).split())
+        kind = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+        raise kind(
+            f"The backend {point.name!r} cannot be loaded: its module {point.module!r}{package} raises "
+            f"{type(error).__name__}{said and f': {said}'}. Mend or uninstall it, or leave the backend out."
+        ) from error

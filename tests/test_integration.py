@@ -588,6 +588,22 @@ def test_a_call_without_drafts_packs_again_after_one_with_them(model: Any, backe
         assert one.held_length == other.held_length
 
 
+def test_drafts_for_a_text_that_has_been_read_in_part_are_refused(model: Any) -> None:
+    """Transformers would read all of it again behind that part, with its own caches too."""
+    tokens = torch.randint(3, 120, (1, 60), generator=torch.Generator().manual_seed(0))
+    cache = kvp.build_cache(model, {"backend": "int8"})
+    first = model.generate(tokens, **as_argument(cache), max_new_tokens=8, do_sample=False)
+    turn = torch.cat([first, tokens[:, :20]], dim=1)
+    for drafts in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_model("llama", seed=0)}):
+        with pytest.raises(ValueError, match=r"prompt_lookup_num_tokens.*seen 67 tokens"):
+            model.generate(turn, **as_argument(cache), max_new_tokens=8, do_sample=False, **drafts)
+    assert cache.get_seq_length() == 67
+    model.generate(turn, **as_argument(cache), max_new_tokens=8, do_sample=False)
+    cache.reset()
+    model.generate(turn, **as_argument(cache), max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
+    assert cache.get_seq_length() == turn.shape[1] + 7
+
+
 @pytest.mark.allow_deprecation(
     "Passing .generation_config. together", reason="transformers drafts in this way"
 )

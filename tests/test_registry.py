@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kvcache_plugins as kvp
 from kvcache_plugins import registry
+from kvcache_plugins.cli import main
+from kvcache_plugins.evaluation.caches import split_available
 from kvcache_plugins.registry import get_backend, list_backends, register_backend, suggest
+from kvcache_plugins.testing import tiny_model
 from tests.kernels import fresh_process
 
 
@@ -152,6 +158,43 @@ def test_entry_points_are_listed_without_being_loaded(entry_points: Any) -> None
         get_backend("theirs")
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("import nowhere_to_be_found", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("class Cache(", "SyntaxError: '(' was never closed"),
+        ("raise KeyError", "KeyError"),
+    ],
+)
+def test_a_broken_module_is_named_with_its_backend(
+    content: str,
+    said: str,
+    entry_points: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By `generate()`, and in one line by commands, which have a traceback for errors of ours alone."""
+    (tmp_path / "broken_backend.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    entry_points(theirs="broken_backend:Cache")
+    wanted = f"The backend 'theirs' cannot be loaded: its module 'broken_backend' raises {said}"
+    with pytest.raises(ImportError) as failure:
+        tiny_model("llama").generate(
+            torch.ones(1, 3, dtype=torch.long),
+            cache_implementation="quantized",
+            cache_config={"backend": "theirs"},
+        )
+    assert str(failure.value).startswith(wanted) and failure.value.__cause__ is not None
+    with pytest.raises(ImportError, match="'theirs' cannot be loaded"):  # it is not one that is not installed
+        split_available(_config(), [{"backend": "theirs"}])
+    command = ["eval", "perplexity", "--model", "m", "--dataset", "pydoc", "--output", str(tmp_path)]
+    assert main([*command, "--cache_config", '{"backend": "theirs"}']) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {wanted}") and error.count("\n") == 1
+
+
 def test_an_entry_point_is_loaded_at_first_use(entry_points: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module = type(sys)("announced_backend")
     loads = []
@@ -218,3 +261,84 @@ def _config() -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+
+
+# -- what a backend must be
+
+
+class TestClasses:
+    """A class of which no cache can be built is refused where it is registered."""
+
+    @staticmethod
+    def made(base: type = kvp.KVCache, **attributes: Any) -> type:
+        return type("Made", (base,), {"__doc__": "Made.", **attributes})
+
+    @pytest.mark.parametrize(
+        ("attributes", "said"),
+        [
+            ({}, r"Made\.config_class.*must be a subclass of BackendConfig, got None"),
+            ({"config_class": dict}, r"BackendConfig, got <class 'dict'>"),
+            ({"config_class": kvp.BackendConfig}, r"Made\.layer_class.*subclass of PackedLayer, got None"),
+        ],
+    )
+    def test_without_its_parts(self, attributes: dict[str, Any], said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            register_backend("mine")(self.made(**attributes))
+        assert "mine" not in list_backends()
+
+    def test_no_cache(self) -> None:
+        with pytest.raises(ValueError, match=r"must be a subclass of KVCache, got <class 'dict'>"):
+            register_backend("mine")(dict)  # type: ignore[type-var]
+
+    @pytest.mark.parametrize("option", registry.RESERVED_OPTIONS)
+    def test_options_with_a_meaning_of_their_own(self, option: str) -> None:
+        config = dataclasses.make_dataclass(
+            "Config", [(option, int, 3)], bases=(kvp.BackendConfig,), frozen=True, kw_only=True
+        )
+        with pytest.raises(ValueError, match=rf"\['{option}'\] of the backend 'mine' need other names"):
+            register_backend("mine")(self.made(kvp.Int8Cache, config_class=config))
+
+    def test_what_evicts(self) -> None:
+        evicting = get_backend("knorm")
+        with pytest.raises(ValueError, match=r"subclass of EvictingConfig, got .*Int8Config"):
+            register_backend("mine")(self.made(evicting, config_class=get_backend("int8").config_class))
+        with pytest.raises(ValueError, match=r"subclass of EvictingLayer, got .*Int8Layer"):
+            register_backend("mine")(self.made(evicting, layer_class=get_backend("int8").layer_class))
+        parts = {"config_class": evicting.config_class, "layer_class": evicting.layer_class}
+        with pytest.raises(ValueError, match="must be a subclass of EvictingCache"):
+            register_backend("mine")(self.made(**parts))
+        late = type("Late", (evicting.layer_class,), {"scored_after": "atention"})
+        with pytest.raises(ValueError, match=r"one of \('update', 'attention', 'forward'\), got 'atention'"):
+            register_backend("mine")(self.made(evicting, layer_class=late))
+        register_backend("mine")(self.made(evicting))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fp8", "'fp8' is reserved"),
+        ("int8", "'int8' is a backend of this package"),
+        ("my-dash", "lower-case identifier, got 'my-dash'"),
+    ],
+)
+def test_names_that_are_announced_in_vain(name: str, said: str, entry_points: Any) -> None:
+    """Transformers' own backends and ours stay what they are, whatever a distribution announces."""
+    entry_points(**{name: "somewhere:Cache", "theirs": "somewhere:Other"})
+    with pytest.warns(UserWarning, match=rf"'{name}' \('somewhere:Cache'\) is ignored: .*{said}"):
+        names = list_backends()
+    assert names == list_backends() and "theirs" in names
+    assert name == "int8" or name not in names
+    assert get_backend("int8").__module__ == "kvcache_plugins.backends.int8"
+
+
+def test_a_name_that_is_announced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        EntryPoint("theirs", f"{where}:Cache", registry.ENTRY_POINT_GROUP) for where in ("one", "other")
+    ]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: points)
+    registry._entry_points.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=r"'other:Cache'\) is ignored: .*twice, first as 'one:Cache'"):
+            assert registry._entry_points()["theirs"].value == "one:Cache"
+    finally:
+        registry._entry_points.cache_clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..artifacts.folders import check_push
 from ..artifacts.model_facts import model_facts, rotary_facts
 from ..artifacts.scales import Scales
 from ..backends.kvquant import NORMAL_FLOAT
+from ..evaluation.code_versions import code_settings, version_of
 from ..evaluation.file_digests import model_settings
 from ..evaluation.journal import progress_folder
 from ..evaluation.loading import Subject, load_config, load_subject
@@ -173,7 +173,7 @@ def _choose(
 def _what_observations_depend_on(model: Any, samples: Samples, options: CalibrationOptions) -> dict[str, Any]:
     settings = {name: getattr(options, name) for name in _RELEVANT}
     settings |= {"text": samples.digest, "fingerprint": model_facts(model.config)["fingerprint"]}
-    return settings | model_settings(options.model, model.config)
+    return settings | model_settings(options.model, model.config) | code_settings()
 
 
 def _cache_options(options: CalibrationOptions, calibration: str) -> dict[str, Any]:
@@ -203,12 +203,5 @@ def _facts(
         "text_sha256": samples.digest,
         "model": model_facts(config),
         "rope": {str(index): rotary_facts(layer.rotary) for index, layer in layers.items()},
-        "versions": ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
+        "versions": ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES),
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

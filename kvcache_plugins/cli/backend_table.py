@@ -122,7 +122,8 @@ def _row(name: str) -> BackendRow:
     try:
         cls = get_backend(name)
     except Exception as error:  # a third party's module may fail in any way and must not hide the others
-        return BackendRow(name, f"cannot be loaded: {' '.join(str(error).split()) or type(error).__name__}")
+        reason = error.__cause__ or error  # without the name, which stands beside it
+        return BackendRow(name, f"cannot be loaded: {' '.join(str(reason).split()) or type(reason).__name__}")
     summary, sections = docstring_sections(inspect.getdoc(cls) or "")
     evicts = issubclass(cls, EvictingCache)
     return BackendRow(

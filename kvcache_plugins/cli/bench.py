@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.labels import cache_label
 from ..evaluation.speed_options import DTYPES, AttentionOptions, GenerationOptions
 from ..models.presets import PRESETS
-from ..registry import TRANSFORMERS_BACKENDS
-from .display import show
+from .display import show, show_failures
 from .options import OUTPUT, add_cache_config_option, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
 
@@ -87,11 +84,7 @@ def run(args: argparse.Namespace) -> int:
     draws = will_draw(args)
     document = _measure(args.benchmark, options)
     _show(args.benchmark, document, output, draws=draws)
-    broken = [entry for entry in document["skipped"] if entry.get("is_failure")]
-    failed = [entry for entry in broken if entry["cache_config"]["backend"] not in TRANSFORMERS_BACKENDS]
-    for entry in failed:
-        print(f"error: {cache_label(entry['cache_config'])} {entry['reason']}", file=sys.stderr)
-    return 1 if failed else 0
+    return show_failures(document)
 
 
 def _add_common(parser: argparse.ArgumentParser, caches: str, what: str, lengths: str, preset: str) -> None:

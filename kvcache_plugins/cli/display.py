@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["show", "show_results"]
+from ..evaluation.labels import cache_label
+from ..registry import TRANSFORMERS_BACKENDS
+
+__all__ = ["show", "show_failures", "show_results"]
 
 _FILE_WIDTH = 200
 """Characters a line where the output is a file, which has no width of its own; more if a table needs them."""
@@ -67,3 +70,19 @@ def show_results(
         picture = output / picture_name(document["task"])
         plot(document, picture)
         show([], [f"picture: {picture}"])
+
+
+def show_failures(document: dict[str, Any]) -> int:
+    """Print on the standard error stream which caches broke down, apart from those of transformers'.
+
+    Args:
+        document (`dict`): The results of a run.
+
+    Returns:
+        `int`: Exit status: 1 if there are any.
+    """
+    broken = [entry for entry in document["skipped"] if entry.get("is_failure")]
+    failed = [entry for entry in broken if entry["cache_config"]["backend"] not in TRANSFORMERS_BACKENDS]
+    for entry in failed:
+        print(f"error: {cache_label(entry['cache_config'])} {entry['reason']}", file=sys.stderr)
+    return 1 if failed else 0

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from ..evaluation.longbench.options import LongBenchOptions
 from ..evaluation.options import check_filled, check_type
-from .display import show_results
+from .display import show_failures, show_results
 from .model_arguments import add_evaluation_arguments
 from .options import RESUMED, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
@@ -67,7 +67,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure or score, print the table, and write `results.json` and `longbench.png`."""
+    """Measure or score, print the table, and write `results.json` and a picture; 1 if a cache broke down."""
     merged = options_of(args)
     output = output_directory(args)
     draws = will_draw(args)
@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
         plot = plot_longbench if draws else None
         show_results(document, output, longbench_table(document), footnotes(document), plot)
+        return show_failures(document)
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..evaluation.passkey_options import FACT_NEEDLE, FACT_QUESTION, NEEDLE, QUESTION, PasskeyOptions
-from .display import show_results
+from .display import show_failures, show_results
 from .model_arguments import add_evaluation_arguments
 from .options import RESUMED, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
@@ -70,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, and write `results.json` and `passkey.png`."""
+    """Measure, print the table, and write `results.json` and `passkey.png`; 1 if a cache broke down."""
     options = PasskeyOptions.from_dict(options_of(args))
     output = output_directory(args)
     draws = will_draw(args)
@@ -85,4 +85,5 @@ def run(args: argparse.Namespace) -> int:
 
         plot = plot_passkey if draws else None
         show_results(document, output, passkey_table(document), footnotes(document), plot)
+        return show_failures(document)
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..evaluation.perplexity_options import DATASETS, PG19, PerplexityOptions
-from .display import show_results
+from .display import show_failures, show_results
 from .model_arguments import add_evaluation_arguments
 from .options import RESUMED, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
@@ -60,7 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, and write `results.json` and `perplexity.png`."""
+    """Measure, print the table, and write `results.json` and `perplexity.png`; 1 if a cache broke down."""
     options = PerplexityOptions.from_dict(options_of(args))
     output = output_directory(args)
     draws = will_draw(args)
@@ -76,4 +76,5 @@ def run(args: argparse.Namespace) -> int:
 
         plot = plot_perplexity if draws else None
         show_results(document, output, perplexity_table(document), footnotes(document), plot)
+        return show_failures(document)
     return 0

@@ -9,7 +9,8 @@ from .preparing import prepare_transformers
 __all__ = ["add_parser", "run"]
 
 _INTERRUPTED = (
-    "--resume_from_checkpoint true goes on from the newest checkpoint in --output, if there is one."
+    "--resume_from_checkpoint true goes on from the newest checkpoint in --output, if there is one, and if "
+    "--save_only_model has not left out the optimizer."
 )
 
 

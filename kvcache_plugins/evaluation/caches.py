@@ -143,6 +143,8 @@ def why_unavailable(model_config: Any, cache_config: Mapping[str, Any]) -> str |
     try:
         new_cache(model_config, cache_config)
     except ImportError:
+        if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
+            raise  # a third party's module that is broken is there
         return "not installed"
     except TypeError as error:
         if cache_config["backend"] not in TRANSFORMERS_BACKENDS:

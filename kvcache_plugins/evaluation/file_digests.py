@@ -7,7 +7,6 @@ trained further, heads that were trained anew. Its records must not be mixed wit
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 from ..artifacts.named import named_artifacts
 
 __all__ = [
-    "CacheNames",
     "artifact_digests",
     "digest_files",
     "digest_folder",
@@ -112,47 +110,3 @@ def _pieces(path: Path) -> Iterator[bytes]:
         for start in (*range(0, size, _STEP), size - _PIECE):
             file.seek(start)
             yield file.read(_PIECE)
-
-
-class CacheNames:
-    """What the keys of records call a cache: its options, and a digest of each artifact that they name.
-
-    Records of heads or of a calibration that have been replaced are not found, and made anew. What comes from
-    the hub is told apart by its id alone.
-
-    Args:
-        cache_configs (`Iterable[dict]`): The caches of a run. Their artifacts are read now.
-
-    Attributes:
-        artifacts (`dict[str, str]`): Of [`artifact_digests`].
-
-    Raises:
-        OSError: If a file cannot be read.
-    """
-
-    def __init__(self, cache_configs: Iterable[dict[str, Any]]) -> None:
-        self._caches = list(cache_configs)
-        self.artifacts = artifact_digests(self._caches)
-        self._names = {}
-        for cache_config in self._caches:
-            found = [self.artifacts[p] for p in named_artifacts(cache_config) if p in self.artifacts]
-            self._names[_options(cache_config)] = " ".join([_options(cache_config), *found])
-
-    def __getitem__(self, cache_config: Mapping[str, Any]) -> str:
-        return self._names[_options(cache_config)]
-
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yield every cache and its name, in the order they were given."""
-        return ((cache_config, self[cache_config]) for cache_config in self._caches)
-
-    def is_outdated(self, key: str) -> bool:
-        """Whether the key of a record, which begins with a name, is of an artifact that has been replaced."""
-        return any(
-            key.startswith(f"{options} ") and not key.startswith(name)
-            for options, name in self._names.items()
-            if name != options
-        )
-
-
-def _options(cache_config: Mapping[str, Any]) -> str:
-    return json.dumps(cache_config, sort_keys=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,10 @@ class Journal:
     def __getitem__(self, key: str) -> dict[str, Any]:
         self._used.add(key)
         return self._records[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the keys of all records."""
+        return iter(self._records)
 
     def __len__(self) -> int:
         return len(self._records)

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ..models.decoder import most_positions
-from ..registry import TRANSFORMERS_BACKENDS
+from .cache_names import CacheNames
 from .caches import split_available
-from .file_digests import CacheNames, model_settings
+from .code_versions import code_settings
+from .failures import Failures
+from .file_digests import model_settings
 from .journal import Journal
 from .labels import cache_label
 from .loading import Subject, load_config, load_subject, load_tokenizer
@@ -41,7 +43,7 @@ def measure_passkey(
     """Ask for the pass keys through every cache, and write `results.json`.
 
     Answers are kept in `output` as they come: a run that was interrupted goes on where it ended. A failure
-    of a cache of transformers' is noted under `skipped`; one of ours stops the run.
+    of a cache of transformers' or of a third party's is noted under `skipped`; one of ours stops the run.
 
     Args:
         options (`PasskeyOptions`): What to measure.
@@ -69,7 +71,9 @@ def measure_passkey(
         model = model_settings(options.model, config)
         subject = load_subject(options, tokenizer)
         shard = subject.shard
-        journal = Journal(output, settings | model, shard.process)
+        journal = Journal(output, settings | model | code_settings(), shard.process)
+        if shard.is_main:
+            names.tell_outdated(journal)
         own = shard.take(_batches(cache_configs, trials, options))
         todo = _missing(journal, names, own)
         total, left = (sum(len(batch) for _, batch in batches) for batches in (own, todo))
@@ -147,18 +151,14 @@ def _ask_all(
 ) -> None:
     """Ask every batch, and keep the records."""
     ask = ask_with_prompt if options.facts == 1 else ask_afterwards
-    failed: list[dict[str, Any]] = []
+    failures = Failures()
     for cache_config, batch in todo:
         progress(f"{batch[0].length} tokens: {cache_label(cache_config)}")
-        if cache_config not in failed:
+        if failures.said_of(cache_config) is None:
             try:
                 records = ask(subject, cache_config, batch, options.max_new_tokens)
             except Exception as error:
-                # What transformers' own class cannot serve must not end a comparison; a bug of ours must.
-                if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
-                    raise
-                failed.append(cache_config)
-                said = " ".join(str(error).split()) or type(error).__name__
+                said = failures.note(cache_config, error)
                 records = [{"failed": f"failed at {batch[0].length} tokens: {said}"}]
             for trial, record in zip(batch, records, strict=False):
                 if keeper is not None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .file_digests import CacheNames
+from .cache_names import CacheNames
 from .journal import Journal
 from .labels import cache_label
 from .passkey_prompts import Trial

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 
 from ..models.decoder import decoder_only_config, most_positions
-from ..registry import TRANSFORMERS_BACKENDS
+from .cache_names import CacheNames
 from .caches import split_available
-from .file_digests import CacheNames, digest_words, model_settings
+from .code_versions import code_settings
+from .failures import Failures
+from .file_digests import digest_words, model_settings
 from .journal import Journal
 from .labels import DENSE, cache_label
 from .loading import Subject, encode, load_config, load_subject, load_tokenizer, prefix_ids
@@ -72,17 +74,19 @@ def measure_perplexity(
     _warn_of_length(options, config)
     with writing_alone(output):
         settings = {name: value for name, value in options.settings().items() if name not in _NOT_OF_A_RECORD}
-        settings |= model_settings(options.model, config)
+        settings |= model_settings(options.model, config) | code_settings()
         names = CacheNames(caches)
         subject = load_subject(options, tokenizer)
         shard = subject.shard
         journal = Journal(output, settings, shard.process)
-        own = shard.take(windows)
+        if shard.is_main:
+            names.tell_outdated(journal)
+        own, failures = shard.take(windows), Failures()
         with (progress_bar if shard.is_main else no_bar)(len(own) * len(caches)) as progress:
             for window, missing in [(w, _missing(journal, names, w)) for w in own]:
                 if len(missing) < len(caches):
                     progress("finished before", advance=len(caches) - len(missing))
-                for cache_config, record in _measure(subject, options, window, missing, progress):
+                for cache_config, record in _measure(subject, options, window, missing, failures, progress):
                     if shard.keeps_records:
                         journal.add(_key(names[cache_config], window), record)
         shard.wait()
@@ -136,6 +140,7 @@ def _measure(
     options: PerplexityOptions,
     window: Window,
     caches: Sequence[dict[str, Any]],
+    failures: Failures,
     progress: Progress,
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield the record of every cache for one window; the dense run comes first, always."""
@@ -149,7 +154,7 @@ def _measure(
     for cache_config in caches:
         if cache_config != DENSE:
             progress(cache_label(cache_config))
-            record = _record(subject, token_ids, cache_config, schedule, reference)
+            record = _record(subject, token_ids, cache_config, schedule, reference, failures)
         if "kv_bytes" in record:
             record["kv_bytes"] = subject.shard.total(record["kv_bytes"])
         yield cache_config, record
@@ -162,15 +167,15 @@ def _record(
     cache_config: dict[str, Any],
     schedule: Schedule,
     reference: Reference,
+    failures: Failures,
 ) -> dict[str, Any]:
-    try:
-        return score_window(subject.model, token_ids, cache_config, schedule, reference)[0]
-    except Exception as error:
-        # A combination that transformers' own class cannot serve (a head dimension its groups do not divide,
-        # say) is shown with the results; one of ours that fails is a bug and stops the run.
-        if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
-            raise
-        return {"failed": " ".join(str(error).split())[:200]}
+    said = failures.said_of(cache_config)
+    if said is None:
+        try:
+            return score_window(subject.model, token_ids, cache_config, schedule, reference)[0]
+        except Exception as error:
+            said = failures.note(cache_config, error)
+    return {"failed": said[:200]}
 
 
 def _document(

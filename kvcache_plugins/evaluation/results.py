@@ -12,13 +12,13 @@
 
 The first result is the dense cache, measured in the same run, except where `settings` has `score_only`: then
 nothing was run, and the results are the scores of predictions made before, with whatever caches there were.
+`versions` are those of all distributions whose code has computed, those of third parties' caches included.
 `settings`, `inputs` and `skipped` may be missing in a file written by another program. A file appears whole
 or not at all, and that of another run is kept beside it (`earlier`).
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import re
 import shlex
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from ..artifacts.files import json_text, read_json, replaced
+from .code_versions import foreign_versions, version_of
 from .earlier import set_aside
 from .labels import DENSE, told_apart
 
@@ -88,6 +89,8 @@ def build_document(
         "environment": environment(device, threads),
     }
     check_document(document)
+    caches = [entry["cache_config"] for entry in (*document["results"], *document["skipped"])]
+    document["environment"]["versions"] |= foreign_versions(caches)
     return document | {"results": told_apart(document["results"])}
 
 
@@ -172,12 +175,7 @@ def environment(device: torch.device | str = "cpu", threads: int | None = None) 
     """Return what a reader needs to repeat a run on `device`, with so many CPU threads."""
     device = torch.device(device)
     cpu = cpu_name()
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+    versions = {"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES}
     # An installed package may lie inside the checkout of something else, whose commit says nothing of us.
     is_checkout = (top := _git("rev-parse", "--show-toplevel")) is not None and Path(top).resolve() == _ROOT
     commit, status = (

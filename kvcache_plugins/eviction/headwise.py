@@ -16,6 +16,7 @@ from torch import Tensor
 from ..attention.reference import AttentionOptions
 from ..config import check_number
 from ..layers.base import PackedLayer
+from ..layers.checking import changing
 from ..layers.handle import KVHandle
 from ..layers.heads import GroupedHandle, HeadGroup
 from ..layers.padding import Padding
@@ -101,6 +102,7 @@ class HeadwiseLayer(EvictingLayer):
         if not self.parts:
             return super()._take(key_states, value_states, has_drafts)
         keys, values = [], []
+        self.is_torn = True  # until all groups have taken theirs
         for group, layer in self.parts:
             layer.record_past = self.record_past
             key, value = layer.update(group.of_states(key_states), group.of_states(value_states))
@@ -138,11 +140,12 @@ class HeadwiseLayer(EvictingLayer):
             super().crop(tokens_to_remove)
             return
         self.check_crop(tokens_to_remove)
-        for _, layer in self.parts:
-            layer.crop(tokens_to_remove)
-        self.cumulative_length += int(tokens_to_remove)
-        self._due, self._postponed = self._postponed, None
-        self.evict_due()
+        with changing(self):
+            for _, layer in self.parts:
+                layer.crop(tokens_to_remove)
+            self.cumulative_length += int(tokens_to_remove)
+            self._due, self._postponed = self._postponed, None
+            self.evict_due()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if not self.parts:
@@ -150,11 +153,12 @@ class HeadwiseLayer(EvictingLayer):
             return
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(1)
-        self.padding.index(indices)
-        if self.pads is not None:
-            self.pads = self.pads[indices.to(self.pads.device)]
-        for _, layer in self.parts:
-            layer.batch_select_indices(indices)
+        with changing(self):
+            self.padding.index(indices)
+            if self.pads is not None:
+                self.pads = self.pads[indices.to(self.pads.device)]
+            for _, layer in self.parts:
+                layer.batch_select_indices(indices)
 
     def prefetch(self) -> None:
         if not self.parts:
@@ -269,7 +273,7 @@ class HeadwiseLayer(EvictingLayer):
         self._has_missed |= any(layer._has_missed for _, layer in self.parts)
         self._check_shown()
         assert self._budget is not None
-        with storing():
+        with storing(), changing(self):
             recent = self.config.protected_at(phase, self._budget, self._turn_length)
             parts = share_among_heads(self, self._budget, recent)
             self._let_go()

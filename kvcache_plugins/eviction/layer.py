@@ -20,7 +20,7 @@ from ..attention.reference import AttentionOptions
 from ..config import BackendConfig
 from ..errors import UnsupportedOperationError
 from ..layers.base import PackedLayer
-from ..layers.checking import check_states
+from ..layers.checking import changing, check_states
 from ..layers.handle import KVHandle
 from ..layers.storing import storing
 from ..layers.stream import StreamSpec
@@ -50,8 +50,7 @@ class EvictingLayer(PackedLayer):
             call.
         evicts (`bool`): False for layers the user left out (`skip_layers`), which keep every token.
         prompt_length (`int`, *optional*): Tokens after which the prompt has been read, where it is known.
-        companions (`dict[str, torch.Tensor]`): What a backend remembers besides, batch first; it follows the
-            batch, is moved, saved and counted with the rest.
+        companions (`dict[str, torch.Tensor]`): What a backend remembers besides, batch first.
         is_ragged (`bool`): Whether other layers hold another number of tokens, so that the model's mask fits
             only some of them.
     """
@@ -112,6 +111,7 @@ class EvictingLayer(PackedLayer):
         self, facts: LayerFacts, pads: Tensor | None, final_length: int | None, columns: int | None = None
     ) -> None:
         super().bind(facts, pads, final_length, columns)
+        self._due = self._due if self.awaits_scores else None  # nothing had to go, so nothing was missed
         if self.cumulative_length == 0:
             self.pads = self.padding.lengths
         self._full_length = final_length
@@ -174,12 +174,14 @@ class EvictingLayer(PackedLayer):
             self._postpone(phase, has_drafts)
             if self.scored_after == "update" or key_states.is_meta:
                 self.evict_due()
+        self.is_torn = False
         return read
 
     def _take(self, key_states: Tensor, value_states: Tensor, has_drafts: bool) -> tuple[Tensor, Tensor]:
         """Hold new tokens, and return what attention reads."""
         with storing():
             scores = self.score(key_states, value_states)
+            self.is_torn = True  # only now: a score may refuse, of which nothing is left
             keys, values = self._append(key_states, value_states, defer=has_drafts)
             self.ledger.append(scores, self.cumulative_length)
         is_exact = keys.packed_length == values.packed_length == 0
@@ -218,9 +220,14 @@ class EvictingLayer(PackedLayer):
 
     def evict_due(self) -> None:
         """Evict what `update` left until the scores are known."""
-        due, self._due = self._due, None
-        if due is not None:
-            self._evict(due)
+        if self._due is not None:
+            self._evict(self._due)
+            self._due = None
+
+    @property
+    def awaits_scores(self) -> bool:  # type: ignore[override]
+        must_see = self.scored_after == "forward" or self.accumulates
+        return self._due is not None and (must_see or self._exceeds(self._due))
 
     def room(self, limit: int) -> int:
         room = super().room(limit)
@@ -232,6 +239,7 @@ class EvictingLayer(PackedLayer):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Refuse to `crop` tokens of which some are gone."""
+        super().check_crop(tokens_to_remove)
         removed, seen = -int(tokens_to_remove), self.cumulative_length
         if self.is_initialized and 0 < removed < seen:
             newest = self.ledger.positions[:, :, -removed:]
@@ -243,30 +251,25 @@ class EvictingLayer(PackedLayer):
                 )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens, all of which must still be held.
-
-        Raises:
-            UnsupportedOperationError: If some head has evicted one of them.
-        """
+        """Remove the newest `-tokens_to_remove` tokens, all of which must still be held (`check_crop`)."""
         self.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
-        if self.is_initialized:
-            removed = -int(tokens_to_remove)
-            self.ledger.truncate(min(removed, self.ledger.scores.shape[2]))
-            with storing():
+        removed = -int(tokens_to_remove)
+        with storing(), changing(self):
+            super().crop(tokens_to_remove)
+            if self.is_initialized:
+                self.ledger.truncate(min(removed, self.ledger.scores.shape[2]))
                 self.withdraw(removed)
-            self._due, self._postponed = self._postponed, None
-            self.evict_due()
+                self._due, self._postponed = self._postponed, None
+                self.evict_due()
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().squeeze(1)
-        if self.pads is not None:
-            self.pads = self.pads[indices.to(self.pads.device)]
-        if self.is_initialized:
-            indices = indices.to(self.records.data.device)  # not the layer's while it is offloaded
-            with storing():
+        with storing(), changing(self):
+            super().batch_select_indices(indices)
+            indices = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
+            if self.pads is not None:
+                self.pads = self.pads[indices.to(self.pads.device)]
+            if self.is_initialized:
+                indices = indices.to(self.records.data.device)  # not the layer's while it is offloaded
                 self.ledger.index_batch(indices)
                 self.companions = {name: t.index_select(0, indices) for name, t in self.companions.items()}
 
@@ -355,7 +358,7 @@ class EvictingLayer(PackedLayer):
         self._check_shown()
         recent = self.config.protected_at(phase, budget, self._turn_length)
         pooling = self.config.pooling()
-        with storing():
+        with storing(), changing(self):
             if pooling is not None:
                 keep_and_pool(self, pooling, budget, recent)
                 return

@@ -112,5 +112,5 @@ def _joined(pieces: Sequence[HeadPart], share: int) -> HeadPart:
                 joined.companions[name] = torch.cat([layer.companions[name] for layer in layers], dim=1)
     joined.num_heads = len(heads)
     joined._due = joined._postponed = None
-    joined._has_missed = False
+    joined._has_missed = joined.is_torn = False  # as all are while they are divided
     return HeadPart(HeadGroup(heads, joined.device), joined)

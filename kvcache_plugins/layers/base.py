@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..config import BackendConfig
 from ..models.facts import LayerFacts
 from ..quantizers.packing import BLOCK_TOKENS
-from .checking import check_agreement, check_states
+from .checking import changing, check_agreement, check_states
 from .handle import KVHandle
 from .offloading import Shelf, make_records
 from .padding import Padding
@@ -49,6 +49,8 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     is_ragged = False  # other layers may hold another number of tokens, and one mask is made for all
+    is_torn = False  # a change of it is under way, or was interrupted
+    awaits_scores = False  # a forward has not come to its end
     window: int | None = None
     """How far back a query sees, its own token included; to the first one if not given."""
     shelf: Shelf | None = None  # of records that wait in the host's memory for their turn on a GPU
@@ -158,10 +160,11 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         check_states(self, key_states, value_states)
+        is_first, self.is_torn = self.cumulative_length == 0, True
         self.prefetch()
-        is_first = self.cumulative_length == 0
         keys, values = self._append(key_states, value_states, defer=self.record_past)
         self.cumulative_length += key_states.shape[-2]
+        self.is_torn = False
         if is_first:
             return key_states, value_states
         if keys.packed_length == values.packed_length == 0:
@@ -200,13 +203,7 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
         return False
 
     def attended(self, query: Tensor, tokens: StreamView, options: Any) -> None:
-        """Take notice that `query` `(B, Hq, q, D)` was answered from the keys `tokens`; evicting layers do.
-
-        Args:
-            query (`torch.Tensor`): Queries of the newest tokens.
-            tokens (`StreamView`): The keys they read.
-            options (`AttentionOptions`): Scaling, masks and biases they were read with.
-        """
+        """Take notice of a `query` `(B, Hq, q, D)` answered from the keys `tokens`; evicting layers do."""
 
     def own_mask(self, tokens: StreamView) -> Tensor | None:
         """Which slots are no pads, bool `(B, 1, 1, T)`; `None` if none is."""
@@ -270,16 +267,17 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
         self.record_past = True
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise `UnsupportedOperationError` if `crop` would: a cache asks all layers first."""
+        """Raise `UnsupportedOperationError` or `ValueError` if `crop` would; caches ask all layers first."""
+        if int(tokens_to_remove) > 0:
+            raise ValueError(f"`crop` takes a negative integer, tokens to remove, got {tokens_to_remove}.")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens.
 
         Survivors of a group that shares metadata return to the residual window as their decoded values.
         """
+        PackedLayer.check_crop(self, tokens_to_remove)
         tokens_to_remove = int(tokens_to_remove)  # some releases of transformers pass a tensor
-        if tokens_to_remove > 0:
-            raise ValueError(f"`crop` takes a negative integer, tokens to remove, got {tokens_to_remove}.")
         if not self.is_initialized:
             return
         self.prefetch()
@@ -287,8 +285,8 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
             self._forget()
             return
         length = max(0, self.stored_length + tokens_to_remove)  # 0 too where older tokens were evicted
-        self.cumulative_length += tokens_to_remove
-        with storing():
+        with storing(), changing(self):
+            self.cumulative_length += tokens_to_remove
             for stream in self.streams:
                 stream.truncate(length)
                 stream.settle()
@@ -305,9 +303,9 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
         """Keep the rows `indices` (integers, or a boolean mask over the rows)."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(1)
-        self.padding.index(indices)
-        if self.is_initialized:
-            with storing():
+        with storing(), changing(self):
+            self.padding.index(indices)
+            if self.is_initialized:
                 self.records.select_rows(indices)
                 for stream in self.streams:
                     stream.index_batch(indices.to(stream.tail.buffer.device))
@@ -383,7 +381,7 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
         return f"{type(self).__name__}(layer_idx={self.layer_idx}, tokens={self.cumulative_length})"
 
     def _forget(self) -> None:
-        self.is_initialized = False
+        self.is_initialized = self.is_torn = False
         self.cumulative_length = 0
         for name in ("records", "key_stream_", "value_stream_"):
             self.__dict__.pop(name, None)

@@ -1,8 +1,9 @@
-"""Whether what a layer is given fits what it holds, asked before anything of it is taken."""
+"""Whether a layer is whole, and what it is given fits what it holds: asked before anything of it is taken."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -10,7 +11,29 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .base import PackedLayer
 
-__all__ = ["check_agreement", "check_in_step", "check_states"]
+__all__ = ["changing", "check_agreement", "check_in_step", "check_states", "check_whole"]
+
+_ALLOWED = "Allowed are a copy made before it, a new cache, and this one after its `reset()`."
+
+
+@contextmanager
+def changing(*layers: PackedLayer) -> Iterator[None]:
+    """Let layers be torn as long as they are being changed, and for good if that is interrupted."""
+    outer = [layer.is_torn for layer in layers]
+    for layer in layers:
+        layer.is_torn = True
+    yield
+    for layer, was_torn in zip(layers, outer, strict=True):
+        layer.is_torn = was_torn and layer.is_initialized  # one that has been emptied is whole
+
+
+def check_whole(layer: PackedLayer) -> None:
+    """Raise `ValueError` if a change of the layer was interrupted, which leaves it half done."""
+    if layer.is_torn:
+        raise ValueError(
+            f"Layer {layer.layer_idx} of this cache was interrupted while it took tokens or moved some, so "
+            f"what it holds is not whole. {_ALLOWED}"
+        )
 
 
 def check_agreement(key_states: Tensor, value_states: Tensor) -> None:
@@ -26,8 +49,10 @@ def check_states(layer: PackedLayer, key_states: Tensor, value_states: Tensor) -
     """Check new keys `(B, H, n, D)` and values `(B, H, n, Dv)` against an initialized layer.
 
     Raises:
-        ValueError: If they are of different tokens, or their batch or heads are not the layer's.
+        ValueError: If they are of different tokens, or their batch, heads or channels are not the layer's, or
+            that is not whole.
     """
+    check_whole(layer)
     check_agreement(key_states, value_states)
     parts = layer.uniform_layers
     expected = tuple(parts[0].records.shape[:2])
@@ -39,6 +64,9 @@ def check_states(layer: PackedLayer, key_states: Tensor, value_states: Tensor) -
             f"{tuple(key_states.shape[:2])}. batch_repeat_interleave and batch_select_indices change the "
             "batch."
         )
+    given = (key_states.shape[3], value_states.shape[3])
+    if given != (held := tuple(stream.head_dim for stream in parts[0].streams)):
+        raise ValueError(f"Layer {layer.layer_idx} holds keys and values of {held} channels, got {given}.")
     pads = layer.padding.lengths
     if pads is not None and len(pads) != expected[0]:
         raise ValueError(
@@ -47,11 +75,24 @@ def check_states(layer: PackedLayer, key_states: Tensor, value_states: Tensor) -
 
 
 def check_in_step(layers: Iterable[PackedLayer]) -> None:
-    """Raise `ValueError` unless all layers have seen the same tokens, as a forward that ended leaves them."""
+    """Raise `ValueError` unless all layers are whole and have seen the same tokens."""
+    layers = list(layers)
+    for layer in layers:
+        if layer.is_torn and layer.cumulative_length == 0:
+            layer._forget()  # its first tokens: it begins anew
+        for part in (layer, *layer.uniform_layers):
+            check_whole(part)
     seen = {layer.get_seq_length() for layer in layers}
     if len(seen) > 1:
         raise ValueError(
             f"The layers of this cache have seen from {min(seen)} to {max(seen)} tokens: a forward was "
-            "interrupted between them. Allowed are a copy made before it, a new cache, and "
-            "this one after its `reset()`."
+            f"interrupted between them. {_ALLOWED}"
+        )
+    waiting = [layer.layer_idx for layer in layers if layer.awaits_scores]
+    if waiting:
+        raise ValueError(
+            f"Layers {waiting} of this cache have not been shown what their newest tokens are worth: a "
+            "forward was interrupted before its end, or the model did not show them, because its attention "
+            "function is none that the backend serves, or the cache was not bound to it (`cache.bind`). "
+            f"{_ALLOWED}"
         )

@@ -17,6 +17,7 @@ from ..quantizers.packing import BLOCK_TOKENS
 from .padding import Padding
 
 __all__ = [
+    "CODE_BITS",
     "AffineCodec",
     "Codec",
     "Encoded",
@@ -25,8 +26,13 @@ __all__ = [
     "ScaledCodec",
     "SymmetricCodec",
     "WrappedCodec",
+    "check_codec",
+    "check_encoded",
     "code_format_of",
 ]
+
+CODE_BITS = (1, 2, 3, 4, 8)
+"""Widths of codes that are packed."""
 
 
 class Encoded(NamedTuple):
@@ -35,12 +41,31 @@ class Encoded(NamedTuple):
     Args:
         codes (`torch.Tensor`): uint8 `(B, H, T, D)`.
         metadata (`dict[str, torch.Tensor]`): fp32 tensors `(B, H, rows, width)`, one row per group of tokens.
+            They are stored as fp16 until a number is beyond its range, and those under 6e-8 become 0.
         outliers (`Outliers`, *optional*): What the codes of whole blocks lack.
     """
 
     codes: Tensor
     metadata: dict[str, Tensor]
     outliers: Outliers | None = None
+
+
+def check_codec(codec: Codec) -> None:
+    """Raise `ValueError` for codes of a width that nothing packs."""
+    if codec.nbits not in CODE_BITS:
+        raise ValueError(f"{type(codec).__name__}.nbits must be one of {CODE_BITS}, got {codec.nbits}.")
+
+
+def check_encoded(codec: Codec, encoded: Encoded) -> None:
+    """Raise `ValueError` for codes and metadata that are not what a codec has announced."""
+    codes, found = encoded.codes, sorted(encoded.metadata)
+    if codes.dtype != torch.uint8:
+        raise ValueError(f"{type(codec).__name__} must make codes of torch.uint8, got {codes.dtype}.")
+    if found != sorted(codec.metadata_names):
+        raise ValueError(
+            f"{type(codec).__name__} must make the metadata {sorted(codec.metadata_names)}, its "
+            f"metadata_names, got {found}."
+        )
 
 
 class Codec(ABC):
@@ -50,7 +75,7 @@ class Codec(ABC):
     a run in one piece or in several gives the same result.
 
     Attributes:
-        nbits (`int`): Bits per code: 1, 2, 3, 4 or 8.
+        nbits (`int`): Bits per code, one of `CODE_BITS`.
         granularity (`Granularity`): What shares a scale.
         metadata_names (`tuple[str, ...]`): Names of the metadata tensors.
         warmup_tokens (`int`): Real tokens of every row that must have been seen before the first is encoded.

@@ -97,6 +97,7 @@ class ChannelNonUniformCodec(NonUniformCodec):
     """
 
     granularity = Granularity(tokens=BLOCK_TOKENS, channels=1)
+    _of_channels: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -113,7 +114,6 @@ class ChannelNonUniformCodec(NonUniformCodec):
         self.fraction, self.warmup_tokens = fraction, warmup_tokens
         self.scale: Tensor | None = None
         self.offset: Tensor | None = None
-        self._of_channels: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.is_learnt = lower is None or upper is None
         if lower is not None and upper is not None:
             self._set_range(lower[None, :, None], upper[None, :, None])
@@ -142,7 +142,7 @@ class ChannelNonUniformCodec(NonUniformCodec):
 
     def load_batch_state(self, state: dict[str, Tensor]) -> None:
         if self.is_learnt:
-            self.scale, self.offset = state.get("scale"), state.get("offset")
+            self.scale, self.offset, self._of_channels = state.get("scale"), state.get("offset"), None
 
     def static_state(self) -> dict[str, Tensor]:
         if self.is_learnt or self.scale is None or self.offset is None:

@@ -26,7 +26,7 @@ from ..quantizers.packing import (
     unpack_keys,
     unpack_values,
 )
-from .codec import Codec, Encoded
+from .codec import Codec, Encoded, check_codec, check_encoded
 from .level_encoding import encoder_for
 from .native_encoding import NativeEncoder
 from .outliers import OutlierStore
@@ -58,6 +58,7 @@ class StreamSpec:
     keep_recent: int = 0
 
     def __post_init__(self) -> None:
+        check_codec(self.codec)
         if self.block_length < 1 or self.block_length % self.codec.unit_tokens or self.keep_recent < 0:
             raise ValueError(
                 f"A stream needs keep_recent >= 0 and a block_length that is a multiple of the codec's "
@@ -335,6 +336,7 @@ class Stream:
 
     def _write(self, start: int, encoded: Encoded) -> None:
         """Write a run of encoded tokens, completing partial blocks with a bitwise or."""
+        check_encoded(self.codec, encoded)
         stop = start + encoded.codes.shape[2]
         self.records.fit(encoded.metadata.values())
         for low, high in block_runs(start, stop):

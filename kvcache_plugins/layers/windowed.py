@@ -94,6 +94,7 @@ class WindowedLayer(PackedLayer):
         return (keys.without_oldest(surplus), values.without_oldest(surplus)) if surplus else (keys, values)
 
     def check_crop(self, tokens_to_remove: int) -> None:
+        super().check_crop(tokens_to_remove)
         seen = max(0, self.cumulative_length + min(0, int(tokens_to_remove)))
         if self.padding.dropped > max(0, seen - self.window + 1):
             raise UnsupportedOperationError(

@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..registry import suggest
 from .auto_class import auto_class
@@ -32,9 +33,9 @@ def load_config(name: str, **source: Any) -> Any:
 
     Raises:
         OSError: If it cannot be found.
-        ValueError: If it cannot be read.
+        ValueError: If it cannot be read, or is of an adapter, which is no model of its own.
     """
-    with _named("configuration", name):
+    with _named("configuration", name), _no_adapter(name, source.get("revision")):
         return AutoConfig.from_pretrained(name, **source)
 
 
@@ -108,6 +109,24 @@ def _of_attention(given: str | None, name: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"--attn_implementation {given!r} cannot be used with --model {name!r}: {reason}"
+        ) from error
+
+
+@contextmanager
+def _no_adapter(name: str, revision: str | None) -> Iterator[None]:
+    """Say what to do with an adapter of PEFT, of which transformers says that it knows no such model."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        try:
+            is_adapter = find_adapter_config_file(name, revision=revision) is not None
+        except Exception:  # it cannot be looked for, wherever the model should have been
+            is_adapter = False
+        if not is_adapter:
+            raise
+        raise ValueError(
+            "it is an adapter of PEFT, not a model. Merge it into its model first, by `merge_and_unload()`, "
+            "save that and its tokenizer with `save_pretrained(DIR)`, and name DIR"
         ) from error
 
 

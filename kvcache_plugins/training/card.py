@@ -55,15 +55,17 @@ def heads_card(facts: Mapping[str, Any], recalls: Mapping[str, Mapping[str, Any]
     Args:
         facts (`Mapping`): The fields of their configuration, and `parameters`, `data`, `steps`, `batch`,
             `learning_rate`, `seconds`, `eval_examples`.
-        recalls (`Mapping`): For `"trained"`, `"untrained"` and `"knorm"` the mean `recall` and
-            `recall_by_layer`.
+        recalls (`Mapping`): For `"trained"`, `"untrained"` and `"knorm"` the mean `recall`, the
+            `recall_layers` it is of, and `recall_by_layer`.
     """
     columns = [recalls[name] for name in ("trained", "untrained", "knorm")]
     rows = [
         f"| {layer} | " + " | ".join(f"{column['recall_by_layer'][layer]:.3f}" for column in columns) + " |"
         for layer in range(facts["num_hidden_layers"])
     ]
-    rows.append("| all | " + " | ".join(f"{column['recall']:.3f}" for column in columns) + " |")
+    evicting = len(columns[0]["recall_layers"])
+    mean = "all" if evicting == facts["num_hidden_layers"] else "all that evict"
+    rows.append(f"| {mean} | " + " | ".join(f"{column['recall']:.3f}" for column in columns) + " |")
     name = facts.get("base_model_name_or_path")
     is_hub_id = "/" in str(name or "")
     return _CARD.format(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,22 @@ from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
 from .arguments import LocretTrainingArguments
 from .options import SYNTHETIC, LocretOptions
 
-__all__ = ["TRAINING_FILE", "check_checkpoint", "find_checkpoint", "is_finished", "training_facts"]
+__all__ = [
+    "TRAINING_FILE",
+    "check_checkpoint",
+    "check_none_lost",
+    "find_checkpoint",
+    "is_finished",
+    "training_facts",
+]
 
 TRAINING_FILE = "training.json"
 """What a checkpoint says of its training."""
 
 _STATE_FILE = "trainer_state.json"
+_OPTIMIZER_FILES = ("optimizer.pt", "scheduler.pt")
+_RANDOM_FILES = "rng_state*.pth"
+"""One, or one of every process."""
 _OPTIONS = (
     "revision", "dtype", "attn_implementation", "dataset", "sequence_length", "max_length",
     "num_examples", "eval_examples", "max_train_length",
@@ -32,9 +43,14 @@ _OPTIONS = (
 _ARGUMENTS = (
     "seed", "data_seed", "optim", "optim_args", "learning_rate", "warmup_steps", "lr_scheduler_type",
     "lr_scheduler_kwargs", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
-    "clip_value",
+    "clip_value", "optim_target_modules", "bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval",
+    "torch_compile", "train_sampling_strategy", "dataloader_drop_last", "load_best_model_at_end",
+    "metric_for_best_model", "greater_is_better",
 )  # fmt: skip
-"""What the optimizer's state would go on with whatever is given, and what the results are said to be of."""
+"""What the optimizer's state would go on with whatever is given, in which numbers steps are computed and on
+which examples, and what the results are said to be of."""
+_ORDER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+"""Of `accelerator_config`, on what the order of the examples depends."""
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_dim")
 
 
@@ -42,7 +58,7 @@ def find_checkpoint(args: LocretTrainingArguments, output: Path) -> str | None:
     """Return the checkpoint to go on from.
 
     Raises:
-        ValueError: If one is asked for that is not there.
+        ValueError: If one is asked for that is not there, or that the training could not go on from.
         ArtifactError: If a file of it is damaged.
     """
     given: Any = args.resume_from_checkpoint
@@ -63,7 +79,55 @@ def find_checkpoint(args: LocretTrainingArguments, output: Path) -> str | None:
             )
         _step(checkpoint / _STATE_FILE)
     _check_files(checkpoint)
+    if not is_finished(str(checkpoint), args):
+        _check_complete(checkpoint, args)
     return str(checkpoint)
+
+
+def check_none_lost(checkpoint: str | None, output: Path) -> None:
+    """Refuse to begin anew where an interrupted training has left its steps: the Trainer would delete them.
+
+    Those of a finished one may go: its heads, whose results are there, are what has come of them.
+
+    Args:
+        checkpoint (`str`, *optional*): What the training goes on from, of [`find_checkpoint`].
+        output (`Path`): Where it will keep its own checkpoints.
+
+    Raises:
+        ValueError: Naming the checkpoint with the most steps.
+    """
+    if checkpoint is not None and Path(checkpoint).resolve().parent == output.resolve():
+        return
+    histories = [
+        document["history"]
+        for document in _readable(output.glob("results*.json"))
+        if document.get("task") == "train locret" and isinstance(document.get("history"), list)
+    ]
+    states = _readable(output.glob(f"checkpoint-*/{_STATE_FILE}"))
+    lost = [state for state in states if not any(_has_passed(history, state) for history in histories)]
+    steps = [state["global_step"] for state in lost if isinstance(state.get("global_step"), int)]
+    if steps:
+        raise ValueError(
+            f"--output_dir must not hold checkpoints of a training that was not finished, which a new one "
+            f"would delete, got {str(output)!r} with checkpoint-{max(steps)}. Go on with it by "
+            "--resume_from_checkpoint true, choose another --output_dir, or delete it."
+        )
+
+
+def _has_passed(history: list[Any], state: Mapping[str, Any]) -> bool:
+    """Whether a training with this log had logged the same as a checkpoint when it had as many steps."""
+    logged = state.get("log_history") or []
+    later = history[len(logged) :]
+    return history[: len(logged)] == logged and all(e["step"] >= state.get("global_step", 0) for e in later)
+
+
+def _readable(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return what files hold, apart from those that are damaged."""
+    found = []
+    for path in paths:
+        with suppress(ArtifactError):
+            found.append(read_json(path))
+    return found
 
 
 def training_facts(options: LocretOptions, args: LocretTrainingArguments, config: Any) -> dict[str, Any]:
@@ -82,6 +146,7 @@ def training_facts(options: LocretOptions, args: LocretTrainingArguments, config
     facts = {name: getattr(options, name) for name in _OPTIONS}
     facts |= {name: getattr(args, name) for name in _ARGUMENTS}
     facts |= {
+        "accelerator_config": {name: getattr(args.accelerator_config, name) for name in _ORDER},
         "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         "data_digest": digest_files(files),
     }
@@ -112,8 +177,8 @@ def check_checkpoint(checkpoint: str | None, config: RetainingHeadsConfig, facts
     Args:
         checkpoint (`str`, *optional*): Its folder.
         config (`RetainingHeadsConfig`): Of the heads that are to be trained.
-        facts (`Mapping`): Of [`training_facts`]. Those of the checkpoint are not asked for if it has none, as
-            one that somebody else's program has saved.
+        facts (`Mapping`): Of [`training_facts`]. What the checkpoint does not say is not asked for: one that
+            somebody else's program has saved says nothing, one of an earlier version may say less.
 
     Raises:
         ValueError: Naming what differs.
@@ -122,7 +187,7 @@ def check_checkpoint(checkpoint: str | None, config: RetainingHeadsConfig, facts
         return
     _check_shape(checkpoint, config)
     path = Path(checkpoint) / TRAINING_FILE
-    changed = differences(read_json(path), facts) if path.is_file() else ""
+    changed = differences({**facts, **read_json(path)}, facts) if path.is_file() else ""
     if changed:
         raise ValueError(
             f"--resume_from_checkpoint: {checkpoint!r} is of another training ({changed}). Go on with the "
@@ -157,6 +222,21 @@ def _step(path: Path) -> int:
     except TypeError as error:  # of a name the Trainer does not know
         raise ArtifactError(f"{path} is damaged: {error}.") from error
     return int(facts["global_step"])
+
+
+def _check_complete(checkpoint: Path, args: LocretTrainingArguments) -> None:
+    """Check that all is there without which the Trainer would begin its optimizer or its warm-up anew.
+
+    It would say nothing of it. FSDP and DeepSpeed keep the optimizer in files of their own.
+    """
+    needed = [_RANDOM_FILES] if args.fsdp or args.deepspeed else [*_OPTIMIZER_FILES, _RANDOM_FILES]
+    missing = [name for name in needed if not any(checkpoint.glob(name))]
+    if missing:
+        raise ValueError(
+            "--resume_from_checkpoint must be a checkpoint with the state of optimizer, schedule and random "
+            f"numbers, got {str(checkpoint)!r} without {', '.join(missing)}: --save_only_model true leaves "
+            "them out. Go on from another checkpoint, or begin anew in another --output_dir."
+        )
 
 
 def _check_files(checkpoint: Path) -> None:

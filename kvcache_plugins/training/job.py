@@ -27,7 +27,7 @@ from ..retaining.heads import RetainingHeads
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
 from .arguments import LocretTrainingArguments
 from .card import heads_card
-from .checkpoints import check_checkpoint, find_checkpoint, is_finished, training_facts
+from .checkpoints import check_checkpoint, check_none_lost, find_checkpoint, is_finished, training_facts
 from .data import build_datasets
 from .examples import Collator
 from .options import SYNTHETIC, LocretOptions
@@ -74,6 +74,7 @@ def _train(
             f"--max_steps must be at least 1 for synthetic tasks, which have no end, got {args.max_steps}."
         )
     checkpoint = find_checkpoint(args, output)
+    check_none_lost(checkpoint, output)
     push_to = (output.name if args.hub_model_id is None else args.hub_model_id) if args.push_to_hub else None
     args.push_to_hub = False  # the Trainer would upload its checkpoints
     if push_to is not None:
@@ -204,6 +205,7 @@ def _measure(trainer: LocretTrainer, name: str) -> _Recalls:
     for key, metric in ((name, "recall"), ("knorm", "knorm_recall")):
         recalls[key] = {
             "recall": metrics[f"eval_{metric}"],
+            "recall_layers": trainer.evicting_layers,
             "recall_by_layer": [metrics[f"eval_{metric}_layer_{layer}"] for layer in layers],
         }
     recalls[name]["loss"] = metrics["eval_loss"]

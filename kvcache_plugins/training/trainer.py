@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import EvalPrediction, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..artifacts.files import naming, write_json
+from ..models.decoder import decoder_only_config
+from ..models.layer_plan import plan_layers
 from ..retaining.heads import RetainingHeads
 from ..retaining.loading import WEIGHTS_FILE
 from ..retaining.losses import top_recall
@@ -22,7 +25,7 @@ from .checkpoints import TRAINING_FILE
 from .clipping import ClipValues
 from .targets import Targets, observe_targets
 
-__all__ = ["LocretTrainer", "recall_metrics"]
+__all__ = ["LocretTrainer", "evicting_layers", "recall_metrics"]
 
 
 class LocretTrainer(Trainer):
@@ -64,7 +67,8 @@ class LocretTrainer(Trainer):
             )
         if args.layerwise_backward and (args.fsdp or args.deepspeed):
             raise ValueError("--layerwise_backward is for one process or DDP, got FSDP or DeepSpeed as well.")
-        kwargs.setdefault("compute_metrics", recall_metrics)
+        self.evicting_layers = evicting_layers(base_model.config)
+        kwargs.setdefault("compute_metrics", partial(recall_metrics, layers=self.evicting_layers))
         super().__init__(model=model, args=args, **kwargs)
         if args.clip_value > 0:
             self.add_callback(ClipValues(args.clip_value))
@@ -162,18 +166,31 @@ class LocretTrainer(Trainer):
         observe_targets(self.base_model, inputs, receive, max_train_length=heads.config.max_train_length)
 
 
-def recall_metrics(prediction: EvalPrediction) -> dict[str, Any]:
-    """Return the mean recall@10 % of heads and of `knorm`: of all layers, and of each.
+def evicting_layers(config: Any) -> list[int]:
+    """Return the layers of a model that a cache can evict tokens from: not those of a sliding window, say.
+
+    Args:
+        config (`PreTrainedConfig`): Of the model.
+    """
+    plans = plan_layers(decoder_only_config(config), evicts=True, cross_reason="not evicted from")
+    return [index for index, plan in enumerate(plans) if plan.dense_reason is None]
+
+
+def recall_metrics(prediction: EvalPrediction, layers: Sequence[int] = ()) -> dict[str, Any]:
+    """Return the recall@10 % of heads and of `knorm`: of each layer, and the mean of those that count.
 
     Args:
         prediction (`EvalPrediction`): Recalls of the heads as predictions and of `knorm` as labels, each of
             shape `(examples, layers)`.
+        layers (`Sequence[int]`): Those of [`evicting_layers`]: of the others no cache asks for a score. All
+            of them if there are none.
     """
     # batch by batch with --eval_do_concat_batches false
     batches: tuple[Any, Any] = (prediction.predictions, prediction.label_ids)
     heads, norms = (torch.as_tensor(np.vstack(recalls)) for recalls in batches)
-    metrics: dict[str, Any] = {"recall": heads.mean().item(), "knorm_recall": norms.mean().item()}
+    metrics: dict[str, Any] = {}
     for name, values in (("recall", heads), ("knorm_recall", norms)):
+        metrics[name] = values[:, list(layers) or slice(None)].mean().item()
         for layer, value in enumerate(values.mean(0).tolist()):
             metrics[f"{name}_layer_{layer}"] = value
     return metrics

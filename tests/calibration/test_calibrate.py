@@ -174,7 +174,9 @@ def test_a_precision_chosen_for_other_levels_goes_and_what_is_not_ours_stays(
     assert names(tmp_path / "progress") == ["notes.md"]
 
 
-def test_other_settings_are_not_continued(subject: Subject, text: Path, tmp_path: Path) -> None:
+def test_other_settings_are_not_continued(
+    subject: Subject, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(description: str, advance: int = 0) -> None:
         if advance:
             raise Interrupt
@@ -185,6 +187,10 @@ def test_other_settings_are_not_continued(subject: Subject, text: Path, tmp_path
         calibrate_subject(subject, options(text, outlier_fraction=0.02), tmp_path)
     with pytest.raises(ValueError, match="text was"):
         calibrate_subject(subject, options(text, seed=1), tmp_path)
+    with monkeypatch.context() as changed:
+        changed.setattr("kvcache_plugins.evaluation.code_versions.version_of", lambda name: "0")
+        with pytest.raises(ValueError, match=r"transformers was '\d.*', is '0'"):
+            calibrate_subject(subject, options(text), tmp_path)
     # the bits are fitted at the end, so they may change
     calibrate_subject(subject, options(text, nbits=(4,)), tmp_path)
     assert load_codebooks(str(tmp_path)).nbits == [4]

@@ -9,7 +9,8 @@ import pytest
 from transformers import LlamaConfig
 
 from kvcache_plugins.evaluation import file_digests
-from kvcache_plugins.evaluation.file_digests import CacheNames, digest_files, digest_folder, model_settings
+from kvcache_plugins.evaluation.cache_names import CacheNames
+from kvcache_plugins.evaluation.file_digests import digest_files, digest_folder, model_settings
 
 
 def write(folder: Path, weights: bytes = b"weights" * 3000) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,18 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvcache_plugins import build_cache
 from kvcache_plugins.backends.int4 import Int4Config, Int4Layer
 from kvcache_plugins.backends.int8 import Int8Config, Int8Layer
 from kvcache_plugins.backends.kivi import KIVIConfig, KIVILayer
 from kvcache_plugins.layers import stream as stream_module
 from kvcache_plugins.layers.base import PackedLayer
-from kvcache_plugins.layers.codec import AffineCodec
+from kvcache_plugins.layers.codec import AffineCodec, Encoded
 from kvcache_plugins.layers.native_encoding import NativeEncoder
 from kvcache_plugins.layers.stream import Stream, StreamSpec
 from kvcache_plugins.layers.view import StreamView
 from kvcache_plugins.models.facts import LayerFacts
 from kvcache_plugins.models.rotary import Rotary
-from kvcache_plugins.quantizers.granularity import per_channel_group
+from kvcache_plugins.quantizers.granularity import per_channel_group, per_token_head
+from kvcache_plugins.testing import tiny_model
 from kvcache_plugins.testing.conformance import decoded, feed
 from tests.reference import packing
 from tests.reference.caches import value_group_size
@@ -461,3 +463,43 @@ def test_tokens_cut_and_fed_again_are_as_if_never_cut(cut: int) -> None:
     read, want = (each.key_stream_.decode(0, 192) for each in (layer, straight))
     assert torch.equal(read[:, :, :stable], want[:, :, :stable])
     assert torch.equal(read[:, :, stable + 16 :], want[:, :, stable + 16 :])
+
+
+class Broken(AffineCodec):
+    """A codec that makes something else than it has announced."""
+
+    changes: ClassVar[dict[str, Any]] = {}
+
+    def encode(self, states: Tensor, position: int, valid: Tensor | None = None) -> Encoded:
+        encoded = super().encode(states, position, valid)
+        return encoded._replace(**{name: change(encoded) for name, change in self.changes.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"codes": lambda made: made.codes.float()}, r"codes of torch\.uint8, got torch\.float32"),
+        ({"metadata": lambda made: {}}, r"metadata \['minimum', 'scale'\].*got \[\]"),
+        (
+            {"metadata": lambda made: {**made.metadata, "extra": made.codes.float()}},
+            r"got \['extra', 'minimum', 'scale'\]",
+        ),
+    ],
+)
+def test_a_codec_that_breaks_its_word_is_named(
+    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Broken, "changes", changes)
+    layer = build_cache(tiny_model("llama"), {"backend": "int8", "kernel": "torch"}).packed_layers[0]
+    codec = Broken(4, per_token_head())
+    monkeypatch.setattr(layer, "key_stream", lambda head_dim: StreamSpec(codec))
+    layer._prepared = None
+    states = torch.randn(1, 2, 70, 16)
+    with pytest.raises(ValueError, match=f"Broken must make .*{said}"):
+        layer.update(states, states)
+
+
+@pytest.mark.parametrize("nbits", [0, 5, 6, 7, 16])
+def test_codes_of_a_width_that_nothing_packs(nbits: int) -> None:
+    with pytest.raises(ValueError, match=rf"AffineCodec\.nbits .* \(1, 2, 3, 4, 8\), got {nbits}"):
+        StreamSpec(AffineCodec(nbits, per_token_head()))

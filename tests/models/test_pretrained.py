@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvcache_plugins.cli import main
 from kvcache_plugins.evaluation.caches import DENSE, generate
 from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.models.pretrained import check_attention, load_config, load_model, load_tokenizer
@@ -55,6 +56,24 @@ def test_a_damaged_model(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said) as failure:
         load_model(str(tmp_path), load_config(str(tmp_path)))
     assert str(tmp_path) in str(failure.value)
+
+
+def test_an_adapter_is_to_be_merged_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "base_model_name_or_path": "org/base"}'
+    )
+    for command in (
+        ["eval", "perplexity", "--dataset", "pydoc", "--cache_config", '{"backend": "int8"}'],
+        ["train-locret"],
+        ["estimate"],
+    ):
+        output = [] if command == ["estimate"] else ["--output", str(tmp_path / "out")]
+        assert main([*command, "--model", str(tmp_path), *output]) == 2
+        said = capsys.readouterr().err
+        assert f"--model {str(tmp_path)!r} cannot be loaded: it is an adapter of PEFT, not a model" in said
+        assert "merge_and_unload()" in said and said.count("\n") == 1
+    tiny_model("llama").config.save_pretrained(tmp_path)  # where a model lies as well
+    assert load_config(str(tmp_path)).model_type == "llama"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, MistralConfig
+from transformers import AutoConfig, MistralConfig, TrainerCallback
 
 from kvcache_plugins.backends.locret import LocretConfig
 from kvcache_plugins.cli import main
+from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.loading import load_heads
 from kvcache_plugins.training import job
+from kvcache_plugins.training.checkpoints import check_checkpoint
 from kvcache_plugins.training.options import LocretOptions
 from kvcache_plugins.training.parsing import parse_arguments
 from tests.launching import run_script
@@ -172,6 +175,10 @@ def test_another_training_is_not_gone_on_with(
         ("learning_rate", "1e-4", "learning_rate was 0.002, is 0.0001"),
         ("gradient_accumulation_steps", "1", "batch was 2, is 1"),
         ("eval_examples", "4", "eval_examples was 3, is 4"),
+        ("bf16", "true", "bf16 was False, is True"),
+        ("dataloader_drop_last", "true", "dataloader_drop_last was False, is True"),
+        ("train_sampling_strategy", "sequential", "train_sampling_strategy was 'random'"),
+        ("accelerator_config", '{"use_seedable_sampler": false}', "accelerator_config was {"),
     ):
         assert said in refused(f"--{option}", given), option
     for path, content in ((own, b"more"), (model / "tokenizer.json", b" ")):
@@ -188,6 +195,117 @@ def test_another_training_is_not_gone_on_with(
     assert (output / "model.safetensors").read_bytes() == heads, "no step is added to what has them all"
     assert json.loads((output / "results.json").read_text())["settings"]["steps"] == 4
     assert "has all of its steps; --max_steps 4 asks for no more" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_an_earlier_version_says_less(tmp_path: Path) -> None:
+    config = RetainingHeadsConfig.from_model(AutoConfig.from_pretrained(MODEL))
+    facts = {"seed": 0, "batch": 2, "bf16": True}
+    (tmp_path / "training.json").write_text('{"seed": 0, "batch": 2}')
+    check_checkpoint(str(tmp_path), config, facts)
+    with pytest.raises(ValueError, match=r"is of another training \(batch was 2, is 4\)"):
+        check_checkpoint(str(tmp_path), config, facts | {"batch": 4})
+
+
+@pytest.mark.parametrize(
+    ("given", "removed", "missing"),
+    [
+        (["--save_only_model", "true"], None, "optimizer.pt, scheduler.pt, rng_state*.pth"),
+        ([], "optimizer.pt", "optimizer.pt"),
+        ([], "scheduler.pt", "scheduler.pt"),
+        ([], "rng_state.pth", "rng_state*.pth"),
+    ],
+)
+def test_a_checkpoint_without_the_optimizer_is_not_gone_on_with(
+    given: list[str],
+    removed: str | None,
+    missing: str,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The Trainer would begin its warm-up anew in the middle of the training, and say nothing."""
+    more = ("--no_plots", "--save_strategy", "steps", "--save_steps", "2", *given)
+    assert main(["train-locret", *arguments(text, tmp_path, *more, "--max_steps", "2")]) == 0
+    heads = (tmp_path / "model.safetensors").read_bytes()
+    checkpoint = tmp_path / "checkpoint-2"
+    if removed is not None:
+        (checkpoint / removed).unlink()
+    capsys.readouterr()
+    for named in ("true", str(checkpoint)):
+        resume = (*more, "--resume_from_checkpoint", named)
+        with monkeypatch.context() as loading:
+            loading.setattr(job, "load_config", lambda *args, **options: pytest.fail("loaded"))
+            assert main(["train-locret", *arguments(text, tmp_path, *resume, "--max_steps", "4")]) == 2
+        said = f"got {str(checkpoint)!r} without {missing}: --save_only_model true leaves them out."
+        error = capsys.readouterr().err
+        assert error.startswith("error: --resume_from_checkpoint must be") and said in error
+    assert main(["train-locret", *arguments(text, tmp_path, *resume, "--max_steps", "2")]) == 0
+    assert (tmp_path / "model.safetensors").read_bytes() == heads, "that is all there once it has all steps"
+
+
+def _interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    def stop(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == step:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(TrainerCallback, "on_save", stop)
+        assert main(command) == 130
+
+
+@pytest.mark.parametrize("logging_steps", ["1", "100"])
+def test_the_steps_of_an_interrupted_training_are_not_lost(
+    logging_steps: str,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The Trainer deletes checkpoints of any training when it saves those of a new one."""
+    output = tmp_path / "out"
+    more = ("--no_plots", "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2")
+    more += ("--logging_steps", logging_steps)
+    command = ["train-locret", *arguments(text, output, *more, "--max_steps", "6")]
+    _interrupt_at(2, monkeypatch, command)
+    kept = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    other = tmp_path / "other" / "checkpoint-2"
+    shutil.copytree(output / "checkpoint-2", other)
+    capsys.readouterr()
+    for resume in ([], ["--resume_from_checkpoint", str(other)]):
+        with monkeypatch.context() as loading:
+            loading.setattr(job, "load_config", lambda *args, **options: pytest.fail("loaded"))
+            assert main([*command, *resume]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: --output_dir must not hold") and "--resume_from_checkpoint" in error
+        assert f"got {str(output)!r} with checkpoint-2." in error
+        assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == kept
+    assert main([*command, "--resume_from_checkpoint", "true"]) == 0
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
+    heads = (output / "model.safetensors").read_bytes()
+
+    assert main(command) == 0, "one that was finished may be repeated, where it is"
+    assert (output / "model.safetensors").read_bytes() == heads
+    other_seed = [*command, "--seed", "1"]
+    assert main(other_seed) == 0, "and so may another, whose results set those of the first one aside"
+    assert len(list(output.glob("results*.json"))) == 2
+    assert main(command) == 0
+    (output / "checkpoint-6" / "trainer_state.json").write_text("{}")  # nobody could go on from that
+    assert main(command) == 0
+
+
+def test_the_steps_of_a_training_are_not_those_of_the_finished_one_beside_it(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ("--no_plots", "--save_strategy", "steps", "--save_steps", "2", "--logging_steps", "1")
+    command = ["train-locret", *arguments(text, tmp_path, *more, "--max_steps", "4")]
+    assert main(command) == 0
+    os.utime(
+        tmp_path / "checkpoint-4", (0, 0)
+    )  # of two within a second, the Trainer deletes that of fewer steps
+    _interrupt_at(2, monkeypatch, [*command, "--learning_rate", "1e-4"])
+    assert main(command) == 2
+    assert f"got {str(tmp_path)!r} with checkpoint-2." in capsys.readouterr().err
 
 
 def test_the_best_heads_are_those_of_their_step(text: Path, tmp_path: Path) -> None:

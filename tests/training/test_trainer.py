@@ -16,7 +16,9 @@ from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.heads import RetainingHeads
 from kvcache_plugins.testing import tiny_model
 from kvcache_plugins.training.arguments import LocretTrainingArguments
+from kvcache_plugins.training.card import heads_card
 from kvcache_plugins.training.examples import Collator, Example
+from kvcache_plugins.training.tables import recall_table
 from kvcache_plugins.training.trainer import LocretTrainer, recall_metrics
 
 
@@ -168,3 +170,22 @@ def test_a_process_trains_on_one_gpu(tmp_path: Path) -> None:
     assert (args.n_gpu, args.train_batch_size) == (1, 2)
     args._n_gpu = 0
     assert args.n_gpu == 0
+
+
+def test_the_mean_recall_is_of_the_layers_that_evict(tmp_path: Path) -> None:
+    """No cache asks the heads of a sliding layer for a score, however good they are."""
+    trainer = build(tmp_path, tiny_model("gemma2", num_hidden_layers=4))
+    assert trainer.evicting_layers == [1, 3]
+    metrics = trainer.evaluate()
+    by_layer = [metrics[f"eval_recall_layer_{layer}"] for layer in range(4)]
+    recall = metrics["eval_recall"]
+    assert recall == pytest.approx((by_layer[1] + by_layer[3]) / 2) != pytest.approx(sum(by_layer) / 4)
+    row = {"recall": recall, "recall_layers": trainer.evicting_layers, "recall_by_layer": by_layer}
+    recalls = dict.fromkeys(("trained", "untrained", "knorm"), row)
+    config = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    facts = config | {"input_dim": 128, "hidden_dim": 32, "hidden_act": "silu", "parameters": 1, "data": "d"}
+    facts |= {"steps": 1, "batch": 1, "learning_rate": 1.0, "seconds": 1, "eval_examples": 8}
+    card = heads_card(facts | {"defaults": {"budget": 64, "chunk_size": 64}}, recalls)
+    assert f"\n| all that evict | {recall:.3f} |" in card
+    table = recall_table({"results": [{"label": "locret"} | row]})
+    assert table.columns[1].header == "all that evict"

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ...models.decoder import decoder_only_config, most_positions
-from ...registry import TRANSFORMERS_BACKENDS
+from ..cache_names import CacheNames
 from ..caches import split_available
+from ..code_versions import code_settings
 from ..earlier import is_repeated
-from ..file_digests import CacheNames, digest_words, model_settings
+from ..failures import Failures
+from ..file_digests import digest_words, model_settings
 from ..journal import Journal
 from ..labels import cache_label
 from ..loading import Subject, load_config, load_subject
@@ -46,7 +48,8 @@ def measure_longbench(
     One process adds it to the file of predictions at once; several keep it in a journal of their own, and the
     file of a task is written when all of them are through with it.
 
-    A failure of a cache of transformers' is noted under `skipped`; one of ours stops the run.
+    A failure of a cache of transformers' or of a third party's is noted under `skipped`; one of ours stops
+    the run.
 
     Args:
         options (`LongBenchOptions`): What to measure.
@@ -68,7 +71,7 @@ def measure_longbench(
     max_lengths = _max_lengths(options, config, list(questions))
     cache_configs, skipped = split_available(config, options.cache_configs)
     with writing_alone(output):
-        relevant = _what_answers_depend_on(options) | model_settings(options.model, config)
+        relevant = _what_answers_depend_on(options) | model_settings(options.model, config) | code_settings()
         names = CacheNames(cache_configs)
         subject = load_subject(options)
         shard = subject.shard
@@ -86,6 +89,7 @@ def measure_longbench(
         }
         journal = Journal(output, relevant, shard.process)
         if shard.is_main:
+            names.tell_outdated(journal)
             if not len(journal) and not _is_repeated(output, settings, inputs, options.cache_configs):
                 files.set_aside(output, cache_configs)
             for cache_config in cache_configs:
@@ -136,7 +140,7 @@ class _Run:
         self.journal = journal
         self.names = names
         self.max_lengths = max_lengths
-        self._failed: list[dict[str, Any]] = []
+        self._failures = Failures()
 
     def answer_all(
         self, cache_config: dict[str, Any], task: Task, asked: Sequence[Question], progress: Progress
@@ -167,7 +171,7 @@ class _Run:
 
     def _answer(self, cache_config: dict[str, Any], task: Task, question: Question) -> dict[str, Any] | None:
         """Return the record of one answer; None if the cache has failed before."""
-        if cache_config in self._failed:
+        if self._failures.said_of(cache_config) is not None:
             return None
         prompt = build_prompt(
             self.subject.tokenizer,
@@ -180,11 +184,7 @@ class _Run:
         try:
             record = answer(self.subject, cache_config, task, prompt)
         except Exception as error:
-            # What transformers' own class cannot serve must not end a comparison; a bug of ours must.
-            if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
-                raise
-            self._failed.append(cache_config)
-            said = " ".join(str(error).split()) or type(error).__name__
+            said = self._failures.note(cache_config, error)
             return {"failed": f"failed at row {question.number + 1} of {task.name}: {said}"}
         return record | {"is_truncated": prompt.is_truncated}
 

@@ -5,8 +5,8 @@
 // for the weighted sums 64 channels of it at a time are turned over to [token][channel], which the first-level cache
 // holds while all rows pass. So nothing is decoded twice, and neither product needs a horizontal sum.
 //
-// Bound: the multiply-adds, (2 R + Dr) a slot and row, for which rows are taken six at a time; decoding is some two
-// operations per number and vector lane, once for all rows.
+// Bound: the multiply-adds, (2 R + Dr) a slot and row, for which up to six rows are taken at a time; decoding is some
+// two operations per number and vector lane, once for all rows.
 //
 // What masked or unused slots hold must not reach the result, as in decode_attention_portable.inl.
 #pragma once
@@ -14,6 +14,7 @@
 #include <memory>
 
 #include "attend_latents.h"
+#include "portable_products.inl"
 #include "portable_softmax.inl"
 #include "portable_transposition.inl"
 #include "record_fetcher.h"
@@ -22,53 +23,6 @@ namespace kvcache {
 namespace {  // see portable_numbers.inl
 
 constexpr int kPanel = kBlockTokens;  // columns of a product: the tokens of a block, or as many channels
-constexpr int kPanelRows = 6;
-// Columns held in registers at once: with six rows, 12 of 16 vector registers, or 24 of 32.
-constexpr int kPanelVectors = kLanes == 16 ? 4 : 2;
-
-// c[r][n] (+)= sum over k of a[r][k] * b[k][n], for kRows rows and kPanelVectors vectors of columns.
-template <int kRows>
-void multiply_panel(const float* a, int64_t a_stride, const float* b, int64_t depth, float* c, int64_t c_stride,
-                    bool accumulate) {
-  Floats sums[kRows][kPanelVectors];
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kPanelVectors; ++v) {
-      sums[r][v] = accumulate ? load<Floats>(c + r * c_stride + v * kLanes) : Floats{};
-    }
-  }
-  for (int64_t k = 0; k < depth; ++k) {
-    Floats columns[kPanelVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kPanelVectors; ++v) columns[v] = load<Floats>(b + k * kPanel + v * kLanes);
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-      const Floats factor = splat(a[r * a_stride + k]);
-#pragma GCC unroll 4
-      for (int v = 0; v < kPanelVectors; ++v) sums[r][v] += factor * columns[v];
-    }
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kPanelVectors; ++v) store(c + r * c_stride + v * kLanes, sums[r][v]);
-  }
-}
-
-// Calls `multiply<n>(first)` for all rows, six at a time.
-template <typename Multiply>
-inline __attribute__((always_inline)) void by_rows(int64_t rows, const Multiply& multiply) {
-  int64_t r = 0;
-  for (; r + kPanelRows <= rows; r += kPanelRows) multiply.template operator()<kPanelRows>(r);
-  switch (rows - r) {
-    case 5: return multiply.template operator()<5>(r);
-    case 4: return multiply.template operator()<4>(r);
-    case 3: return multiply.template operator()<3>(r);
-    case 2: return multiply.template operator()<2>(r);
-    case 1: return multiply.template operator()<1>(r);
-  }
-}
 
 // The products of a task in fp32, of which its query and weights are taken as they are.
 class FloatProducts {
@@ -117,14 +71,12 @@ class FloatProducts {
     alignas(64) float panel[kBlockTokens * kPanel];
   };
 
-  // Columns outside: what is read of `b` then stays in the first-level cache for all rows.
   void multiply(const float* a, int64_t a_stride, const float* b, int64_t depth, float* c, int64_t c_stride,
                 bool accumulate) const {
-    for (int n = 0; n < kPanel; n += kPanelVectors * kLanes) {
-      by_rows(task_.queries, [&]<int kRows>(int64_t r) {
-        multiply_panel<kRows>(a + r * a_stride, a_stride, b + n, depth, c + r * c_stride + n, c_stride, accumulate);
-      });
-    }
+    by_panels(task_.queries, kPanel, [&]<int kRows, int kVectors>(int64_t r, int64_t n) {
+      multiply_panel<kRows, kVectors>(a + r * a_stride, a_stride, b + n, kPanel, depth, c + r * c_stride + n, c_stride,
+                                      accumulate);
+    });
   }
 
   const Task& task_;

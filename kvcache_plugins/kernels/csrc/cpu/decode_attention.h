@@ -129,6 +129,7 @@ using Kernel = void (*)(const Task&);
 void decode_attention_portable(const Task& task);
 void decode_attention_avx2(const Task& task);
 void decode_attention_avx512(const Task& task);  // needs F, BW, VL, DQ, VBMI, VNNI, BF16
+void decode_attention_tiles_avx512(const Task& task);  // the same, decoding a block once for many rows
 
 Kernel best_kernel();  // the best of this processor, or the one KVCACHE_CPU_ISA names (attention_binding.inl)
 

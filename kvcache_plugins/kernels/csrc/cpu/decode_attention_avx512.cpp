@@ -2,9 +2,9 @@
 //
 // A task walks its 64-token blocks once. For each block and each pass of R query rows (four, or one if there is one):
 // scores (avx512_keys.h, avx512_positions.h), exact tokens (avx512_exact.h), masks and one step of the online softmax
-// (avx512_softmax.h), values (avx512_values.h). Nothing is decoded to memory. Bound: for one row the speed of the
-// memory, for four decoding (a shift and a look-up for 32 codes) and dot products (one for 32 codes and a row), about
-// alike.
+// (avx512_softmax.h), values (avx512_values.h). Nothing is decoded to memory, except levels for many rows
+// (decode_attention_tiles_avx512.cpp). Bound: for one row the speed of the memory, for four decoding (a shift and a
+// look-up for 32 codes) and dot products (one for 32 codes and a row), about alike.
 //
 // What this file does not cover (scales per token and group of channels for keys, 8-bit codes with scales per channel,
 // a rotation of some channels in half-split layout) goes to the AVX2 kernel, which covers everything.
@@ -26,6 +26,17 @@
 namespace kvcache {
 namespace avx512 {
 namespace {
+
+// Query rows up to which levels are decoded anew for every four of them. The ranges and the rotation of keys and the
+// outliers of a block take more time than the products of four rows; a tile has them done once, and costs as much as
+// two to three such passes.
+constexpr int kMostLevelRows = 8;
+
+bool is_better_decoded(const Task& task) {
+  const bool has_levels = (task.weights == nullptr && task.key.format == kNonUniform) ||
+                          (task.logits == nullptr && task.value.format == kNonUniform);
+  return has_levels && task.queries > kMostLevelRows;
+}
 
 bool is_float8(const Side& side) { return side.format == kE4M3 || side.format == kE5M2; }
 
@@ -362,6 +373,7 @@ class Decoder {
 }  // namespace avx512
 
 void decode_attention_avx512(const Task& task) {
+  if (avx512::is_better_decoded(task)) return decode_attention_tiles_avx512(task);
   const bool is_covered = (task.weights != nullptr || avx512::covers_key(task.key)) &&
                           (task.logits != nullptr || avx512::covers_value(task.value));
   if (!is_covered) {

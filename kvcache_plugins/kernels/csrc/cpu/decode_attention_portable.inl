@@ -12,6 +12,7 @@
 
 #include <algorithm>
 
+#include "portable_products.inl"
 #include "portable_softmax.inl"
 #include "record_fetcher.h"
 
@@ -26,46 +27,33 @@ struct AttentionWorkspace : Workspace {
 
 // ---- products
 
-// c[r][n] (+)= sum over k of a[r][k] * b[k][n], for kRows rows; n is a multiple of 16.
-template <int kRows>
-void multiply_rows(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
-                   int64_t width, float* c, int64_t c_stride, bool accumulate) {
-  for (int64_t n = 0; n < width; n += 2 * kLanes) {
-    Floats left[kRows], right[kRows];
-    for (int r = 0; r < kRows; ++r) {
-      left[r] = accumulate ? load<Floats>(c + r * c_stride + n) : Floats{};
-      right[r] = accumulate ? load<Floats>(c + r * c_stride + n + kLanes) : Floats{};
-    }
-    for (int64_t k = 0; k < depth; ++k) {
-      const Floats b_left = load<Floats>(b + k * b_stride + n);
-      const Floats b_right = load<Floats>(b + k * b_stride + n + kLanes);
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        const Floats weight = splat(a[r * a_stride + k]);
-        left[r] += weight * b_left;
-        right[r] += weight * b_right;
-      }
-    }
-    for (int r = 0; r < kRows; ++r) {
-      store(c + r * c_stride + n, left[r]);
-      store(c + r * c_stride + n + kLanes, right[r]);
-    }
-  }
-}
+// The products of a task in fp32, of which its query and weights are taken as they are.
+class FloatProducts {
+ public:
+  explicit FloatProducts(const Task& task) : task_(task) {}
 
-void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t rows, int64_t depth,
-              int64_t width, float* c, int64_t c_stride, bool accumulate) {
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) {
-    multiply_rows<4>(a + r * a_stride, a_stride, b, b_stride, depth, width, c + r * c_stride, c_stride,
-                     accumulate);
+  // scores[row][token] of a tile of keys, [channel][token].
+  void score(const float* tile, float* scores) const {
+    const int dim = task_.key.head_dim;
+    multiply(task_.query, dim, tile, dim, kBlockTokens, scores, false);
   }
-  a += r * a_stride;
-  c += r * c_stride;
-  if (rows - r == 3) multiply_rows<3>(a, a_stride, b, b_stride, depth, width, c, c_stride, accumulate);
-  if (rows - r == 2) multiply_rows<2>(a, a_stride, b, b_stride, depth, width, c, c_stride, accumulate);
-  if (rows - r == 1) multiply_rows<1>(a, a_stride, b, b_stride, depth, width, c, c_stride, accumulate);
-}
+
+  // Adds the weighted sums of the first `count` tokens of a tile of values, [token][padded_dim].
+  void add(const float* weights, const float* tile, int64_t count, float* output) const {
+    multiply(weights, kBlockTokens, tile, count, task_.value.padded_dim, output, true);
+  }
+
+ private:
+  void multiply(const float* a, int64_t a_stride, const float* b, int64_t depth, int64_t width, float* c,
+                bool accumulate) const {
+    by_panels(task_.queries, width, [&]<int kRows, int kVectors>(int64_t r, int64_t n) {
+      multiply_panel<kRows, kVectors>(a + r * a_stride, a_stride, b + n, width, depth, c + r * width + n, width,
+                                      accumulate);
+    });
+  }
+
+  const Task& task_;
+};
 
 // ---- blocks
 
@@ -105,12 +93,14 @@ bool is_whole(const Side& side, int64_t start) {
   return start + kBlockTokens <= side.packed_length && !has_sinks;
 }
 
-// `Keys`, `Values`: what makes scores and weighted sums of the codes of a whole block, where it can.
-template <typename Keys, typename Values>
+// `Keys`, `Values`: what makes scores and weighted sums of the codes of a whole block, where it can; `Products`: what
+// makes them of decoded tiles.
+template <typename Keys, typename Values, typename Products = FloatProducts>
 void run(const Task& task) {
   AttentionWorkspace ws;
   Keys keys(task);
   Values values(task);
+  Products products(task);
   RecordFetcher fetcher;
   const int queries = task.queries;
   const int key_dim = task.key.head_dim, value_dim = task.value.head_dim, value_width = task.value.padded_dim;
@@ -134,8 +124,7 @@ void run(const Task& task) {
                                            keys.score(start, key_record, ws.scores, fetcher, ws));
     if (!is_scored) {
       load_block(task.key, true, decode_key, start, count, ws);
-      multiply(task.query, key_dim, ws.tile, kBlockTokens, queries, key_dim, kBlockTokens, ws.scores, kBlockTokens,
-               false);
+      products.score(ws.tile, ws.scores);
     }
     bool is_hidden = false;
     for (int r = 0; r < queries; ++r) {
@@ -156,7 +145,7 @@ void run(const Task& task) {
       continue;
     load_block(task.value, false, decode_value, start, count, ws);
     if (is_hidden) separate_non_finite(task, count, ws);
-    multiply(ws.scores, kBlockTokens, ws.tile, value_width, queries, count, value_width, ws.output, value_width, true);
+    products.add(ws.scores, ws.tile, count, ws.output);
   }
   for (int r = 0; r < queries && !wants_logits; ++r) {
     std::memcpy(task.output + static_cast<int64_t>(r) * value_dim, ws.output + r * value_width,

@@ -50,16 +50,9 @@ bool adjust(const Task& task, int row, int64_t start, int64_t count, float* scor
   return is_hidden || low > 0 || high < count;
 }
 
-// Replaces the logits of one row by weights, and brings its sum and output to the new maximum.
+// Replaces the logits of one row by weights, and brings its sum and output to the new maximum. A visible score that is
+// not a number makes the row's sum so, and with it the result, as in dense attention.
 void soften(const Task& task, int row, int width, float* scores, float* output) {
-  bool is_defined = true;
-  for (int t = 0; t < kBlockTokens; ++t) is_defined &= scores[t] == scores[t];
-  if (!is_defined) {  // a visible score that is not a number makes the row's result so, as in dense attention
-    if (task.maximum[row] == -kInfinity) task.maximum[row] = 0.0f;
-    task.sum[row] = std::numeric_limits<float>::quiet_NaN();
-    std::memset(scores, 0, kBlockTokens * sizeof(float));
-    return;
-  }
   Floats best = load<Floats>(scores);
   for (int t = kLanes; t < kBlockTokens; t += kLanes) {
     const Floats v = load<Floats>(scores + t);
@@ -69,6 +62,12 @@ void soften(const Task& task, int row, int width, float* scores, float* output) 
   float now = before;
   for (int l = 0; l < kLanes; ++l) now = best[l] > now ? best[l] : now;
   if (now == -kInfinity) {
+    bool is_defined = true;
+    for (int t = 0; t < kBlockTokens; ++t) is_defined &= scores[t] == scores[t];
+    if (!is_defined) {
+      task.maximum[row] = 0.0f;
+      task.sum[row] = std::numeric_limits<float>::quiet_NaN();
+    }
     std::memset(scores, 0, kBlockTokens * sizeof(float));
     return;
   }
@@ -87,6 +86,7 @@ void soften(const Task& task, int row, int width, float* scores, float* output) 
     task.maximum[row] = now;
   }
   task.sum[row] += sum;
+  if (sum != sum) std::memset(scores, 0, kBlockTokens * sizeof(float));  // for products that want numbers
 }
 
 }  // namespace

@@ -40,7 +40,7 @@ class Largest {
   KVCACHE_DEVICE Largest(const Keys& keys, const Group& group, int key_bits, uint64_t* list, int room)
       : keys_(keys), group_(group), key_bits_(key_bits), list_(list), room_(room) {}
 
-  // The smallest of the `wanted` largest keys; 0 if there are fewer.
+  // A bound that exactly `wanted` keys reach; 0 if there are fewer.
   KVCACHE_DEVICE uint64_t find(int wanted) {
     uint64_t most[kParts] = {};
     keys_.each([&](uint64_t key) {
