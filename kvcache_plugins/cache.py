@@ -17,8 +17,7 @@ from transformers.cache_utils import (
 )
 
 from .artifacts.named import paths_of_artifacts
-from .attention import dispatch as _dispatch  # registers how handles are attended to
-from .attention import eager as _eager  # by which models that run eager attend to them
+from .attention import eager  # noqa: F401  # registers how handles are attended to
 from .attention.latent_models import let_latents_pass
 from .compilation import outside_graphs
 from .config import BackendConfig
@@ -49,8 +48,6 @@ from .report import CacheReport
 from .saved import SavedCache
 
 __all__ = ["KVCache"]
-
-_ = _dispatch, _eager
 
 _UNREAD = "nothing packed has been read yet"
 
