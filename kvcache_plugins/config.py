@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
-from .registry import suggest
+from .registry import LEGACY_OPTIONS, suggest
 
 __all__ = [
     "KERNELS",
@@ -27,7 +27,6 @@ __all__ = [
     "uniform_sqnr_db",
 ]
 
-_LEGACY_KEYS = ("compute_dtype", "device")
 KERNELS = ("auto", "torch", "native")
 _LARGEST = 2**31 - 1  # positions have 32 bits
 _LAYER = re.compile("-?[0-9]{1,9}")
@@ -36,12 +35,12 @@ _Self = TypeVar("_Self", bound="BackendConfig")
 
 def drop_legacy_keys(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return `options` without the keys older tutorials pass and no cache uses, warning once about them."""
-    dropped = [key for key in _LEGACY_KEYS if key in options]
+    dropped = [key for key in LEGACY_OPTIONS if key in options]
     if dropped:
         warnings.warn(
             f"cache_config: {dropped} no longer mean anything for a cache and are ignored.", stacklevel=3
         )
-    return {key: value for key, value in options.items() if key not in _LEGACY_KEYS}
+    return {key: value for key, value in options.items() if key not in LEGACY_OPTIONS}
 
 
 def check_choice(owner: object, name: str, value: object, allowed: Iterable[object]) -> None:

@@ -37,7 +37,9 @@ ENTRY_POINT_GROUP = "kvcache_plugins.backends"
 TRANSFORMERS_BACKENDS = ("fp8", "hqq", "quanto")
 """Names that transformers serves itself and that we pass on to it."""
 
-RESERVED_OPTIONS = ("backend", "compute_dtype", "device", "max_cache_length", "model_or_config")
+LEGACY_OPTIONS = ("compute_dtype", "device")
+"""What older tutorials pass and no cache uses."""
+RESERVED_OPTIONS = ("backend", "max_cache_length", "model_or_config", *LEGACY_OPTIONS)
 """What no option of a backend may be called: by these, others say something else."""
 
 _RESERVED_NAMES = (*TRANSFORMERS_BACKENDS, "dense")

@@ -10,9 +10,11 @@ import hashlib
 import os
 import re
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +99,15 @@ def build_watched(unit: Path, directory: Path) -> Path:
         pytest.skip("no C++ compiler")
     machine = compiled(found, _GPU / "emulation.cpp", directory)
     return linked(found, [*_watched([unit], directory), machine, _sanitizer(directory)], directory)
+
+
+def emulated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the package that calls an operator, calling that of the emulated GPU."""
+    assert isinstance(function, FunctionType)
+    names = {**function.__globals__, "operators": torch.ops.kvcache_emulated}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def why_not_watched(directory: Path) -> str | None:

@@ -14,20 +14,13 @@ from kvcache_plugins.layers import level_encoding
 from kvcache_plugins.quantizers.outliers import Outliers
 from kvcache_plugins.quantizers.packing import packed_bytes
 from tests.kernels import test_encode_levels as encoding
+from tests.kernels.cuda import emulation
 from tests.kernels.test_encode_levels import KVQUANT, WRONG, arguments
-from tests.kernels.test_encode_tokens import check, rotary, states, zeros_of_either_sign
+from tests.kernels.test_encode_tokens import check, rotary, states
 
 pytestmark = pytest.mark.usefixtures("emulated")
 library = encoding.library
-
-
-def encode(*args: Any, **options: Any) -> bool:
-    """The function that calls the operator, of the emulated GPU."""
-    function = writing_ops.encode_levels
-    names = {**function.__globals__, "operators": torch.ops.kvcache_emulated}
-    called = type(function)(function.__code__, names, function.__name__)
-    called.__kwdefaults__ = function.__kwdefaults__
-    return bool(called(*args, **options))
+encode = emulation.emulated(writing_ops.encode_levels)
 
 
 @pytest.fixture
@@ -66,21 +59,16 @@ def test_pads_and_sinks(sinks: int, encoded: list[bool]) -> None:
 
 @pytest.mark.parametrize("fraction", [0.02, 0.1])
 def test_of_equal_numbers_the_first_are_outliers(fraction: float, encoded: list[bool]) -> None:
-    generator = torch.Generator().manual_seed(5)
-    keys, values = (torch.randint(-4, 5, (2, 2, 333, 64), generator=generator).float() for _ in range(2))
-    check({**KVQUANT, "outlier_fraction": fraction}, keys, values)
-    assert encoded and all(encoded)
+    encoding.test_of_equal_numbers_the_first_are_outliers(fraction, "emulated", encoded)
 
 
 @pytest.mark.parametrize("constant", [0.0, -0.0, 1.5])
 def test_numbers_that_are_all_the_same(constant: float, encoded: list[bool]) -> None:
-    check(KVQUANT, *(torch.full((2, 2, 333, 80), constant) for _ in range(2)))
-    assert encoded and all(encoded)
+    encoding.test_numbers_that_are_all_the_same(constant, "emulated", encoded)
 
 
 def test_zeros_have_no_sign(encoded: list[bool]) -> None:
-    check({**KVQUANT, "nbits": 4}, *zeros_of_either_sign(80))
-    assert encoded and all(encoded)
+    encoding.test_zeros_have_no_sign("emulated", encoded)
 
 
 def test_states_that_are_not_contiguous(encoded: list[bool]) -> None:

@@ -17,6 +17,7 @@ from kvcache_plugins.kernels import builds, cuda_check, cuda_inputs, cuda_loader
 from kvcache_plugins.kernels.cuda_inputs import on_device
 from kvcache_plugins.kernels.cuda_toolkit import Toolkit
 from kvcache_plugins.kernels.layout import Side
+from tests.kernels.cuda import emulation
 from tests.kernels.decode_cases import CASES, build_layer, step
 
 DEVICE = torch.device("cuda", 0)
@@ -348,11 +349,7 @@ def test_a_kernel_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the check call the emulated operators."""
     for name, module in _OPERATORS.items():
-        function = getattr(module, name)
-        names = {**function.__globals__, "operators": torch.ops.kvcache_emulated}
-        copy = type(function)(function.__code__, names, name)
-        copy.__kwdefaults__, copy.__defaults__ = function.__kwdefaults__, function.__defaults__
-        monkeypatch.setattr(module, name, copy)
+        monkeypatch.setattr(module, name, emulation.emulated(getattr(module, name)))
 
 
 def test_tables_are_moved_once() -> None:
