@@ -15,6 +15,7 @@ from kvcache_plugins.kernels.writing_ops import encode_levels
 from kvcache_plugins.layers import level_encoding
 from kvcache_plugins.quantizers.nonuniform import boundaries_of, normal_float_codebook
 from kvcache_plugins.quantizers.outliers import Outliers
+from kvcache_plugins.quantizers.packing import packed_bytes
 from tests.kernels import fresh_process
 from tests.kernels.decode_cases import isa
 from tests.kernels.test_encode_tokens import check, rotary, states, zeros_of_either_sign
@@ -141,15 +142,15 @@ def test_torch_that_rounds_products() -> None:
 def arguments(is_key: bool, heads: int = 2, dim: int = 32, tokens: int = 128) -> dict[str, Any]:
     """What the operator takes for two rows of random tokens."""
     generator = torch.Generator().manual_seed(1)
-    book = normal_float_codebook(3)
+    book, end = normal_float_codebook(3), packed_bytes(dim, 3)
     given: dict[str, Any] = {
-        "records": torch.zeros(2, heads, 3, 2048, dtype=torch.uint8),
+        "records": torch.zeros(2, heads, 3, end + 512, dtype=torch.uint8),  # room for metadata of fp32
         "outliers": Outliers(
             torch.zeros(2, 3, 128, dtype=torch.int32), torch.zeros(2, 3, heads + 1, dtype=torch.int16)
         ),
         "states": torch.randn(2, heads, tokens, dim, generator=generator),
         "is_key": is_key,
-        "layout": [3, 0, dim, 1, 1, 2, 0, 0, *((-1, -1) if is_key else (1024, 1280))],
+        "layout": [3, 0, dim, 1, 1, 2, 0, 0, *((-1, -1) if is_key else (end, end + 256))],
         "boundaries": boundaries_of(book),
         "levels": book,
         "side": 1,

@@ -180,8 +180,9 @@ def linked(found: compiler.Compiler, objects: list[Path], directory: Path) -> Pa
     if not kept.is_there(target):
         library = str(Path(torch.__file__).parent / "lib")
         files = [*map(str, objects), f"-L{library}", "-ltorch_cpu", "-lc10"]
-        run([found.path, "-shared", "-o", f"{target}.new", *files])
-        Path(f"{target}.new").replace(target)
+        new = target.with_suffix(f".{os.getpid()}.new")  # another test process may be linking it, too
+        run([found.path, "-shared", "-o", str(new), *files])
+        new.replace(target)
     return target
 
 

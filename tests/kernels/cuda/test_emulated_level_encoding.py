@@ -12,7 +12,6 @@ from torch import Tensor
 from kvcache_plugins.kernels import writing_ops
 from kvcache_plugins.layers import level_encoding
 from kvcache_plugins.quantizers.outliers import Outliers
-from kvcache_plugins.quantizers.packing import packed_bytes
 from tests.kernels import test_encode_levels as encoding
 from tests.kernels.cuda import emulation
 from tests.kernels.test_encode_levels import KVQUANT, WRONG, arguments
@@ -100,9 +99,6 @@ def test_ranges_beyond_fp16_are_reported() -> None:
 def compare(is_key: bool, heads: int, dim: int, side: int, tokens: int = 128, **changed: Any) -> None:
     """The operator of the emulated GPU, and that of the CPU."""
     given = {**arguments(is_key, heads, dim, tokens), "side": side}
-    end = packed_bytes(dim, 3)
-    given["layout"] = [*given["layout"][:7], 0, *((-1, -1) if is_key else (end, end + 256))]
-    given["records"] = torch.zeros(2, heads, 3, end + 512, dtype=torch.uint8)
     lists = torch.full((2, 3, 128 * side + 5), 7, dtype=torch.int32)
     starts = torch.full((2, 3, heads + 1), 7, dtype=torch.int16)
     given["outliers"] = Outliers(lists, starts) if side else None

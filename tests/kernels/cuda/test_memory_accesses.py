@@ -20,7 +20,6 @@ from kvcache_plugins.attention.description import describe
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.backends.kvquant import NORMAL_FLOAT
 from kvcache_plugins.kernels.cuda_toolkit import find_toolkit
-from kvcache_plugins.quantizers.packing import packed_bytes
 from tests.kernels import fresh_process
 from tests.kernels.append_cases import CODES, Case, Codes
 from tests.kernels.cuda import access_counts, emulation, ptx_machine
@@ -185,9 +184,7 @@ def encode_levels(is_key: bool) -> Callable[[], object]:
     """128 tokens of eight heads, one number in a hundred an outlier."""
     heads, dim, side = 8, 128, 5
     given = arguments(is_key, heads, dim) | {"states": torch.randn(1, heads, 128, dim).bfloat16(), "start": 0}
-    size = packed_bytes(dim, 3)
-    given["layout"][8:] = (-1, -1) if is_key else (size, size + 128)
-    records = torch.zeros(1, heads, 2, size + 256, dtype=torch.uint8)
+    records = given["records"][:1, :, :2].contiguous()
     lists = torch.zeros(1, 2, 128 * side, dtype=torch.int32), torch.zeros(1, 2, heads + 1, dtype=torch.int16)
     names = ("states", "is_key", "layout", "boundaries", "levels")
     extras = ("scale", "offset", "first_plain", "cos", "sin")
