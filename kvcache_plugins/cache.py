@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import (
-    Cache,
     CacheLayerMixin,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -19,11 +18,11 @@ from transformers.cache_utils import (
 from .artifacts.named import paths_of_artifacts
 from .attention import eager  # noqa: F401  # registers how handles are attended to
 from .attention.latent_models import let_latents_pass
-from .compilation import outside_graphs
 from .config import BackendConfig
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
 from .layers.checking import changing, check_in_step
+from .layers.compiled import CompiledLayers, CompiledUpdates
 from .layers.counting import dense_size, tensors_in
 from .layers.crossing import with_cross_attention
 from .layers.indexed import with_indexer
@@ -42,7 +41,7 @@ from .models.facts import (
     describe_layers,
     refuse_split_heads,
 )
-from .models.layer_plan import LayerPlan, caches_latents, key_value_heads, plan_layers
+from .models.layer_plan import LayerPlan, attends_once, caches_latents, key_value_heads, plan_layers
 from .models.longrope import choose_frequencies, follow_cache
 from .report import CacheReport
 from .saved import SavedCache
@@ -52,7 +51,7 @@ __all__ = ["KVCache"]
 _UNREAD = "nothing packed has been read yet"
 
 
-class KVCache(SavedCache, Cache):
+class KVCache(SavedCache, CompiledUpdates):
     """A `transformers.Cache` whose attention layers are packed. Base class of every backend's cache.
 
     Built by `generate(cache_implementation="quantized", cache_config={"backend": ...})`, by `build_cache`, or
@@ -125,6 +124,8 @@ class KVCache(SavedCache, Cache):
                 stacklevel=2,
             )
         super().__init__(layers=layers)
+        has_plain_layers = not any(plan.has_indexer for plan in self._plans) and attends_once(config)
+        self.compiled_layers = CompiledLayers(self.layers) if has_plain_layers else None
 
     reads_long_text = False
     """Whether a model with two sets of rotary frequencies is to use those of long texts."""
@@ -179,13 +180,6 @@ class KVCache(SavedCache, Cache):
     @property
     def _packed_text_layers(self) -> list[PackedLayer]:
         return [layer for layer in self._text_layers if isinstance(layer, PackedLayer)]
-
-    @outside_graphs
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Hand new keys and values to a layer, and return what attention reads; no compiler traces this."""
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def bind(
         self,

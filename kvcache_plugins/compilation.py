@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["outside_graphs"]
+__all__ = ["define_opaque", "makes_graph", "outside_graphs"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -20,3 +20,36 @@ def outside_graphs(function: _Function) -> _Function:
     """Decorator: a compiled model calls `function`, and all that it calls, without tracing it."""
     uncompiled: _Function = torch.compiler.disable(function)
     return uncompiled
+
+
+def makes_graph() -> bool:
+    """Whether a compiler is making a graph of what runs, in which the caller may put an operator.
+
+    Not of one that is exported, for other processes, or that needs gradients, which operators do not have.
+    """
+    return (
+        torch.compiler.is_dynamo_compiling()
+        and not torch.compiler.is_exporting()
+        and not torch.is_grad_enabled()
+    )
+
+
+def define_opaque(
+    name: str, schema: str, function: Callable[..., Any], shape: Callable[..., Any]
+) -> None:
+    """Define an operator of the package that compilers call without looking into it, once per process.
+
+    It may read and write what is no tensor, so that a CUDA graph cannot record it: compilers that make such
+    graphs are told to end one before it and begin another behind it.
+
+    Args:
+        name (`str`): Its name in `torch.ops.kvcache_plugins`.
+        schema (`str`): Its signature.
+        function (`Callable`): What it does, on any device.
+        shape (`Callable`): Makes results without numbers.
+    """
+    if hasattr(torch.ops.kvcache_plugins, name):
+        return
+    torch.library.define(f"kvcache_plugins::{name}", schema, tags=(torch.Tag.cudagraph_unsafe,))
+    torch.library.impl(f"kvcache_plugins::{name}", "default", function)
+    torch.library.register_fake(f"kvcache_plugins::{name}", shape)

@@ -208,6 +208,7 @@ def bind_cache(
         max_cache_length=max_cache_length,
         prompt_length=prompt_length,
     )
+    kv_cache.is_compiled = getattr(generation_config, "compile_config", None) is not None
     if is_assistant:
         kv_cache.activate_past_recording()  # which transformers did before, and `bind` has undone
     given = getattr(generation_config, "prefill_chunk_size", None)

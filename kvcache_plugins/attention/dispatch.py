@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
 from ..compilation import outside_graphs
+from ..layers.compiled import CompiledHandle, resolved
 from ..layers.concatenated import ConcatenatedHandle
 from ..layers.expanded import ExpandedHandle
 from ..layers.gradients import refusing_gradients
@@ -35,6 +36,7 @@ from ..layers.lazy import LazyTensor, intercept
 from ..layers.padded import PaddedHandle
 from ..layers.view import joined
 from . import products  # noqa: F401  # registers the products that models write out
+from .compiled import attend_in_graph
 from .concatenated import attend_concatenated
 from .exact import reads_exact_tokens_faster
 from .grouped import attend_groups, options_of_heads
@@ -190,6 +192,12 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend as the function registered as `"kvcache_plugins"`: over handles or dense tensors."""
+    if isinstance(key, CompiledHandle):
+        call = module, query, key, value, attention_mask, scaling
+        put = attend_in_graph("kvcache_plugins", *call, **kwargs)
+        if put is not None:
+            return put
+        key, value = resolved(key), resolved(value)
     handles = _as_handles(key, value)
     if handles is not None:
         return forward_over_handles(module, query, *handles, attention_mask, scaling, **kwargs)
@@ -216,11 +224,16 @@ def attention_forward(
 
 def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
     """Return `original` with handles taken out of its way; anything but handles passes through unchanged."""
+    is_sdpa = original.__name__ == "sdpa_attention_forward"
 
     @wraps(original)
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
+        if isinstance(key, CompiledHandle):
+            if is_sdpa and (put := attend_in_graph("sdpa", module, query, key, value, *args, **kwargs)):
+                return put
+            key, value = resolved(key), resolved(value)
         handles = _as_handles(key, value)
         if handles is None or _needs_dropout(module, kwargs):
             return original(module, query, key, value, *args, **kwargs)

@@ -224,8 +224,8 @@ class HeadwiseLayer(EvictingLayer):
     @property
     def stored_length(self) -> int:
         """Tokens stored per row, of the head that holds most."""
-        if not self.parts:
-            return super().stored_length
+        if not self.parts:  # written out: a compiler does not find properties by `super`
+            return self.key_stream_.length if self.is_initialized else 0
         return max(layer.stored_length for _, layer in self.parts)
 
     @property

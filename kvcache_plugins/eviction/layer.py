@@ -209,6 +209,10 @@ class EvictingLayer(PackedLayer):
         self.evict_due()
 
     @property
+    def held_length(self) -> int:
+        return self.stored_length
+
+    @property
     def mean_held(self) -> int:
         """Tokens held per row and head, which must not exceed the budget."""
         return self.held_length

@@ -237,7 +237,7 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
     @property
     def held_length(self) -> int:
         """Tokens that the next query sees: all that were given, unless the layer evicts or has a window."""
-        return self.stored_length
+        return self.cumulative_length
 
     @property
     def dense_length(self) -> int:

@@ -10,6 +10,7 @@ from .loops import repeated_layers
 
 __all__ = [
     "LayerPlan",
+    "attends_once",
     "caches_latents",
     "encoder_key_value_heads",
     "indexer_sizes",
@@ -154,6 +155,14 @@ def plan_cross_attention(
 def caches_latents(config: Any) -> bool:
     """Whether a layer of this configuration caches latents and rotated keys, and not keys and values."""
     return getattr(config, "kv_lora_rank", None) is not None
+
+
+def attends_once(config: Any) -> bool:
+    """Whether what a layer's update returns is keys and values, and attended to by that layer alone.
+
+    Not where they are latents, and not where later layers have no keys of their own (Gemma 3n and 4).
+    """
+    return not caches_latents(config) and not getattr(config, "num_kv_shared_layers", 0)
 
 
 def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:

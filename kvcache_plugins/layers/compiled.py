@@ -1,0 +1,165 @@
+"""The layers of a cache in the graph of a compiled model, where an update is one operator.
+
+A graph of what a layer does and counts would have to be compiled anew whenever one of its numbers has
+changed. So operators do that when the graph runs, just as a model does it that is not compiled; the other one,
+of attention, is in `attention.compiled`. Through the graph go a number by which they find the layers, the new
+keys and values, and a token: a tensor by which attention comes after the update that it reads. What the update
+returned waits beside the layers until then.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from transformers.cache_utils import Cache
+
+from ..compilation import define_opaque, makes_graph, outside_graphs
+from .base import PackedLayer
+
+__all__ = ["CompiledHandle", "CompiledLayers", "CompiledUpdates", "known_layers", "resolved"]
+
+_known: WeakValueDictionary[int, CompiledLayers] = WeakValueDictionary()
+
+
+class CompiledLayers:
+    """The layers of a cache, as the operators of a graph find them.
+
+    A copy of it, of whatever kind, is of the copied layers.
+
+    Args:
+        layers (`list`): Of the cache.
+
+    Attributes:
+        number (`torch.Tensor`): int64 `(1,)` on the CPU, another for every cache: as a plain integer it would
+            be a constant of the graph, which would then serve one cache alone.
+        taken (`dict`): Keys and values that the latest update of a layer returned, by its index, until they
+            are attended to.
+    """
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+        self.number = torch.tensor([id(self)], dtype=torch.int64, device="cpu")
+        self.taken: dict[int, tuple[Tensor, Tensor]] = {}
+        _known[id(self)] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledLayers, (self.layers,)
+
+
+class CompiledHandle:
+    """The keys or the values of a layer while a graph is made; what they are is known when it runs.
+
+    It is no tensor, lest anything in the graph take it for one. An attention function that knows it calls an
+    operator. Whatever else is asked of it ends the graph there, and is answered by what the update returned.
+
+    Args:
+        layers (`CompiledLayers`): Of the cache.
+        layer_idx (`int`): Index of the layer.
+        token (`torch.Tensor`): What its update has left in the graph.
+        head_dim (`int`): Channels.
+        side (`int`): 0 for keys, 1 for values.
+    """
+
+    def __init__(
+        self, layers: CompiledLayers, layer_idx: int, token: Tensor, head_dim: int, side: int
+    ) -> None:
+        self.layers, self.layer_idx, self.token = layers, layer_idx, token
+        self.head_dim, self.side = head_dim, side
+
+    @outside_graphs
+    def states(self) -> Tensor:
+        """What the update returned: a handle, or exact states."""
+        return self.layers.taken[self.layer_idx][self.side]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.states(), name)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*tree_map(resolved, args), **tree_map(resolved, kwargs or {}))
+
+
+def _of_states(operation: Any) -> Any:
+    return lambda self, *args: operation(self.states(), *args)
+
+
+for _name in ("getitem", "len", "add", "sub", "mul", "truediv", "matmul", "neg"):
+    setattr(CompiledHandle, f"__{_name}__", _of_states(getattr(operator, _name, len)))
+
+
+def resolved(states: Any) -> Any:
+    """What a handle of a graph stands for; anything else as it is."""
+    return states.states() if isinstance(states, CompiledHandle) else states
+
+
+def known_layers(number: Tensor) -> CompiledLayers:
+    """The layers of a number."""
+    return _known[int(number)]
+
+
+def _update(number: Tensor, layer_idx: int, key_states: Tensor, value_states: Tensor) -> Tensor:
+    # an operator is registered once, also where this module is imported again
+    known: CompiledLayers = sys.modules[__name__].known_layers(number)
+    known.taken[layer_idx] = known.layers[layer_idx].update(key_states, value_states)
+    return key_states.new_empty(1)
+
+
+def _token(number: Tensor, layer_idx: int, key_states: Tensor, value_states: Tensor) -> Tensor:
+    return key_states.new_empty(1)
+
+
+define_opaque(
+    "update_layer",
+    "(Tensor number, int layer_idx, Tensor key_states, Tensor value_states) -> Tensor",
+    _update,
+    _token,
+)
+
+
+class CompiledUpdates(Cache):
+    """The part of a cache that hands new keys and values to its layers, also in a compiled model.
+
+    Attributes:
+        compiled_layers (`CompiledLayers`, *optional*): Its layers, if they go into graphs. Others end them.
+        is_compiled (`bool`): Whether the call of `generate()` has a `compile_config`.
+    """
+
+    compiled_layers: CompiledLayers | None = None
+    is_compiled = False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` compiles what decodes: only if it was asked to, for that takes its time."""
+        return self.is_compiled
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Hand new keys and values to a layer, and return what attention reads; no compiler traces this.
+
+        Args:
+            key_states (`torch.Tensor` of shape `(B, H, n, D)`): The new keys.
+            value_states (`torch.Tensor` of shape `(B, H, n, Dv)`): The new values.
+            layer_idx (`int`): Index of the layer.
+        """
+        if torch.compiler.is_dynamo_compiling() and isinstance(self.layers[layer_idx], PackedLayer):
+            layers = self.compiled_layers if makes_graph() else None
+            if layers is None:
+                return self._update_untraced(key_states, value_states, layer_idx, *args, **kwargs)
+            token = torch.ops.kvcache_plugins.update_layer(layers.number, layer_idx, key_states, value_states)
+            return (
+                CompiledHandle(layers, layer_idx, token, key_states.shape[3], 0),
+                CompiledHandle(layers, layer_idx, token, value_states.shape[3], 1),
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @outside_graphs
+    def _update_untraced(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(*args, **kwargs)
