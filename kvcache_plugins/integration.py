@@ -314,7 +314,9 @@ def _without_handles(eager: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lazy_attention(*args: Any, **kwargs: Any) -> Any:
-    return importlib.import_module(f"{__package__}.attention.dispatch").attention_forward(*args, **kwargs)
+    name = f"{__package__}.attention.dispatch"
+    dispatch: Any = sys.modules.get(name) or importlib.import_module(name)  # a compiler can trace the first
+    return dispatch.attention_forward(*args, **kwargs)
 
 
 def _expect(owner: Any, name: str) -> Any:

@@ -1,22 +1,34 @@
-"""`torch.compile`: a compiled model generates the same, with a packed and with an evicting cache."""
+"""`torch.compile`: a compiled model generates the same, in a graph that serves all lengths and all caches."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
+from transformers import CompileConfig
 
-from kvcache_plugins.models.cache_argument import cache_of
+from kvcache_plugins import KVCache, build_cache
+from kvcache_plugins.layers.compiled import CompiledHandle
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.testing.models import tiny_model
 
 EVICTING = {"budget": 64, "chunk_size": 48}
+INT8 = {"backend": "int8"}
 KIVI = {"backend": "kivi", "nbits": 2, "residual_length": 64}
+KVQUANT = {"backend": "kvquant", "calibration": "normal_float", "residual_length": 64}
 KVZIP = {"backend": "kvzip", "head_floor": 0.2, "storage": {"backend": "int8"}, **EVICTING}
 SNAPKV = {"backend": "snapkv", "window_length": 32, **EVICTING}
 STREAMING = {"backend": "streaming_llm", **EVICTING}
+
+pytestmark = pytest.mark.filterwarnings("ignore:Dynamo")
 
 
 @pytest.fixture(autouse=True)
@@ -26,50 +38,180 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def generated(model: Any, options: dict[str, Any], new: int = 45) -> Any:
-    prompt = torch.randint(3, 100, (2, 150), generator=torch.Generator().manual_seed(0))
+class Graphs:
+    """A compiler's backend that runs the same operators, and so gives the same numbers.
+
+    Attributes:
+        made (`list[list[tuple[str, str]]]`): Of every graph its operators, and where they are called.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[list[tuple[str, str]]] = []
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+        self.made.append([(str(node.target), str(node.stack_trace)) for node in calls])
+        return graph.forward
+
+    def count(self, operator: str) -> list[int]:
+        """How often every graph calls an operator of the package."""
+        return [sum(operator in name for name, _ in graph) for graph in self.made]
+
+
+def prompt(rows: int = 2, length: int = 150) -> Tensor:
+    return torch.randint(3, 100, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def generated(model: Any, options: dict[str, Any] | None, new: int = 45, **more: Any) -> Any:
+    cache = {} if options is None else {"cache_implementation": "quantized", "cache_config": options}
     return model.generate(
-        prompt, cache_implementation="quantized", cache_config=options, max_new_tokens=new,
-        min_new_tokens=new, do_sample=False, output_logits=True, return_dict_in_generate=True,
+        prompt(), **cache, max_new_tokens=new, min_new_tokens=new, do_sample=False,
+        return_dict_in_generate=True, **{"output_logits": True, **more},
     )  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo")
+def assert_same(compiled: Any, plain: Any) -> None:
+    assert torch.equal(compiled.sequences, plain.sequences)
+    torch.testing.assert_close(torch.stack(compiled.logits), torch.stack(plain.logits), rtol=0, atol=1e-6)
+    found, expected = cache_of(compiled).report(), cache_of(plain).report()
+    assert (found.kernel, found.fallback_reads) == (expected.kernel, expected.fallback_reads)
+
+
+@pytest.mark.parametrize("options", [INT8, KIVI, KVQUANT, STREAMING, SNAPKV], ids=lambda o: o["backend"])
+def test_prompt_and_steps_are_one_graph_each(options: dict[str, Any]) -> None:
+    plain = generated(tiny_model("llama"), options)
+    model, graphs = tiny_model("llama"), Graphs()
+    model.compile(backend=graphs, fullgraph=True)
+    assert_same(generated(model, options), plain)
+    layers = model.config.num_hidden_layers
+    # a prompt of some length, a step; where it is read in chunks, the later ones and the last one too
+    assert 2 <= len(graphs.made) <= 5
+    assert graphs.count("update_layer") == graphs.count("attend_layer") == [layers] * len(graphs.made)
+    # what a layer does is in none, and of what it counts the length of the mask alone
+    own = [place.rsplit("File", 1)[-1] for graph in graphs.made for _, place in graph]
+    own = [place for place in own if "/kvcache_plugins/" in place]
+    assert own and all(re.search(r"in (update|attend_in_graph|get_mask_sizes|\w+_length)\n", p) for p in own)
+    # another cache, and more tokens, need none of their own
+    made = len(graphs.made)
+    assert_same(generated(model, options, 70), generated(tiny_model("llama"), options, 70))
+    assert len(graphs.made) == made
+
+
 @pytest.mark.parametrize(
     ("family", "options", "dynamic"),
     [
-        ("llama", KIVI, None),
-        ("llama", STREAMING, True),
-        ("llama", KVZIP, True),
-        pytest.param("gemma2", SNAPKV, True, marks=pytest.mark.slow),  # runs eager, and has a window
+        ("llama", KVZIP, True),  # whose hooks are run outside of graphs
+        ("bloom", INT8, None),  # writes its attention out
+        ("deepseek_v3", INT8, None),  # caches latents
+        pytest.param("gpt_oss", INT8, None, marks=pytest.mark.slow),  # runs eager, with a window and sinks
     ],
 )
-def test_compiled_models_generate_the_same(
+def test_whatever_ends_a_graph_reads_the_same(
     family: str, options: dict[str, Any], dynamic: bool | None
 ) -> None:
-    places: list[str] = []
-
-    def run_as_traced(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        """The same operators: the same numbers."""
-        places.extend(str(node.stack_trace) for node in graph.graph.nodes if node.op == "call_function")
-        return graph.forward
-
-    plain = generated(tiny_model(family), options)
+    plain = generated(tiny_model(family), options, 5)
     model = tiny_model(family)
-    model.compile(backend=run_as_traced, dynamic=dynamic)
-    compiled = generated(model, options)
-    assert torch.equal(compiled.sequences, plain.sequences)
-    torch.testing.assert_close(torch.stack(compiled.logits), torch.stack(plain.logits), rtol=0, atol=1e-6)
-    report = cache_of(compiled).report()
-    assert report.fallback_reads == 0 and report.kernel == cache_of(plain).report().kernel
-    # what a layer does and counts is in no graph
-    assert places and not [place for place in places if ", in update" in place or "/eviction/" in place]
+    model.compile(backend=Graphs(), dynamic=dynamic)
+    assert_same(generated(model, options, 5), plain)
+
+
+def test_our_attention_function_has_windows_and_sinks_in_the_graph() -> None:
+    plain = generated(tiny_model("gpt_oss", attn_implementation="kvcache_plugins"), KIVI)
+    model, graphs = tiny_model("gpt_oss", attn_implementation="kvcache_plugins"), Graphs()
+    model.compile(backend=graphs, fullgraph=True)
+    assert_same(generated(model, KIVI), plain)
+    assert graphs.count("attend_layer") == [1] * len(graphs.made)  # its other layer is transformers' own
+
+
+def test_graphs_find_the_layers_of_every_copy() -> None:
+    model, graphs = tiny_model("llama"), Graphs()
+    cache = build_cache(model, INT8)
+    step = prompt(1, 1)
+    with torch.no_grad():
+        model(prompt(1), **as_argument(cache))
+        copies: list[KVCache] = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
+        expected = model(step, **as_argument(copies[2])).logits
+        model.compile(backend=graphs, fullgraph=True)
+        for number, each in enumerate((copies[0], cache, copies[1])):
+            torch.testing.assert_close(model(step, **as_argument(each)).logits, expected, rtol=0, atol=0)
+            lengths = [other.get_seq_length() for other in (copies[0], cache, copies[1])]
+            assert lengths == [151] * (number + 1) + [150] * (2 - number)
+    assert len(graphs.made) == 1
+
+
+def test_nothing_that_was_read_is_kept() -> None:
+    model = tiny_model("llama")
+    model.compile(backend=Graphs(), fullgraph=True)
+    cache = cache_of(generated(model, STREAMING))
+    assert cache.compiled_layers is not None and cache.compiled_layers.taken == {}
+    gone = weakref.ref(cache.compiled_layers)
+    del cache
+    gc.collect()
+    assert gone() is None
+
+
+def test_rows_follow_the_beams_of_a_compiled_model() -> None:
+    beams = {"num_beams": 3, "output_logits": False}
+    plain = generated(tiny_model("llama"), KIVI, 20, **beams).sequences
+    model, graphs = tiny_model("llama"), Graphs()
+    model.compile(backend=graphs, fullgraph=True)
+    assert torch.equal(generated(model, KIVI, 20, **beams).sequences, plain)
+    assert sum(graphs.count("update_layer")) > 0
+
+
+def test_generate_compiles_where_it_is_asked_to() -> None:
+    plain = generated(tiny_model("llama"), INT8)
+    graphs = Graphs()
+    asked = CompileConfig(backend=lambda *given: graphs(*given), fullgraph=True, mode=None)
+    asked._compile_all_devices = True  # transformers compiles on GPUs alone otherwise
+    compiled = generated(tiny_model("llama"), INT8, compile_config=asked)
+    assert_same(compiled, plain)
+    assert graphs.count("update_layer") == [2] * len(graphs.made) and graphs.made
+    graphs.made.clear()
+    assert_same(generated(tiny_model("llama"), INT8), plain)
+    assert not graphs.made
+
+
+def test_gradients_are_refused_by_a_compiled_model_too() -> None:
+    model = tiny_model("llama")
+    cache = build_cache(model, INT8)
+    with torch.no_grad():
+        model(prompt(1), **as_argument(cache))
+    model.compile(backend=Graphs())
+    logits = model(prompt(1, 3), **as_argument(cache)).logits
+    with pytest.raises(RuntimeError, match="gradient"):
+        logits.sum().backward()
+
+
+def test_whoever_does_not_know_a_handle_of_a_graph_is_given_what_it_stands_for() -> None:
+    model = tiny_model("llama")
+    cache = build_cache(model, INT8)
+    with torch.no_grad():
+        model(prompt(1), **as_argument(cache))
+        layers = cache.compiled_layers
+        states = torch.randn(1, 2, 1, 16)
+        token = torch.ops.kvcache_plugins.update_layer(layers.number, 0, states, states)
+        keys = CompiledHandle(layers, 0, token, 16, 0)
+        dense = cache.layers[0].key_stream_.decode(0, 150)
+        assert keys.shape == (1, 2, 151, 16) and len(keys) == 1
+        torch.testing.assert_close(keys[:, :, :150], dense)
+        torch.testing.assert_close((keys * 2.0)[:, :, 150], states[:, :, 0] * 2.0)
+        torch.testing.assert_close(torch.cat([keys, states], 2)[:, :, 151:], states)
+        torch.testing.assert_close(states @ keys.transpose(2, 3), states @ keys[:, :].transpose(2, 3))
+
+
+def test_cuda_graphs_end_where_layers_are_updated() -> None:
+    for name in ("update_layer", "attend_layer"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.kvcache_plugins, name).default.tags
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_compiler_makes_code_that_serves_all_lengths() -> None:
-    plain = generated(tiny_model("llama", num_hidden_layers=1), STREAMING)
+    options = {**STREAMING, "storage": {"backend": "int8"}, "evict_at_decode": True}
+    plain = generated(tiny_model("llama", num_hidden_layers=1), options, 80)
     model = tiny_model("llama", num_hidden_layers=1)
-    model.compile(dynamic=True)
-    assert torch.equal(generated(model, STREAMING).sequences, plain.sequences)
+    model.compile(dynamic=True, fullgraph=True)
+    compiled = generated(model, options, 80)
+    assert torch.equal(compiled.sequences, plain.sequences)
+    assert cache_of(compiled).report().kernel == ["cpu"]
