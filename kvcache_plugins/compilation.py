@@ -34,9 +34,7 @@ def makes_graph() -> bool:
     )
 
 
-def define_opaque(
-    name: str, schema: str, function: Callable[..., Any], shape: Callable[..., Any]
-) -> None:
+def define_opaque(name: str, schema: str, function: Callable[..., Any], shape: Callable[..., Any]) -> None:
     """Define an operator of the package that compilers call without looking into it, once per process.
 
     It may read and write what is no tensor, so that a CUDA graph cannot record it: compilers that make such

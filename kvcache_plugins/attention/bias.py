@@ -93,7 +93,9 @@ def sinks_for_kernels(
     sink_logits: Tensor | None, device: torch.device, queries: slice = slice(None)
 ) -> Tensor | None:
     """Sink logits of some queries as the kernels take them: fp32 `(Hq,)` or `(B, Hq, q)` on `device`."""
-    if sink_logits is None or sink_logits.dim() != 3:
+    if sink_logits is None:
+        return None
+    if sink_logits.dim() != 3:
         return per_head(sink_logits, device)
     return sink_logits[:, :, queries].detach().float().to(device).contiguous()
 

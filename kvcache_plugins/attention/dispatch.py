@@ -89,6 +89,8 @@ def _scaled_dot_product_attention(
 
 def _as_handles(key: Tensor, value: Tensor) -> tuple[Handle, Handle] | None:
     """Both as handles; `None` if they are not, or cannot be attended to together."""
+    if type(key) is KVHandle and type(value) is KVHandle:  # nearly all
+        return key, value
     if isinstance(key, HandleView) and isinstance(value, HandleView):
         is_alike = key.seen == value.seen and key.has_heads_as_stored
         return (key, value) if is_alike and _as_handles(key.handle, value.handle) is not None else None
@@ -105,6 +107,8 @@ def _as_handles(key: Tensor, value: Tensor) -> tuple[Handle, Handle] | None:
 
 
 def _attend(query: Tensor, key: Handle, value: Handle, options: AttentionOptions) -> Tensor:
+    if type(key) is KVHandle and type(value) is KVHandle and not torch.is_grad_enabled():
+        return _attend_plain(query, key, value, fitted(options, key, query.shape[2]))
     if isinstance(key, HandleView) and isinstance(value, HandleView):
         return _attend_repeated(query, key, value, options)
     if isinstance(key, ConcatenatedHandle) and isinstance(value, ConcatenatedHandle):
@@ -125,6 +129,10 @@ def _attend_alone(query: Tensor, key: KVHandle, value: KVHandle, options: Attent
         return attend_latents(query, key.expansion, options)
     if isinstance(key, GroupedHandle) and isinstance(value, GroupedHandle):
         return attend_groups(query, key, value, options)
+    return _attend_plain(query, key, value, options)
+
+
+def _attend_plain(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor:
     output = attend_handles(query, key, value, options)
     key.layer.attended(query, key.tokens, options)
     return output
@@ -150,7 +158,6 @@ def _attend_padded(
     return F.pad(output, (0, value.added))
 
 
-@outside_graphs
 def forward_over_handles(
     module: nn.Module,
     query: Tensor,
@@ -176,9 +183,18 @@ def forward_over_handles(
     Returns:
         `tuple[torch.Tensor, None]`: `(B, q, Hq, Dv)`, and no attention weights.
     """
-    options = attention_options(module, query, key.shape[2], attention_mask, scaling, **kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return _forward_untraced(module, query, key, value, attention_mask, scaling, **kwargs)
+    # asked of what is read: a handle, as a tensor subclass, takes a microsecond to answer
+    length = key.tokens.length if type(key) is KVHandle else key.shape[2]
+    options = attention_options(module, query, length, attention_mask, scaling, **kwargs)
     output = _attend(query, key, value, options)
     return output.transpose(1, 2).contiguous(), None
+
+
+@outside_graphs
+def _forward_untraced(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return forward_over_handles(*args, **kwargs)
 
 
 def attention_forward(
@@ -238,10 +254,8 @@ def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
         if handles is None or _needs_dropout(module, kwargs):
             return original(module, query, key, value, *args, **kwargs)
         if (
-            isinstance(key, KVHandle)
-            and isinstance(value, KVHandle)
-            and not isinstance(key, (ExpandedHandle, GroupedHandle))
-            and _is_exact(key, value)
+            type(key) is type(value) is KVHandle
+            and key.tokens.packed_length == value.tokens.packed_length == 0
             and mask_fits(key, *args, **kwargs)
             and not reads_exact_tokens_faster(query, key.layer.config.kernel)
         ):
@@ -249,10 +263,6 @@ def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
         return forward_over_handles(module, query, *handles, *args, **kwargs)
 
     return forward
-
-
-def _is_exact(key: KVHandle, value: KVHandle) -> bool:
-    return key.tokens.packed_length == value.tokens.packed_length == 0
 
 
 @outside_graphs

@@ -155,8 +155,8 @@ def _attend_in_passes(
         return decode_attention(
             query if stop - start == query_length else query[:, :, start:stop],
             tokens.stream.records.data,
-            keys.without_newest(hidden),
-            values.without_newest(hidden),
+            keys.without_newest(hidden) if hidden else keys,
+            values.without_newest(hidden) if hidden else values,
             scaling=options.scaling if options.scaling is not None else query.shape[3] ** -0.5,
             sink_start=sink_start,
             bias=None if bias is None else bias[:, :, :, :seen] if bias.shape[2] == 1 else bias,

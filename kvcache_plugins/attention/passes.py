@@ -27,6 +27,8 @@ def in_passes(
         `torch.Tensor` of shape `(B, Hq, query_length, Dv)`.
     """
     most = PASS_QUERIES if most is None else most
+    if query_length <= most:
+        return attend_pass(0, query_length)
     starts = range(0, query_length, most)
     passes = [attend_pass(start, min(start + most, query_length)) for start in starts]
-    return passes[0] if len(passes) == 1 else torch.cat(passes, dim=2)
+    return torch.cat(passes, dim=2)

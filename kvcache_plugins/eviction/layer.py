@@ -284,8 +284,7 @@ class EvictingLayer(PackedLayer):
     def _forget(self) -> None:
         super()._forget()
         self._due = self._postponed = self._budget = None
-        self._has_missed = False
-        self.companions = {}
+        self._has_missed, self.companions = False, {}
         self.__dict__.pop("ledger", None)
 
     def _move(self, device: torch.device) -> None:
@@ -308,11 +307,8 @@ class EvictingLayer(PackedLayer):
         tensors |= self.ledger.saved_tensors() | self._named_companions()
         if self.pads is not None:
             tensors["pads"] = self.pads
-        return tensors, facts | {
-            "prompt_length": self.prompt_length,
-            "turn_length": self._turn_length,
-            "kept": self._budget,
-        }
+        own = {"prompt_length": self.prompt_length, "turn_length": self._turn_length, "kept": self._budget}
+        return tensors, facts | own
 
     def load_state(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         super().load_state(tensors, facts)

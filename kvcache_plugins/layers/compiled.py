@@ -1,10 +1,10 @@
 """The layers of a cache in the graph of a compiled model, where an update is one operator.
 
 A graph of what a layer does and counts would have to be compiled anew whenever one of its numbers has
-changed. So operators do that when the graph runs, just as a model does it that is not compiled; the other one,
-of attention, is in `attention.compiled`. Through the graph go a number by which they find the layers, the new
-keys and values, and a token: a tensor by which attention comes after the update that it reads. What the update
-returned waits beside the layers until then.
+changed. So operators do that when the graph runs, as it is done in a model that is not compiled; the other
+one, of attention, is in `attention.compiled`. Through the graph go a number by which they find the layers,
+the new keys and values, and a token: a tensor by which attention comes after the update that it reads. What
+the update returned waits beside the layers until then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-
 from transformers.cache_utils import Cache
 
 from ..compilation import define_opaque, makes_graph, outside_graphs
@@ -142,12 +141,9 @@ class CompiledUpdates(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Hand new keys and values to a layer, and return what attention reads; no compiler traces this.
+        """Hand new keys and values, `(B, H, n, D)` each, to a layer, and return what attention reads.
 
-        Args:
-            key_states (`torch.Tensor` of shape `(B, H, n, D)`): The new keys.
-            value_states (`torch.Tensor` of shape `(B, H, n, Dv)`): The new values.
-            layer_idx (`int`): Index of the layer.
+        No compiler traces what the layer does.
         """
         if torch.compiler.is_dynamo_compiling() and isinstance(self.layers[layer_idx], PackedLayer):
             layers = self.compiled_layers if makes_graph() else None

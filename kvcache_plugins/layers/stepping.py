@@ -8,6 +8,8 @@ device. So the verbs of a layer have nothing to invalidate.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ..kernels.writing_ops import append_tokens
@@ -36,9 +38,9 @@ def take_step(
         `tuple[StreamView, StreamView] | None`: What attention reads of either side, as `Stream.append`
         returns it; `None`, and nothing has been taken, if this is no step that a kernel serves.
     """
-    key_plan = _plan(keys, key_states)
-    value_plan = None if key_plan is None else _plan(values, value_states)
-    if key_plan is None or value_plan is None:
+    key_step = _plan(keys, key_states)
+    value_step = None if key_step is None else _plan(values, value_states)
+    if key_step is None or value_step is None:
         return None
     encoder = keys.encoder
     is_packed = append_tokens(
@@ -47,24 +49,29 @@ def take_step(
         value_states,
         keys.tail.buffer,
         values.tail.buffer,
-        key_plan,
-        value_plan,
+        key_step.plan,
+        value_step.plan,
         *encoder.rotation,
         encoder.factors,
     )
-    views = (
-        _advanced(keys, key_states.shape[2], key_plan[2] if is_packed else 0),
-        _advanced(values, value_states.shape[2], value_plan[2] if is_packed else 0),
-    )
-    for stream in (keys, values):
-        if stream.due(stream.length) > stream.packed_length:  # which no kernel could do
-            with storing():
-                stream.settle()
-    return views
+    count = key_states.shape[2]
+    return _advance(keys, key_step, count, is_packed), _advance(values, value_step, count, is_packed)
 
 
-def _plan(stream: Stream, states: Tensor) -> list[int] | None:
-    """Where the new tokens go and what is due, as `append_tokens` takes it; room is made for both.
+class _Step(NamedTuple):
+    """What a stream is about to do.
+
+    Args:
+        plan (`list[int]`): Where the new tokens go and what is to be packed, as `append_tokens` takes it.
+        due (`int`): Tokens that should be packed afterwards, whether the kernel can do that or not.
+    """
+
+    plan: list[int]
+    due: int
+
+
+def _plan(stream: Stream, states: Tensor) -> _Step | None:
+    """Make room for the new tokens and for what is due.
 
     `None` if the tokens are many, or need more than a place in the tail.
     """
@@ -89,17 +96,20 @@ def _plan(stream: Stream, states: Tensor) -> list[int] | None:
     place = tail.start + tail.length
     due = stream.due(seen)
     if due == packed_length or not encoder.can_encode(packed_length, stream.padding):
-        return [place, 0, 0, 0]
+        return _Step([place, 0, 0, 0], due)
     stream.reserve(due)
-    return [place, tail.start, due - packed_length, packed_length, *encoder.layout]
+    return _Step([place, tail.start, due - packed_length, packed_length, *encoder.layout], due)
 
 
-def _advanced(stream: Stream, count: int, packed: int) -> StreamView:
+def _advance(stream: Stream, step: _Step, count: int, is_packed: bool) -> StreamView:
     """Count the new tokens and those that have been packed; return what attention reads in this call."""
     tail = stream.tail
     tail.length += count
-    view = StreamView.of(stream)
-    if packed:
+    view = StreamView(stream, stream.packed_length, (tail.view(),))
+    if is_packed and (packed := step.plan[2]):
         tail.drop(packed)
         stream.packed_length += packed
+    if stream.packed_length < step.due:  # which no kernel could do
+        with storing():
+            stream.settle()
     return view

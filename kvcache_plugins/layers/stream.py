@@ -13,7 +13,7 @@ before it, plus everything else exact; then the tokens that are due are packed.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from ..quantizers.packing import (
     unpack_keys,
     unpack_values,
 )
-from .codec import Codec, Encoded, check_codec, check_encoded
+from .codec import Encoded, check_encoded
 from .level_encoding import encoder_for
 from .native_encoding import NativeEncoder
 from .outliers import OutlierStore
@@ -34,6 +34,7 @@ from .padding import Padding
 from .ranges import block_runs, cut
 from .records import Records, size_class
 from .storing import storing
+from .stream_spec import StreamSpec
 from .tail import Tail
 from .view import StreamView
 
@@ -41,33 +42,6 @@ __all__ = ["Stream", "StreamSpec"]
 
 _SLAB_VALUES = 1 << 20
 """Values encoded at once: 4 MB in fp32, so that the temporaries of a long prompt stay a few tens of MB."""
-
-
-@dataclass(frozen=True)
-class StreamSpec:
-    """How a stream is stored.
-
-    Args:
-        codec (`Codec`): Turns tokens into codes.
-        block_length (`int`): Tokens packed together; a multiple of the codec's `unit_tokens`.
-        keep_recent (`int`): Newest tokens never packed.
-    """
-
-    codec: Codec
-    block_length: int = 1
-    keep_recent: int = 0
-
-    def __post_init__(self) -> None:
-        check_codec(self.codec)
-        if self.block_length < 1 or self.block_length % self.codec.unit_tokens or self.keep_recent < 0:
-            raise ValueError(
-                f"A stream needs keep_recent >= 0 and a block_length that is a multiple of the codec's "
-                f"unit of {self.codec.unit_tokens} tokens, got {self.keep_recent} and {self.block_length}."
-            )
-
-    def packed_length(self, length: int) -> int:
-        """Tokens packed once `length` have been seen (the closed form)."""
-        return self.block_length * (max(0, length - self.keep_recent) // self.block_length)
 
 
 class Stream:
@@ -108,6 +82,7 @@ class Stream:
         self.outliers = OutlierStore(batch_size, num_heads, capacity, device) if capacity else None
         self.is_calibrated = spec.codec.warmup_tokens == 0
         self._encoder: NativeEncoder | None = None
+        self.described: Any = None  # what attention has looked up of it for its kernels
 
     @property
     def length(self) -> int:
@@ -273,7 +248,8 @@ class Stream:
         """Return how many tokens should be packed after `seen`, never fewer than already are."""
         if not self.is_calibrated and seen < self.padding.longest + self.codec.warmup_tokens:
             return self.packed_length
-        return max(self.packed_length, self.spec.packed_length(seen))
+        due = self.spec.packed_length(seen)
+        return due if due > self.packed_length else self.packed_length
 
     def room(self, limit: int) -> int:
         """Tokens, from 1 to `limit`, up to and including the one that makes something be packed."""

@@ -129,12 +129,12 @@ def test_graphs_find_the_layers_of_every_copy() -> None:
     step = prompt(1, 1)
     with torch.no_grad():
         model(prompt(1), **as_argument(cache))
-        copies: list[KVCache] = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
-        expected = model(step, **as_argument(copies[2])).logits
+        expected = model(step, **as_argument(copy.deepcopy(cache))).logits
+        caches: list[KVCache] = [copy.deepcopy(cache), cache, pickle.loads(pickle.dumps(cache))]
         model.compile(backend=graphs, fullgraph=True)
-        for number, each in enumerate((copies[0], cache, copies[1])):
+        for number, each in enumerate(caches):
             torch.testing.assert_close(model(step, **as_argument(each)).logits, expected, rtol=0, atol=0)
-            lengths = [other.get_seq_length() for other in (copies[0], cache, copies[1])]
+            lengths = [other.get_seq_length() for other in caches]
             assert lengths == [151] * (number + 1) + [150] * (2 - number)
     assert len(graphs.made) == 1
 
