@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
 from ..compilation import outside_graphs
-from ..layers.compiled import CompiledHandle, resolved
+from ..layers.compiled import CompiledHandle, handed_over
 from ..layers.concatenated import ConcatenatedHandle
 from ..layers.expanded import ExpandedHandle
 from ..layers.gradients import refusing_gradients
@@ -213,7 +213,7 @@ def attention_forward(
         put = attend_in_graph("kvcache_plugins", *call, **kwargs)
         if put is not None:
             return put
-        key, value = resolved(key), resolved(value)
+        key, value = handed_over(key, value)
     handles = _as_handles(key, value)
     if handles is not None:
         return forward_over_handles(module, query, *handles, attention_mask, scaling, **kwargs)
@@ -249,7 +249,7 @@ def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
         if isinstance(key, CompiledHandle):
             if is_sdpa and (put := attend_in_graph("sdpa", module, query, key, value, *args, **kwargs)):
                 return put
-            key, value = resolved(key), resolved(value)
+            key, value = handed_over(key, value)
         handles = _as_handles(key, value)
         if handles is None or _needs_dropout(module, kwargs):
             return original(module, query, key, value, *args, **kwargs)

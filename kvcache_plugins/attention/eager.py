@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..compilation import outside_graphs
 from ..errors import KernelUnavailableError, UnsupportedOperationError
 from ..kernels.selection import native_is_unavailable
-from ..layers.compiled import resolved
+from ..layers.compiled import handed_over
 from ..layers.handle import KVHandle
 from .dispatch import AttentionFunction, attention_options, wrap_attention_function
 from .masks import mask_fits
@@ -65,7 +65,7 @@ def _wrap(eager: AttentionFunction) -> AttentionFunction:
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        key, value = resolved(key), resolved(value)
+        key, value = handed_over(key, value)
         # what comes behind a mask by position, nobody says
         if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or len(args) > 1:
             return eager(module, query, key, value, *args, **kwargs)

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from ..compilation import define_opaque, makes_graph, outside_graphs
 from .base import PackedLayer
 
-__all__ = ["CompiledHandle", "CompiledLayers", "CompiledUpdates", "known_layers", "resolved"]
+__all__ = ["CompiledHandle", "CompiledLayers", "CompiledUpdates", "handed_over", "known_layers"]
 
 _known: WeakValueDictionary[int, CompiledLayers] = WeakValueDictionary()
 
@@ -82,7 +82,7 @@ class CompiledHandle:
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        return func(*tree_map(resolved, args), **tree_map(resolved, kwargs or {}))
+        return func(*tree_map(_resolved, args), **tree_map(_resolved, kwargs or {}))
 
 
 def _of_states(operation: Any) -> Any:
@@ -93,8 +93,22 @@ for _name in ("getitem", "len", "add", "sub", "mul", "truediv", "matmul", "neg")
     setattr(CompiledHandle, f"__{_name}__", _of_states(getattr(operator, _name, len)))
 
 
-def resolved(states: Any) -> Any:
-    """What a handle of a graph stands for; anything else as it is."""
+def handed_over(key: Any, value: Any) -> tuple[Any, Any]:
+    """What two handles of a graph stand for, for whoever attends to them; anything else as it is.
+
+    Nothing else holds it from then on, lest a layer that evicts be there twice.
+    """
+    if isinstance(key, CompiledHandle) and isinstance(value, CompiledHandle) and key.token is value.token:
+        return _hand_over(key.layers, key.layer_idx)
+    return _resolved(key), _resolved(value)
+
+
+@outside_graphs
+def _hand_over(layers: CompiledLayers, layer_idx: int) -> tuple[Tensor, Tensor]:
+    return layers.taken.pop(layer_idx)
+
+
+def _resolved(states: Any) -> Any:
     return states.states() if isinstance(states, CompiledHandle) else states
 
 
