@@ -1,17 +1,20 @@
 #!/bin/bash
 # Build the CUDA kernels on a machine with a GPU, then benchmark, test and sanitize them.
 #
-#   scripts/check_cuda.sh [stage ...]     stages: build attention generate tests sanitize; all of them by default
+#   scripts/check_cuda.sh [stage ...]
+#
+# Stages are build, attention, generate, compiled, tests and sanitize; all of them by default.
 #
 # Run in the repository root. What is written goes to $OUT (default outputs/cuda): check.log, and results.json with a
-# picture in attention_1/, attention_$BATCH/ and generate/. After LIMIT seconds (default 590) no stage goes on, so where
-# a command may take ten minutes, ask for a few stages at a time: "build attention tests", "generate", "sanitize".
+# picture in attention_1/, attention_$BATCH/, generate/ and compiled/. After LIMIT seconds (default 590) no stage goes on, so where
+# a command may take ten minutes, ask for a few stages at a time: "build attention tests", "generate", "compiled",
+# "sanitize".
 # Where the build's check finds formats that deviate, the others are measured and tested all the same; where a kernel
 # breaks, memcheck tells of it at once, and nothing else is run.
 # DEVICE, PRESET, CONTEXT (tokens of one layer), PROMPT (tokens of generate), BATCH (rows of both) and LAYERS (of
 # the model that generates) shorten it.
 set -u
-STAGES="build attention generate tests sanitize"
+STAGES="build attention generate compiled tests sanitize"
 : "${OUT:=outputs/cuda}" "${LIMIT:=590}" "${DEVICE:=cuda}" "${PRESET:=llama3-8b}" "${PYTHON:=python3}"
 : "${CONTEXT:=32768}" "${PROMPT:=16384}" "${BATCH:=8}"
 for name in "$@"; do
@@ -109,15 +112,27 @@ attention() {
   done
 }
 
+# generation NAME option...: generate() with the dense cache and with those of the options
+generation() {
+  local name=$1
+  shift
+  serve "$name" || return
+  [ "$kernels" = deviate ] && { echo "== $name: not run, as the kernels deviate"; failed=1; return; }
+  run "$name" 570 40 "$PYTHON" scripts/benchmark.py generate --device "$DEVICE" --preset "$PRESET" \
+    --dtype bf16 --batch_sizes "$BATCH" --lengths "$PROMPT" --max_new_tokens 48 --output "$OUT/$name" \
+    ${LAYERS:+--num_layers "$LAYERS"} "$@"
+}
+
 generate() {
-  serve generate || return
-  [ "$kernels" = deviate ] && { echo "== generate: not run, as the kernels deviate"; failed=1; return; }
-  run generate 570 40 "$PYTHON" scripts/benchmark.py generate --device "$DEVICE" --preset "$PRESET" \
-    --dtype bf16 --batch_sizes "$BATCH" --lengths "$PROMPT" --max_new_tokens 48 --output "$OUT/generate" \
-    ${LAYERS:+--num_layers "$LAYERS"} --time_limit 100 --cache_config \
+  generation generate --time_limit 100 --cache_config \
     '{"backend": "int8"}' '{"backend": "int4"}' '{"backend": "float8"}' \
     '{"backend": "kivi", "nbits": 4}' '{"backend": "kivi", "nbits": 2}' \
     '{"backend": "kivi", "nbits": 4, "rope_mode": "block"}'
+}
+
+compiled() {
+  generation compiled --compile reduce-overhead --time_limit 180 --cache_config \
+    '{"backend": "int8"}' '{"backend": "kivi", "nbits": 4}'
 }
 
 tests() {

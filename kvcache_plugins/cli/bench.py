@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.speed_options import DTYPES, AttentionOptions, GenerationOptions
+from ..evaluation.speed_options import COMPILE_MODES, DTYPES, AttentionOptions, GenerationOptions
 from ..models.presets import PRESETS
 from .display import show, show_failures
 from .options import OUTPUT, add_cache_config_option, options_of
@@ -57,6 +57,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     generate.add_argument("--num_layers", type=int, metavar="N", help="layers of the preset (default: all)")
     generate.add_argument("--max_new_tokens", type=int, metavar="N", help="tokens to generate (default: 64)")
+    generate.add_argument(
+        "--compile",
+        nargs="?",
+        const="default",
+        metavar="MODE",
+        help=f"compile the model for every cache, one of {', '.join(COMPILE_MODES)} (alone: default)",
+    )
     generate.add_argument("--repeats", type=int, metavar="N", help="processes per point (default: 1)")
     generate.add_argument(
         "--time_limit",

@@ -74,6 +74,7 @@ def make_job(
         "model": options.model,
         "preset": options.preset,
         "num_layers": options.num_layers,
+        "compile": options.compile,
         "dtype": DTYPES[options.dtype],
         "device": str(device),
         "max_new_tokens": options.max_new_tokens if max_new_tokens is None else max_new_tokens,

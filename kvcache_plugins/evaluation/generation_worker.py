@@ -83,8 +83,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         job (`dict`): `model` (path, hub id or None), `preset` and `num_layers` (or None; for random weights,
-            made on the device), `dtype` (torch's name), `device`, `cache_config`, `length`, `batch_size`,
-            `max_new_tokens` and `threads`.
+            made on the device), `compile` (a mode of `torch.compile`, or None), `dtype` (torch's name),
+            `device`, `cache_config`, `length`, `batch_size`, `max_new_tokens` and `threads`.
 
     Returns:
         `dict`: `ttft_ms` (from the call to the first token) and `prefill_ms` (from the prompt's entry into
@@ -109,6 +109,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     model = model.eval().to(device)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     prompt = torch.randint(10, vocabulary, (job["batch_size"], job["length"])).to(device)
+    if job["compile"] is not None:
+        model.compile(mode=job["compile"])
+        for _ in range(2):  # a first graph is of one length, the next of all
+            generate(model, prompt, job["cache_config"], 2 * WARM_UP_STEPS)
     # kernels and quanto's extension are built at their first use
     generate(model, prompt[:, :_WARM_UP_PROMPT], job["cache_config"], WARM_UP_STEPS)
     before, load_peak = resident_bytes(), peak_resident_bytes()

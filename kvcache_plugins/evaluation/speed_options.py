@@ -11,12 +11,14 @@ from ..models.presets import PRESETS
 from .model_options import COMPARISON, OURS
 from .options import DTYPES, MOST_THREADS, Options, check_choice, check_count, check_counts, check_model
 
-__all__ = ["DTYPES", "AttentionOptions", "GenerationOptions", "SpeedOptions"]
+__all__ = ["COMPILE_MODES", "DTYPES", "AttentionOptions", "GenerationOptions", "SpeedOptions"]
 
 _BLOCK_ROPE: tuple[dict[str, Any], ...] = (
     {"backend": "kivi", "nbits": 4, "rope_mode": "block"},
     {"backend": "kivi", "nbits": 2, "rope_mode": "block"},
 )
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Modes of `torch.compile`."""
 _MOST_LAYERS = 1000
 """Far beyond any model; the configuration of a preset lists its layers one by one."""
 _MOST_SECONDS = 10**7
@@ -99,6 +101,8 @@ class GenerationOptions(SpeedOptions):
     Args:
         num_layers (`int`, *optional*): Layers of a preset; all of them by default.
         max_new_tokens (`int`): Tokens to generate.
+        compile (`str`, *optional*): Compile the model, for every cache, one of `COMPILE_MODES`. Two
+            generations go before the one that is measured, so that it makes no graphs.
         repeats (`int`): Processes per point, in rounds over all caches.
         time_limit (`float`, *optional*): Seconds that a process may take; a cache that takes longer failed.
         memory_gb (`float`, *optional*): Memory in units of 10^9 bytes; the largest context whose model and
@@ -109,6 +113,7 @@ class GenerationOptions(SpeedOptions):
     cache_config: Sequence[dict[str, Any]] = field(default=COMPARISON)
     lengths: Sequence[int] = (4096,)
     max_new_tokens: int = 64
+    compile: str | None = None
     repeats: int = 1
     num_layers: int | None = None
     time_limit: float | None = None
@@ -118,6 +123,8 @@ class GenerationOptions(SpeedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("max_new_tokens", self.max_new_tokens, least=8)
+        if self.compile is not None:
+            check_choice("compile", self.compile, COMPILE_MODES)
         check_count("repeats", self.repeats)
         if self.num_layers is not None:
             check_count("num_layers", self.num_layers)

@@ -95,16 +95,16 @@ def generation_table(document: dict[str, Any]) -> Table:
     settings = document["settings"]
     title = (
         f"generate(), {model_name(settings)} of {settings['parameters'] / 1e6:.0f}M parameters, "
-        f"{settings['dtype']}, "
-        f"{settings['max_new_tokens']} new tokens; memory in MiB"
+        f"{settings['dtype']}, {settings['max_new_tokens']} new tokens; memory in MiB"
     )
     return _table(title, _GENERATION_COLUMNS, document["results"])
 
 
 def model_name(settings: Mapping[str, Any]) -> str:
-    """Return the name of the model that generated, from the settings of a run."""
-    preset = settings.get("preset")
-    return str(settings["model"] or f"random {preset or 'Llama'}")
+    """Return the name of the model that generated, from the settings of a run, and how it was compiled."""
+    preset, mode = settings.get("preset"), settings.get("compile")
+    name = str(settings["model"] or f"random {preset or 'Llama'}")
+    return name if mode is None else f"{name}, compiled ({mode}),"
 
 
 def context_table(document: dict[str, Any]) -> Table:

@@ -699,6 +699,7 @@ def test_a_process_that_fails_says_why() -> None:
     job = {
         "model": "no/such/model",
         "cache_config": DENSE,
+        "compile": None,
         "threads": None,
         "dtype": "float32",
         "device": "cpu",
@@ -806,6 +807,7 @@ def test_random_model_is_the_one_promised() -> None:
         (["generate", "--memory_gb", "nan"], ["--memory_gb", "nan"]),
         (["generate", "--memory_gb", "1e300"], ["--memory_gb", "at most 1000000000", "1e+300"]),
         (["generate", "--time_limit", "0"], ["--time_limit", "above 0", "0.0"]),
+        (["generate", "--compile", "fast"], ["--compile", "reduce-overhead", "fast"]),
         (["generate", "--verify_memory"], ["--verify_memory", "--memory_gb"]),
         (["generate", *_caches({"backend": "int8", "budget": 3})], ["budget"]),
         (["generate", "--output", str(ROOT / "README.md")], ["--output", "README.md"]),

@@ -519,6 +519,7 @@ def _job(device: str, **changes: Any) -> dict[str, Any]:
         "model": None,
         "preset": "tiny",
         "num_layers": 1,
+        "compile": None,
         "dtype": "bfloat16",
         "device": device,
         "max_new_tokens": 8,
@@ -534,6 +535,35 @@ def test_a_preset_generates_with_as_many_layers_as_asked_for() -> None:
     assert answers[1]["kv_bytes"] == 2 * answers[0]["kv_bytes"]
     assert answers[0]["device_peak_bytes"] is None
     assert len(answers[0]["step_ms"]) == 8 - 1 - generation_worker.WARM_UP_STEPS
+
+
+@pytest.mark.parametrize("backend", ["dense", "int8"])
+def test_a_compiled_model_has_its_graphs_before_it_is_measured(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[int] = []
+    seen: list[tuple[str, int]] = []
+    compile_model, generate = torch.nn.Module.compile, generation_worker.generate
+
+    def compiled(model: torch.nn.Module, mode: str) -> None:
+        compile_model(model, backend=lambda graph, inputs: graphs.append(0) or graph.forward)
+        seen.append((mode, 0))
+
+    def generated(*args: Any) -> Any:
+        output = generate(*args)
+        seen.append((f"{args[1].shape[1]} tokens", len(graphs)))
+        return output
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compiled)
+    monkeypatch.setattr(generation_worker, "generate", generated)
+    job = _job("cpu", cache_config={"backend": backend}, compile="reduce-overhead", max_new_tokens=12)
+    torch.compiler.reset()
+    answer = generation_worker.measure(job)
+    torch.compiler.reset()
+    steps = [step for step, _ in seen]
+    assert steps == ["reduce-overhead", *["200 tokens"] * 4]
+    assert seen[1][1] > 0 and seen[2][1] == seen[3][1] == seen[4][1] == len(graphs)
+    assert len(answer["step_ms"]) == 12 - 1 - generation_worker.WARM_UP_STEPS
 
 
 # ---- a real GPU ----

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-STAGES = ("build", "attention", "generate", "tests", "sanitize")
+STAGES = ("build", "attention", "generate", "compiled", "tests", "sanitize")
 PYTHON = """#!/bin/bash
 echo "$*" | head -n 2 | tr '\\n' ' ' >> "$PLAYED/calls"
 echo >> "$PLAYED/calls"
@@ -60,7 +60,11 @@ def test_every_stage(tmp_path: Path) -> None:
         f"--output {tmp_path}/out/attention_{n} " in c
         for n, c in zip((1, 8), calls(tmp_path, "benchmark.py attention"), strict=True)
     ] == [True, True]
-    assert len(calls(tmp_path, "benchmark.py generate")) == len(calls(tmp_path, "-m pytest -m cuda")) == 1
+    assert [
+        (f"--output {tmp_path}/out/{name} " in c, "--compile" in c)
+        for name, c in zip(("generate", "compiled"), calls(tmp_path, "benchmark.py generate"), strict=True)
+    ] == [(True, False), (True, True)]
+    assert len(calls(tmp_path, "-m pytest -m cuda")) == 1
     assert not calls(tmp_path, "kvcache_unchecked")
     tools = [line.split("--tool ")[1].split()[0] for line in calls(tmp_path, "sanitizer")]
     assert tools == ["memcheck", "racecheck", "synccheck", "initcheck"]
