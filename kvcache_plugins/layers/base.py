@@ -246,7 +246,8 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens seen."""
-        return self.cumulative_length
+        # a sum: what is an attribute, a compiler reads again where a graph ends, when it has changed
+        return self.cumulative_length + 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what the next `update` of `query_length` tokens returns."""

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 
 from ..compilation import define_opaque, makes_graph, outside_graphs
 from .base import PackedLayer
+from .storing import storing
 
 __all__ = ["CompiledHandle", "CompiledLayers", "CompiledUpdates", "handed_over", "known_layers"]
 
@@ -44,7 +45,8 @@ class CompiledLayers:
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
-        self.number = torch.tensor([id(self)], dtype=torch.int64, device="cpu")
+        with storing():  # to compilers, one made in inference mode is of another kind
+            self.number = torch.tensor([id(self)], dtype=torch.int64, device="cpu")
         self.taken: dict[int, tuple[Tensor, Tensor]] = {}
         _known[id(self)] = self
 
