@@ -124,8 +124,11 @@ class KVCache(SavedCache, CompiledUpdates):
                 stacklevel=2,
             )
         super().__init__(layers=layers)
-        has_plain_layers = not any(plan.has_indexer for plan in self._plans) and attends_once(config)
-        self.compiled_layers = CompiledLayers(self.layers) if has_plain_layers else None
+        reads_more = any(getattr(layer, "reads_model", False) for layer in layers)  # than keys and values
+        reads_more |= any(plan.has_indexer for plan in self._plans)
+        self.compiled_layers = (
+            CompiledLayers(self.layers) if attends_once(config) and not reads_more else None
+        )
 
     reads_long_text = False
     """Whether a model with two sets of rotary frequencies is to use those of long texts."""

@@ -8,18 +8,21 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
-from transformers import CompileConfig
+from transformers import AutoModelForCausalLM, CompileConfig
 
 from kvcache_plugins import KVCache, build_cache
 from kvcache_plugins.layers.compiled import CompiledHandle
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.testing.models import tiny_model
+from tests.models.encoders import encoder_decoder, source
 
+BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
 EVICTING = {"budget": 64, "chunk_size": 48}
 INT8 = {"backend": "int8"}
 KIVI = {"backend": "kivi", "nbits": 2, "residual_length": 64}
@@ -118,12 +121,38 @@ def test_whatever_ends_a_graph_reads_the_same(
     assert layers is None or layers.taken == {} or family == "bloom"  # which reads keys by itself
 
 
+def test_a_graph_that_ends_behind_an_update_knows_what_was_held_before_it() -> None:
+    """T5 asks how many tokens there are, updates its layer, and then looks at the shape of the keys."""
+    given = source("t5")
+
+    def generate(model: Any) -> Any:
+        return model.generate(
+            **given, cache_implementation="quantized", cache_config=INT8, max_new_tokens=6, min_new_tokens=6,
+            do_sample=False, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+
+    plain = generate(encoder_decoder("t5"))
+    model, graphs = encoder_decoder("t5"), Graphs()
+    model.compile(backend=graphs)
+    assert_same(generate(model), plain)
+    assert sum(graphs.count("attend_layer")) > 0
+
+
 def test_our_attention_function_has_windows_and_sinks_in_the_graph() -> None:
     plain = generated(tiny_model("gpt_oss", attn_implementation="kvcache_plugins"), KIVI)
     model, graphs = tiny_model("gpt_oss", attn_implementation="kvcache_plugins"), Graphs()
     model.compile(backend=graphs, fullgraph=True)
     assert_same(generated(model, KIVI), plain)
     assert graphs.count("attend_layer") == [1] * len(graphs.made)  # its other layer is transformers' own
+
+
+def test_heads_are_shown_what_a_compiled_model_projects() -> None:
+    options = {"backend": "locret", "heads": f"{BUNDLED_MODEL}-locret", **EVICTING}
+    plain = generated(AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL), options, 5)
+    model, graphs = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL), Graphs()
+    model.compile(backend=graphs)
+    assert_same(generated(model, options, 5), plain)
+    assert sum(graphs.count("update_layer")) == 0
 
 
 def test_graphs_find_the_layers_of_every_copy() -> None:
