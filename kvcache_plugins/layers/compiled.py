@@ -161,10 +161,13 @@ class CompiledUpdates(Cache):
 
         No compiler traces what the layer does.
         """
-        if torch.compiler.is_dynamo_compiling() and isinstance(self.layers[layer_idx], PackedLayer):
+        layer = self.layers[layer_idx]
+        if torch.compiler.is_dynamo_compiling() and isinstance(layer, PackedLayer):
             layers = self.compiled_layers if makes_graph() else None
             if layers is None:
                 return self._update_untraced(key_states, value_states, layer_idx, *args, **kwargs)
+            # as the operator will have set it, for what else is traced and asks how many tokens there are
+            layer.cumulative_length = layer.cumulative_length + key_states.shape[2]
             token = torch.ops.kvcache_plugins.update_layer(layers.number, layer_idx, key_states, value_states)
             return (
                 CompiledHandle(layers, layer_idx, token, key_states.shape[3], 0),

@@ -138,6 +138,28 @@ def test_a_graph_that_ends_behind_an_update_knows_what_was_held_before_it() -> N
     assert sum(graphs.count("attend_layer")) > 0
 
 
+@pytest.mark.parametrize(
+    "options", [KIVI, {**STREAMING, "evict_at_decode": True}], ids=lambda o: o["backend"]
+)
+def test_several_steps_are_traced_as_one_graph(options: dict[str, Any]) -> None:
+    model, graphs = tiny_model("llama"), Graphs()
+
+    def decode(tokens: Tensor, cache: KVCache) -> Tensor:
+        logits = []
+        for _ in range(4):
+            logits.append(model(tokens, **as_argument(cache), logits_to_keep=1).logits)
+            tokens = logits[-1][:, -1:].argmax(-1)
+        return torch.cat(logits, 1)
+
+    with torch.no_grad():
+        expected = decode(prompt(), build_cache(model, options))
+        compiled = torch.compile(decode, backend=graphs, fullgraph=True)
+        for cache in (build_cache(model, options), build_cache(model, options)):
+            torch.testing.assert_close(compiled(prompt(), cache), expected, rtol=0, atol=1e-6)
+            assert cache.get_seq_length() == 150 + 3
+    assert graphs.count("update_layer") == [4 * model.config.num_hidden_layers]
+
+
 def test_our_attention_function_has_windows_and_sinks_in_the_graph() -> None:
     plain = generated(tiny_model("gpt_oss", attn_implementation="kvcache_plugins"), KIVI)
     model, graphs = tiny_model("gpt_oss", attn_implementation="kvcache_plugins"), Graphs()
