@@ -36,7 +36,7 @@ RUNS: dict[str, tuple[list[str], int]] = {
 
 @pytest.fixture(scope="module")
 def builds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the devices are kept: in pytest's cache, if there is one."""
+    """Where the devices are kept, if anything is."""
     return kept.folder(request.config, "emulated_cuda") or tmp_path_factory.mktemp("emulated_cuda")
 
 
