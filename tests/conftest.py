@@ -135,7 +135,8 @@ def _let_the_host_speak() -> None:
     """As a fresh process would: our commands silence Transformers, and `warning_once` speaks once."""
     host_logging = sys.modules.get("transformers.utils.logging")
     if host_logging is not None:
-        host_logging.set_verbosity_warning()
+        if host_logging.get_verbosity() != logging.WARNING:  # setting it, every logger forgets what it knows
+            host_logging.set_verbosity_warning()
         host_logging.enable_progress_bar()
         host_logging.warning_once.cache_clear()
 
