@@ -46,6 +46,7 @@ def test_metal_lacks_what_it_lacks() -> None:
     assert have.isdisjoint({"aten::frexp.Tensor_out", "aten::linalg_eig"})
 
 
+@pytest.mark.begun_first
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_on_simulated_gpus(name: str, builds: Path) -> None:
