@@ -9,6 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 kvcache_setup test
 
 export HF_HUB_OFFLINE=1 # no test may depend on a download
+unset PYTHONDONTWRITEBYTECODE # every module would be compiled anew, assertions and all, by each of many processes
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two processes with two threads each would fight for the cores
 # worksteal: each worker starts on a contiguous share, so fixtures of a module are rarely built twice, and an idle
 # worker takes over from a busy one; the conformance module alone is too long to be given to one worker whole.

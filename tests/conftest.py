@@ -12,6 +12,8 @@
   test (one that compiles a function which calls `Tensor.new_empty` needs it: the compiler cannot look through
   the replacement of a method).
 * What quanto does in C++, Python does: its extension takes a minute to compile, in every new environment.
+* `@pytest.mark.begun_first` tests, which take most of a minute in a process of their own, come before all
+  others: workers that have those of a second left end together.
 * `@pytest.mark.cuda` tests skip without a GPU; `KVCACHE_REQUIRE_CUDA=1` makes that skip, and any other skip
   of such a test, a failure.
 """
@@ -56,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "cuda: needs a CUDA device; skipped without one, unless KVCACHE_REQUIRE_CUDA=1"
     )
+    config.addinivalue_line("markers", "begun_first: takes so long that a worker would end alone with it")
     config.addinivalue_line("markers", "no_poison: leave uninitialised memory of kvcache_plugins as it is")
     config.addinivalue_line(
         "markers",
@@ -79,6 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=_NO_CUDA))
         for marker in item.iter_markers("allow_deprecation"):
             item.add_marker(pytest.mark.filterwarnings(f"ignore:{marker.args[0]}"))
+    items.sort(key=lambda item: item.get_closest_marker("begun_first") is None)  # the others as they come
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -135,7 +139,8 @@ def _let_the_host_speak() -> None:
     """As a fresh process would: our commands silence Transformers, and `warning_once` speaks once."""
     host_logging = sys.modules.get("transformers.utils.logging")
     if host_logging is not None:
-        host_logging.set_verbosity_warning()
+        if host_logging.get_verbosity() != logging.WARNING:  # setting it, every logger forgets what it knows
+            host_logging.set_verbosity_warning()
         host_logging.enable_progress_bar()
         host_logging.warning_once.cache_clear()
 

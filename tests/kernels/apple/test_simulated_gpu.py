@@ -36,7 +36,7 @@ RUNS: dict[str, tuple[list[str], int]] = {
 
 @pytest.fixture(scope="module")
 def builds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the devices are kept: in pytest's cache, if there is one."""
+    """Where the devices are kept, if anything is."""
     return kept.folder(request.config, "emulated_cuda") or tmp_path_factory.mktemp("emulated_cuda")
 
 
@@ -46,6 +46,7 @@ def test_metal_lacks_what_it_lacks() -> None:
     assert have.isdisjoint({"aten::frexp.Tensor_out", "aten::linalg_eig"})
 
 
+@pytest.mark.begun_first
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_on_simulated_gpus(name: str, builds: Path) -> None:

@@ -22,7 +22,7 @@ def _without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def builds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernels built for a machine without a GPU are kept: in pytest's cache, if there is one."""
+    """Where kernels built for a machine without a GPU are kept, if anything is."""
     return kept.folder(request.config, "emulated_cuda") or tmp_path_factory.mktemp("emulated_cuda")
 
 

@@ -58,16 +58,16 @@ def build(sources: Path, directory: Path) -> Path:
 
 
 def build_changed(sources: Path, units: Collection[str], directory: Path, intact: Path) -> Path:
-    """Compile `units` (stems) of changed sources into `directory`, and link them with the intact others.
+    """Compile `units` (stems) of changed sources, and link them with the intact others into `directory`.
 
     Of inline functions that several units have, the linker takes the first, hence the changed ones. `intact`
-    is where `build` has built the intact sources, or builds them now.
+    is where `build` has built the intact sources, or builds them now, and where the changed objects are kept.
     """
     build(SOURCES, intact)
     found = compiler.find_compiler()
     assert found is not None
     # they run once, for less time than it takes to optimise them
-    changed = [compiled(found, file, directory, "-O0") for file in _units(sources) if file.stem in units]
+    changed = [compiled(found, file, intact, "-O0") for file in _units(sources) if file.stem in units]
     assert len(changed) == len(units), f"no such unit among {units}"
     others = [compiled(found, file, intact) for file in _units(SOURCES) if file.stem not in units]
     return linked(found, changed + others, directory)
@@ -78,16 +78,17 @@ def build_sanitizing(
 ) -> Path:
     """As `build`, with the device units watched by the sanitizer.
 
-    Units of `changed` are compiled into `to`, and stand for those of the same name. `intact` is where `build`
-    has built the sources, or builds them now: bindings are taken from there.
+    Units of `changed` stand for those of the same name; the library is then linked into `to`. `intact` is
+    where `build` has built the sources, or builds them now: bindings are taken from there.
     """
     build(SOURCES, intact)
+    found = compiler.find_compiler()
+    assert found is not None
     names = [file.name for file in changed]
     units = [file for file in _units(SOURCES) if file.suffix == ".cu" and file.name not in names]
     # the changed come first: of inline functions that several units have, the linker takes the first
-    objects = [*(_watched(changed, to) if to is not None else []), *_watched(units, directory)]
-    found = compiler.find_compiler()
-    assert found is not None
+    objects = [compiled(found, file, directory, *_watching(found)) for file in changed]
+    objects += _watched(units, directory)
     objects += [compiled(found, file, intact) for file in _units(SOURCES) if file.suffix != ".cu"]
     return linked(found, [*objects, _sanitizer(directory)], to or directory)
 
@@ -154,8 +155,9 @@ def compiled(found: compiler.Compiler, file: Path, directory: Path, *flags: str)
         directory / f"{file.stem}-{key_of([torch.__version__, found.description, *_FLAGS, *flags, *read])}.o"
     )
     if not kept.is_there(output):
-        run([found.path, *_FLAGS, *options, "-c", str(file), "-o", f"{output}.new"])
-        Path(f"{output}.new").replace(output)
+        new = output.with_suffix(f".{os.getpid()}.new")  # another test process may be compiling it, too
+        run([found.path, *_FLAGS, *options, "-c", str(file), "-o", str(new)])
+        new.replace(output)
     return output
 
 

@@ -1,7 +1,8 @@
-"""What tests compile is kept in pytest's cache, under a name that says what it depends on, while it is used.
+"""What tests compile is kept under a name that says what it depends on, while it is used.
 
-What takes longest and depends on nothing of the checkout, such as where it lies, is kept for all checkouts of
-a user, beside the kernels that are built at their first use.
+It depends on nothing of the checkout, such as where it lies, and is kept for all checkouts of a user, beside
+the kernels that are built at their first use: a fresh one finds what another has compiled. Where that cannot
+be, pytest's cache takes it.
 
 Whoever finds a file there renews its modification time, and whoever asks for a folder removes what nobody has
 found there for some days: objects of sources that have changed since, mostly.
@@ -23,13 +24,16 @@ __all__ = ["DAYS", "folder", "is_there", "remove_unused", "shared_folder"]
 
 DAYS = 3
 """Without use: a weekend."""
-_SUFFIXES = (".new", ".o", ".ptx", ".so", ".txt")
+_SUFFIXES = (".new", ".o", ".program", ".ptx", ".so", ".txt")
 """Of what is compiled, or was being compiled; locks stay, which somebody may hold."""
 _SHARED = user_directory() / "tests"
 
 
 def folder(config: pytest.Config, name: str) -> Path | None:
-    """A folder of pytest's cache without what is no longer used, if there is a cache."""
+    """A folder without what is no longer used: for all checkouts, else of pytest's cache, if there is one."""
+    shared = shared_folder(name)
+    if shared is not None:
+        return shared
     cache = getattr(config, "cache", None)
     if cache is None:
         return None

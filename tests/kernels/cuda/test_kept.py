@@ -26,7 +26,7 @@ def names(folder: Path) -> set[str]:
 
 
 def test_what_is_not_used_is_removed(tmp_path: Path) -> None:
-    for name in ("a.o", "a.so", "a.ptx", "a.txt", "a.o.new", "lock", "device.lock"):
+    for name in ("a.o", "a.so", "a.ptx", "a.txt", "a.o.new", "a.program", "lock", "device.lock"):
         aged(tmp_path / name, kept.DAYS + 1)
         aged(tmp_path / f"young-{name}", kept.DAYS - 1)
     (tmp_path / "tmp1").mkdir()
@@ -57,7 +57,11 @@ def test_what_is_somebody_elses_is_there(tmp_path: Path, monkeypatch: pytest.Mon
     assert file.exists()
 
 
-def test_a_folder_of_the_cache(tmp_path: Path) -> None:
+def test_a_folder_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where checkouts cannot share one."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kept, "_SHARED", tmp_path / "file" / "tests")  # which is no directory
+
     def mkdir(name: str) -> Path:
         (tmp_path / name).mkdir(exist_ok=True)
         return tmp_path / name
@@ -102,6 +106,7 @@ def test_a_folder_of_all_checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found == tmp_path / "cache" / "tests" / "nvcc" and found.is_dir()
     aged(found / "a.o", kept.DAYS + 1)
     assert kept.shared_folder("nvcc") == found and names(found) == set()
+    assert kept.folder(types.SimpleNamespace(), "nvcc") == found  # type: ignore[arg-type]
     (tmp_path / "file").touch()
     monkeypatch.setattr(kept, "_SHARED", tmp_path / "file" / "tests")  # which is no directory
     assert kept.shared_folder("nvcc") is None

@@ -87,6 +87,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.begun_first
 @pytest.mark.slow
 def test_the_tests_of_the_emulated_gpu(builds: Path) -> None:
     """In a process of their own, with a few parameter sets of every test."""

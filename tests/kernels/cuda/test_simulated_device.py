@@ -38,6 +38,7 @@ def test_every_device_test_is_run() -> None:
     assert marked == {ROOT / path for path in DEVICE_TESTS}
 
 
+@pytest.mark.begun_first
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a torch with CUDA cannot be given other devices")
 @pytest.mark.skipif(compiler.find_compiler() is None, reason="no C++ compiler")
