@@ -28,16 +28,10 @@ from types import ModuleType
 from typing import Any
 
 from .assistant_calls import choose_cache_of_assistant
+from .cache_requests import check_batching, check_request
 from .config import drop_legacy_keys
 from .errors import IncompatibleTransformersError
-from .generation_calls import (
-    bind_cache,
-    check_batching,
-    check_before_encoder,
-    check_prepared,
-    check_request,
-    ready_to_build,
-)
+from .generation_calls import bind_cache, check_before_encoder, check_prepared, ready_to_build
 from .registry import TRANSFORMERS_BACKENDS, get_backend
 from .undoing import undo_all
 

@@ -1,0 +1,145 @@
+"""What a call of `generate()` asks for, and whether its model and what comes with it can meet that.
+
+Nothing of transformers is imported at the top, because importing this package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .models.cache_argument import given_cache
+from .prompt_chunks import soft_prompt_kind
+from .registry import TRANSFORMERS_BACKENDS, get_backend, list_backends
+
+__all__ = [
+    "asks_for_ours",
+    "check_batching",
+    "check_request",
+    "check_use",
+    "is_ours",
+    "names_ours",
+    "own_choice",
+]
+
+_WITHOUT_CACHE = ("flaubert", "openai-gpt", "xlm")
+"""Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
+_SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
+
+
+def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse what would fail later and less clearly, before anything is built.
+
+    Args:
+        model (`PreTrainedModel`): What generates.
+        generation_config (`GenerationConfig`): With `cache_implementation` and `cache_config`.
+        model_kwargs (`dict`): The call's arguments.
+
+    Raises:
+        ValueError: Naming the option, what was given and what is allowed.
+    """
+    implementation = getattr(generation_config, "cache_implementation", None)
+    cache_config = getattr(generation_config, "cache_config", None)
+    if implementation is None and given_cache(model_kwargs) is None:
+        _check_not_forgotten(model, cache_config)
+    if implementation != "quantized" or cache_config is None:
+        return
+    if not isinstance(cache_config, Mapping):
+        raise ValueError(
+            "`cache_config` must be a plain dict such as {'backend': 'kivi', 'nbits': 4}, got "
+            f"{cache_config!r} ({type(cache_config).__name__})."
+        )
+    backend = cache_config.get("backend", "quanto")
+    if str(backend).lower() in TRANSFORMERS_BACKENDS:
+        return
+    get_backend(backend)
+    if not model._supports_default_dynamic_cache():  # transformers then ignores `cache_implementation`
+        raise ValueError(
+            f"{type(model).__name__} keeps its past in a class of its own, which transformers cannot "
+            f"exchange: cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed "
+            "for this model is no cache_implementation at all."
+        )
+    if model.config.model_type in _WITHOUT_CACHE:
+        raise ValueError(
+            f"{type(model).__name__} takes no cache and reads its whole text at every step: "
+            f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed for this "
+            "model is no cache_implementation at all."
+        )
+    check_use(model, generation_config, f"cache_implementation='quantized' with backend={backend!r}")
+
+
+def check_batching(model: Any, generation_config: Any) -> None:
+    """Refuse a cache of ours for continuous batching, which has paged ones of its own.
+
+    Args:
+        model (`PreTrainedModel`): What generates.
+        generation_config (`GenerationConfig`, *optional*): The call's; the model's own if not given.
+
+    Raises:
+        ValueError: Naming the backend that would be ignored.
+    """
+    chosen = getattr(model, "generation_config", None) if generation_config is None else generation_config
+    cache_config: Any = getattr(chosen, "cache_config", None)
+    if names_ours(cache_config):
+        raise ValueError(
+            "Continuous batching (generate_batch) has paged caches of transformers' own: cache_config with "
+            f"backend={cache_config['backend']!r} would be ignored. Allowed there is cache_config=None; "
+            "generate() uses it."
+        )
+
+
+def _check_not_forgotten(model: Any, cache_config: Any) -> None:
+    """Refuse a backend of ours without the word that has transformers look at `cache_config` at all."""
+    if not names_ours(cache_config) or own_choice(model)[0] == "quantized":
+        return  # None was given to turn the model's own choice off
+    raise ValueError(
+        f"cache_config names the backend {cache_config['backend']!r}, which would be ignored: "
+        "cache_implementation is None. Allowed is cache_implementation='quantized'."
+    )
+
+
+def names_ours(cache_config: Any) -> bool:
+    """Whether a `cache_config` names a backend of the registry."""
+    backend = cache_config.get("backend") if isinstance(cache_config, Mapping) else None
+    return str(backend).lower() in list_backends()
+
+
+def asks_for_ours(generation_config: Any) -> bool:
+    """Whether a generation configuration asks for a cache of the registry."""
+    implementation = getattr(generation_config, "cache_implementation", None)
+    return implementation == "quantized" and names_ours(getattr(generation_config, "cache_config", None))
+
+
+def own_choice(model: Any) -> tuple[Any, Any]:
+    """Return `cache_implementation` and `cache_config` of a model's own generation configuration."""
+    own = getattr(model, "generation_config", None)
+    return getattr(own, "cache_implementation", None), getattr(own, "cache_config", None)
+
+
+def is_ours(value: Any) -> bool:
+    """Whether a cache is a `KVCache`; asked by name, so that a run without one never imports them."""
+    return any(base.__module__.startswith(f"{__package__}.") for base in type(value).__mro__)
+
+
+def check_use(model: Any, generation_config: Any, what: str) -> None:
+    """Refuse a cache for generation that reads its whole text at every step, or brings another one.
+
+    Args:
+        model (`PreTrainedModel`): What generates.
+        generation_config (`GenerationConfig`): The call's own copy.
+        what (`str`): What would be ignored, for the message.
+
+    Raises:
+        ValueError: Naming what was given and what is allowed.
+    """
+    if (soft_prompt := soft_prompt_kind(model)) in _SOFT_PROMPT_CACHES:
+        raise ValueError(
+            f"PEFT's {soft_prompt} puts a dense cache that holds its prefix in the place of every other: "
+            f"{what} would be ignored. Allowed are adapters that leave the cache alone, such as LORA and "
+            "PROMPT_TUNING."
+        )
+    if getattr(generation_config, "use_cache", None) is False:
+        raise ValueError(
+            "use_cache is False, by what generate() was given or by the configuration of "
+            f"{type(model).__name__}: {what} would be of no use. Allowed is use_cache=True."
+        )
