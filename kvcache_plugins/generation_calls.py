@@ -16,7 +16,7 @@ from .cache_requests import asks_for_ours, check_request, check_use, is_ours, ow
 from .encoder_calls import begin_text, bind_both, placed
 from .errors import IncompatibleTransformersError
 from .models.cache_argument import CACHE_NAMES, cache_name, given_cache, holds_both
-from .prompt_chunks import check_drafting, why_read_whole
+from .prompt_chunks import check_drafting, why_not_filled, why_read_whole
 
 __all__ = [
     "bind_cache",
@@ -151,25 +151,49 @@ def _fill_holes(model_kwargs: dict[str, Any]) -> None:
 def check_prepared(model: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Refuse to read a prompt without the cache of ours that was asked for, or with one that has seen it.
 
+    A prompt whose images its tokens do not match is read whole: its model says then what it thinks of that.
+
     Args:
         model (`PreTrainedModel`): What generates, and may have left out what prepares a cache.
         input_ids (`torch.Tensor` of shape `(B, T)`): The prompt; of a model with an encoder, its decoder's.
-        generation_config (`GenerationConfig`): The call's own copy.
+        generation_config (`GenerationConfig`): The call's own copy; may lose its `prefill_chunk_size`.
         model_kwargs (`dict`): The call's arguments; may be given a mask of the decoder's text.
 
     Raises:
         ValueError: Naming the backend that would be ignored, or what has been seen.
     """
     kv_cache = given_cache(model_kwargs)
-    if holds_both(kv_cache) and is_ours(kv_cache) and not getattr(generation_config, "is_assistant", False):
-        length = begin_text(model, kv_cache, input_ids, model_kwargs)
-        _check_news(kv_cache, length, _OF_FURTHER_CALLS.get(model.config.model_type, ""))
+    if kv_cache is not None and is_ours(kv_cache) and not getattr(generation_config, "is_assistant", False):
+        if holds_both(kv_cache):
+            length = begin_text(model, kv_cache, input_ids, model_kwargs)
+            _check_news(kv_cache, length, _OF_FURTHER_CALLS.get(model.config.model_type, ""))
+        else:
+            _see_that_images_match(model, kv_cache, input_ids, generation_config, model_kwargs)
     if asks_for_ours(generation_config) and kv_cache is None:
         raise ValueError(
             f"{type(model).__name__} prepares no cache before it generates: cache_config with "
             f"backend={generation_config.cache_config['backend']!r} would be ignored. Allowed is the cache "
             f"itself, as {cache_name()}=kvcache_plugins.build_cache(model, cache_config)."
         )
+
+
+def _see_that_images_match(
+    model: Any, kv_cache: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]
+) -> None:
+    """Have a prompt read whole, whoever wanted chunks, if some of its images would be mistaken for others."""
+    wanted, encoded = generation_config.prefill_chunk_size, model_kwargs.get("mm_encoder_outputs")
+    if wanted is None or not encoded:
+        return
+    length = _prompt_length(generation_config, model_kwargs)
+    is_whole_text = length == input_ids.shape[1]  # and not the new tokens alone
+    unread = input_ids[:, kv_cache.get_seq_length() :] if is_whole_text else input_ids
+    reason = why_not_filled(model.config, unread, encoded)
+    if reason is None:
+        return
+    _check_whole(model, kv_cache, length, model_kwargs, reason)
+    generation_config.prefill_chunk_size = None  # this object is the call's own copy
+    if unread.shape[1] > wanted:
+        kv_cache.whole_prompt_reason = reason
 
 
 def _check_found(generation_config: Any) -> None:
