@@ -567,6 +567,34 @@ def test_a_drafting_model_keeps_its_cache(model: Any, backend: str) -> None:
     assert torch.equal(drafted, model.generate(tokens, **arguments))
 
 
+@pytest.mark.allow_deprecation(
+    "Passing .generation_config. together", reason="transformers drafts in this way"
+)
+def test_a_call_that_verifies_drafts_reads_its_own_tokens_exactly(model: Any) -> None:
+    """So drafts change nothing where the exact window holds all that is read, and something elsewhere."""
+    tokens = torch.randint(3, 120, (1, 90), generator=torch.Generator().manual_seed(0))
+    assistant = tiny_model("llama", seed=0)
+    own = assistant.generation_config
+    own.cache_implementation, own.assistant_confidence_threshold = "dynamic", 0.0  # all its drafts are right
+    num_read = tokens.shape[1] + 29  # the last new token is not
+
+    def logits(window: int | None, **drafts: Any) -> torch.Tensor:
+        """Of 30 new tokens `(30, vocabulary)`, with a window or the dense cache."""
+        cache: dict[str, Any] = {}
+        if window is not None:
+            options = {"backend": "int4", "nbits": 2, "residual_length": window}
+            cache = {"cache_implementation": "quantized", "cache_config": options}
+        settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, **cache, **drafts}
+        out = model.generate(tokens, **settings, output_logits=True, return_dict_in_generate=True)
+        return torch.cat(list(out.logits))
+
+    dense, drafts = logits(None), {"assistant_model": assistant, "num_assistant_tokens": 5}
+    torch.testing.assert_close(logits(num_read, **drafts), logits(num_read), atol=1e-4, rtol=1e-4)
+    drafted, plain = logits(0, **drafts), logits(0)
+    torch.testing.assert_close(drafted[:3], dense[:3], atol=1e-4, rtol=1e-4)  # of the call with the prompt
+    assert (plain[1:3] - dense[1:3]).norm() > 0.01 * dense[1:3].norm()
+
+
 @pytest.mark.parametrize("backend", ["int8", "knorm"])
 def test_a_call_without_drafts_packs_again_after_one_with_them(model: Any, backend: str) -> None:
     tokens = torch.randint(3, 120, (1, 60), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
