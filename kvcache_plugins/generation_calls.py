@@ -26,8 +26,9 @@ __all__ = [
 ]
 
 _OF_FURTHER_CALLS = {
-    "whisper": " Recordings longer than 30 seconds, and other temperatures, are further calls of generate(), "
-    "which makes a cache for each of them if it is given cache_implementation='quantized' instead."
+    "whisper": " Recordings longer than 30 seconds, other temperatures, and return_timestamps=True (what "
+    "follows the last timestamp is heard again) are further calls of generate(), which makes a cache for "
+    "each of them if it is given cache_implementation='quantized' instead."
 }
 """What to say to users of models whose `generate()` makes several calls of that of transformers."""
 
