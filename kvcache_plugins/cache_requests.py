@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .models.cache_argument import given_cache
+from .models.cache_argument import cache_name, given_cache
 from .prompt_chunks import soft_prompt_kind
-from .registry import TRANSFORMERS_BACKENDS, get_backend, list_backends
+from .registry import LEGACY_OPTIONS, TRANSFORMERS_BACKENDS, get_backend, list_backends
 
 __all__ = [
     "asks_for_ours",
@@ -40,7 +40,9 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
     """
     implementation = getattr(generation_config, "cache_implementation", None)
     cache_config = getattr(generation_config, "cache_config", None)
-    if implementation is None and given_cache(model_kwargs) is None:
+    if (kv_cache := given_cache(model_kwargs)) is not None:
+        _check_one_cache(model, generation_config, kv_cache)
+    elif implementation is None:
         _check_not_forgotten(model, cache_config)
     if implementation != "quantized" or cache_config is None:
         return
@@ -68,23 +70,62 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
     check_use(model, generation_config, f"cache_implementation='quantized' with backend={backend!r}")
 
 
-def check_batching(model: Any, generation_config: Any) -> None:
+def check_batching(model: Any, generation_config: Any, options: Mapping[str, Any] | None = None) -> None:
     """Refuse a cache of ours for continuous batching, which has paged ones of its own.
 
     Args:
         model (`PreTrainedModel`): What generates.
         generation_config (`GenerationConfig`, *optional*): The call's; the model's own if not given.
+        options (`dict`, *optional*): The call's other arguments, of which transformers looks at few.
 
     Raises:
-        ValueError: Naming the backend that would be ignored.
+        ValueError: Naming the backend that would be ignored, or is none.
     """
+    options = options or {}
     chosen = getattr(model, "generation_config", None) if generation_config is None else generation_config
-    cache_config: Any = getattr(chosen, "cache_config", None)
-    if names_ours(cache_config):
+    cache_config: Any = options.get("cache_config", getattr(chosen, "cache_config", None))
+    kv_cache, refused = given_cache(options), None
+    if kv_cache is not None and is_ours(kv_cache):
+        refused, allowed = f"a cache of the backend {kv_cache.backend!r}", f"{cache_name()}=None"
+    elif _names_another(cache_config):
+        get_backend(cache_config["backend"])  # an unknown name fails here, naming the closest
+        refused = f"cache_config with backend={cache_config['backend']!r}"
+        allowed = "cache_config=None"
+    if refused is not None:
         raise ValueError(
-            "Continuous batching (generate_batch) has paged caches of transformers' own: cache_config with "
-            f"backend={cache_config['backend']!r} would be ignored. Allowed there is cache_config=None; "
-            "generate() uses it."
+            f"Continuous batching (generate_batch) has paged caches of transformers' own: {refused} would be "
+            f"ignored. Allowed there is {allowed}; generate() uses it."
+        )
+
+
+def _names_another(cache_config: Any) -> bool:
+    """Whether a `cache_config` names a backend that transformers does not have itself."""
+    backend = cache_config.get("backend") if isinstance(cache_config, Mapping) else None
+    return backend is not None and str(backend).lower() not in TRANSFORMERS_BACKENDS
+
+
+def _check_one_cache(model: Any, generation_config: Any, kv_cache: Any) -> None:
+    """Refuse options of one cache beside another, which transformers would use without them.
+
+    Those of the model's own configuration are of the caches that are not given.
+    """
+    cache_config: Any = getattr(generation_config, "cache_config", None)
+    is_given = isinstance(cache_config, Mapping) and cache_config != own_choice(model)[1]
+    if not is_given or getattr(generation_config, "is_assistant", False):
+        return
+    if is_ours(kv_cache):
+        what = f"a cache of the backend {kv_cache.backend!r}"
+    elif names_ours(cache_config):
+        what = f"a {type(kv_cache).__name__}"
+    else:
+        return
+    options = {key: value for key, value in cache_config.items() if key not in LEGACY_OPTIONS}
+    backend = options.pop("backend", None)
+    is_same = is_ours(kv_cache) and str(backend).lower() == kv_cache.backend
+    if not is_same or type(kv_cache.config).from_dict(options) != kv_cache.config:
+        raise ValueError(
+            f"generate() was given {what}, and another one's options, which would be ignored: cache_config="
+            f"{dict(cache_config)!r}. Allowed is one of the two, {cache_name()} or cache_config."
         )
 
 

@@ -231,8 +231,54 @@ def test_continuous_batching_refuses_what_it_would_ignore(is_given: bool, no_for
         model.generate_batch([[5, 6, 7]], generation_config=config if is_given else None)
     with pytest.raises(ValueError, match=message):
         model.init_continuous_batching(config if is_given else None)
+    config.cache_config = {"backend": "kivy"}
+    with pytest.raises(ValueError, match=r"Unknown cache backend 'kivy'\. Did you mean 'kivi'"):
+        model.init_continuous_batching(config if is_given else None)
     config.cache_config = {"backend": "hqq"}  # transformers' business
     model.init_continuous_batching(generation_config=config)
+
+
+@pytest.mark.parametrize("through", ["generate_batch", "generate"])
+def test_continuous_batching_refuses_what_it_never_looks_at(through: str, monkeypatch: Any) -> None:
+    """It takes any argument by name, and uses `max_new_tokens`."""
+    model, begun = tiny_model("llama"), []
+    monkeypatch.setattr(
+        type(model), "continuous_batching_context_manager", lambda *_, **__: begun.append(1) or nullcontext()
+    )
+    run: Any = functools.partial(model.generate_batch, [[5, 6, 7]], generation_config=GenerationConfig())
+    if through == "generate":
+        run = functools.partial(model.generate, INPUTS[:1], cache_implementation="paged")
+    ours = {"cache_implementation": "quantized", "cache_config": {"backend": "int8"}}
+    if through == "generate":
+        del ours["cache_implementation"]
+    with pytest.raises(ValueError, match=r"generate_batch.*backend='int8' would be ignored"):
+        run(**ours, max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"Unknown cache backend 'kvi'\. Did you mean 'kivi'"):
+        run(cache_config={"backend": "kvi"}, max_new_tokens=2)
+    cache = kvp.build_cache(model, {"backend": "int8"})
+    with pytest.raises(ValueError, match=r"a cache of the backend 'int8' would be ignored.*=None; generate"):
+        run(**as_argument(cache), max_new_tokens=2)
+    assert not begun
+    kvp.uninstall()
+    try:
+        for name in ("generate_batch", "init_continuous_batching"):
+            assert name not in vars(generation_utils.GenerationMixin)
+    finally:
+        kvp.install()
+
+
+def test_options_beside_a_cache_are_those_of_that_cache(model: Any, no_forward: None) -> None:
+    """Transformers would not look at them, and neither would the user who has forgotten one of the two."""
+    cache, ours = kvp.build_cache(model, {"backend": "int8"}), {"backend": "kivi", "nbits": 2}
+    for given in (cache, DynamicCache(config=model.config)):
+        with pytest.raises(ValueError, match=r"given a .*ignored: cache_config=.'backend': 'kivi', .*one of"):
+            model.generate(INPUTS, max_new_tokens=2, cache_config=ours, **as_argument(given))
+    for other in ({"backend": "int8", "residual_length": 8}, {"backend": "quanto"}, {"nbits": 4}):
+        with pytest.raises(ValueError, match="a cache of the backend 'int8', and another one's options"):
+            model.generate(INPUTS, max_new_tokens=2, cache_config=other, **as_argument(cache))
+    config = GenerationConfig(cache_implementation="quantized", cache_config=ours, max_new_tokens=2)
+    with pytest.raises(ValueError, match="a cache of the backend 'int8', and another one's options"):
+        model.generate(INPUTS, generation_config=config, **as_argument(cache))
 
 
 def test_a_backend_is_no_mistake_where_another_cache_is_chosen(model: Any) -> None:
@@ -240,10 +286,17 @@ def test_a_backend_is_no_mistake_where_another_cache_is_chosen(model: Any) -> No
     run, ours = functools.partial(model.generate, INPUTS, **settings), {"backend": "kivi"}
     assert type(cache_of(run(cache_config=ours, cache_implementation="dynamic"))) is DynamicCache
     assert type(cache_of(run(cache_config={"backend": "quanto"}))) is DynamicCache  # not ours to judge
-    given = kvp.build_cache(model, {"backend": "int8"})
-    assert cache_of(run(cache_config=ours, **as_argument(given))) is given
+    given = kvp.build_cache(model, ours)
+    same = {"backend": "KIVI", "nbits": 4, "device": "cpu"}  # its own options
+    assert cache_of(run(cache_config=same, **as_argument(given))) is given
+    dense = DynamicCache(config=model.config)
+    assert cache_of(run(cache_config={"backend": "quanto"}, **as_argument(dense))) is dense
     default = tiny_model("llama")
     default.generation_config.cache_implementation, default.generation_config.cache_config = "quantized", ours
+    other = kvp.build_cache(default, {"backend": "int8"})  # what a model was saved with is for other calls
+    for options in ({"generation_config": GenerationConfig(**settings)}, {**settings, "cache_config": ours}):
+        other.reset()
+        assert cache_of(default.generate(INPUTS, **as_argument(other), **options)) is other
     assert isinstance(cache_of(default.generate(INPUTS, **settings)), kvp.KIVICache)
     turned_off = default.generate(INPUTS, cache_implementation=None, **settings)
     assert type(cache_of(turned_off)) is DynamicCache
@@ -411,7 +464,7 @@ def test_a_kept_cache_goes_before_the_models_own_choice(model: Any) -> None:
     assert cache_of(own.generate(INPUTS, **as_argument(other), **settings)) is other
     assert own.generation_config.cache_implementation == "quantized"
     asked = {"cache_implementation": "quantized", "cache_config": {"backend": "kivi"}}
-    with pytest.raises(ValueError, match="Passing both"):  # of what the call itself asks for
+    with pytest.raises(ValueError, match="another one's options"):  # of what the call itself asks for
         own.generate(prompt, **as_argument(cache_of(first)), **asked, **settings)
 
 
