@@ -5,12 +5,13 @@ Nothing of transformers is imported at the top, because importing this package c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from .models.cache_argument import cache_name, given_cache
 from .prompt_chunks import soft_prompt_kind
-from .registry import LEGACY_OPTIONS, TRANSFORMERS_BACKENDS, get_backend, list_backends
+from .registry import LEGACY_OPTIONS, TRANSFORMERS_BACKENDS, get_backend, list_backends, suggest
 
 __all__ = [
     "asks_for_ours",
@@ -51,10 +52,15 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
             "`cache_config` must be a plain dict such as {'backend': 'kivi', 'nbits': 4}, got "
             f"{cache_config!r} ({type(cache_config).__name__})."
         )
-    backend = cache_config.get("backend", "quanto")
+    if "backend" not in cache_config:
+        _check_names_of_default(cache_config)
+        return
+    backend = cache_config["backend"]
     if str(backend).lower() in TRANSFORMERS_BACKENDS:
         return
-    get_backend(backend)
+    not_its_own = ("backend", *LEGACY_OPTIONS)
+    own = {name: value for name, value in cache_config.items() if name not in not_its_own}
+    get_backend(backend).config_class.check_names(own)
     if not model._supports_default_dynamic_cache():  # transformers then ignores `cache_implementation`
         raise ValueError(
             f"{type(model).__name__} keeps its past in a class of its own, which transformers cannot "
@@ -68,6 +74,21 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
             "model is no cache_implementation at all."
         )
     check_use(model, generation_config, f"cache_implementation='quantized' with backend={backend!r}")
+
+
+def _check_names_of_default(cache_config: Mapping[Any, Any]) -> None:
+    """Refuse options without a backend that are none of transformers' default: a name may be misspelt."""
+    from transformers.cache_utils import QuantizedCache
+
+    parameters = list(inspect.signature(QuantizedCache.__init__).parameters)
+    known = [name for name in parameters if name not in ("self", "backend", "config")]
+    for name in cache_config:
+        if name not in (*known, "config", *LEGACY_OPTIONS):
+            raise ValueError(
+                f"cache_config names no 'backend', and {name!r} is no option of transformers' default, "
+                f"'quanto', which are {known}.{suggest(str(name), ['backend'])} Got {dict(cache_config)!r}; "
+                f"allowed is a 'backend' of {[*list_backends(), *TRANSFORMERS_BACKENDS]}."
+            )
 
 
 def check_batching(model: Any, generation_config: Any, options: Mapping[str, Any] | None = None) -> None:
@@ -135,7 +156,8 @@ def _check_not_forgotten(model: Any, cache_config: Any) -> None:
         return  # None was given to turn the model's own choice off
     raise ValueError(
         f"cache_config names the backend {cache_config['backend']!r}, which would be ignored: "
-        "cache_implementation is None. Allowed is cache_implementation='quantized'."
+        "cache_implementation is None, or 'hybrid', which transformers takes for that. Allowed is "
+        "cache_implementation='quantized'."
     )
 
 

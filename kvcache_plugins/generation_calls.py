@@ -6,6 +6,7 @@ Nothing of transformers is imported at the top, because importing this package c
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -93,6 +94,7 @@ def bind_cache(
             f"dense cache of transformers' own, which no report of this one ({kv_cache.backend!r}) counts.",
             stacklevel=3,
         )
+    max_cache_length = _countable(max_cache_length)
     if holds_both(kv_cache):
         bind_both(model, generation_config, model_kwargs, max_cache_length)
         return
@@ -107,7 +109,7 @@ def bind_cache(
         model,
         attention_mask=model_kwargs.get("attention_mask"),
         max_cache_length=max_cache_length,
-        prompt_length=prompt_length,
+        prompt_length=prompt_length or None,
     )
     kv_cache.is_compiled = getattr(generation_config, "compile_config", None) is not None
     if is_assistant:
@@ -130,6 +132,12 @@ def bind_cache(
     _check_whole(model, kv_cache, prompt_length, model_kwargs, reason)
     if prompt_length is None or prompt_length - kv_cache.get_seq_length() > wanted:
         kv_cache.whole_prompt_reason = reason
+
+
+def _countable(length: Any) -> int | None:
+    """What transformers makes of a `max_length`, which may be no integer, as a number of tokens."""
+    is_count = length is not None and 1 <= length < math.inf
+    return math.ceil(length) if is_count else None
 
 
 def _guides_by_a_second_pass(model: Any, generation_config: Any) -> bool:

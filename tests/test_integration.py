@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import math
 import re
 import sys
 import warnings
@@ -16,6 +17,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -218,6 +220,61 @@ def test_generation_that_is_to_use_no_cache_is_refused(model: Any) -> None:
 def test_a_backend_that_nothing_would_look_at_is_refused(model: Any, no_forward: None) -> None:
     with pytest.raises(ValueError, match=r"'KIVI', which would be ignored.*cache_implementation='quantized'"):
         model.generate(INPUTS, max_new_tokens=4, cache_config={"backend": "KIVI"})
+
+
+def test_hybrid_is_no_word_for_it(model: Any, no_forward: None) -> None:
+    with pytest.raises(
+        ValueError, match=r"'kivi', which would be ignored.*'hybrid', which transformers takes"
+    ):
+        model.generate(
+            INPUTS, max_new_tokens=4, cache_implementation="hybrid", cache_config={"backend": "kivi"}
+        )
+
+
+@pytest.mark.parametrize(
+    ("cache_config", "message"),
+    [
+        ({"Backend": "kivi", "nbits": 2}, r"'Backend' is no option.* Did you mean 'backend'\?.*'kivi'"),
+        ({"backned": "kivi"}, r"'backned' is no option of transformers' default.* Did you mean 'backend'\?"),
+        ({"nbits": 2, "rope_mode": "block"}, r"names no 'backend', and 'rope_mode' is no option.*\['nbits',"),
+        ({3: 4}, "names no 'backend', and 3 is no option"),
+        ({"backend": "int8", 3: 4}, r"3 is not an option of Int8Config\. Its options are .*, got 3=4"),
+        ({"backend": "int8", "config": 1}, "'config' is not an option of Int8Config"),
+        ({"backend": "int8", "max_cache_length": 9}, "'max_cache_length' is not an option of Int8Config"),
+    ],
+)
+def test_keys_that_are_no_options(
+    model: Any, no_forward: None, cache_config: dict[Any, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(model, cache_config)
+
+
+@pytest.mark.parametrize("backend", ["int8", "knorm"])
+def test_lengths_are_checked_where_they_are_told(model: Any, backend: str) -> None:
+    config: dict[str, Any] = {"backend": backend, **({"budget": 32} if backend == "knorm" else {})}
+    for value in (0, -5, 5.5, "5", True):
+        with pytest.raises(ValueError, match="max_cache_length must be an integer >= 1, or None"):
+            kvp.build_cache(model, config, max_cache_length=value)  # type: ignore[arg-type]
+        for name in ("max_cache_length", "prompt_length"):
+            with pytest.raises(ValueError, match=f"{name} must be an integer >= 1, or None"):
+                kvp.build_cache(model, config).bind(model, **{name: value})
+    cache: Any = kvp.build_cache(model, config, max_cache_length=np.int64(50))  # type: ignore[arg-type]
+    assert cache.packed_layers[0].final_length == 50
+    cache.bind(model, max_cache_length=np.int64(60), prompt_length=np.int64(40))
+    with pytest.raises(ValueError, match=r"bind: expected the transformers model .* got LlamaConfig"):
+        cache.bind(model.config)
+    for length in (30.0, math.inf, 10**30):  # transformers asks no more than that it can be compared
+        out = model.generate(
+            INPUTS[:, :20], max_length=length, stopping_criteria=[stop_at(30)], **as_argument(cache)
+        )
+        assert out.shape[1] == 30
+        cache.reset()
+
+
+def stop_at(length: int) -> Any:
+    """A criterion that a text of so many tokens meets."""
+    return lambda input_ids, scores, **_: torch.full((len(input_ids),), input_ids.shape[1] >= length)
 
 
 @pytest.mark.parametrize("is_given", [True, False], ids=["given", "the-models-own"])
