@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from .generation_calls import check_request, names_ours, own_choice
+from .cache_requests import check_request, names_ours, own_choice
 from .models.cache_argument import given_cache
 
 __all__ = ["choose_cache_of_assistant"]

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 from .artifacts.named import paths_of_artifacts
 from .attention import eager  # noqa: F401  # registers how handles are attended to
 from .attention.latent_models import let_latents_pass
-from .config import BackendConfig
+from .config import BackendConfig, check_length
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
 from .layers.checking import changing, check_in_step
@@ -32,7 +32,7 @@ from .layers.recurrent import with_recurrent_branch
 from .layers.rows import chosen_rows, num_rows
 from .layers.storing import storing
 from .layers.windowed import WindowedLayer, pays_off, with_window
-from .models.decoder import decoder_config, decoder_only_config, split_model_or_config
+from .models.decoder import check_model, decoder_config, decoder_only_config, split_model_or_config
 from .models.encoder_states import refuse_encoder_states
 from .models.facts import (
     LayerFacts,
@@ -82,6 +82,7 @@ class KVCache(SavedCache, CompiledUpdates):
 
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
         model, config = split_model_or_config(model_or_config)
+        max_cache_length = check_length("max_cache_length", max_cache_length)
         if self.evicts:
             what = f"The backend {self.backend!r}, which evicts tokens,"
             decoder_only_config(config, what, "backends that keep every token, such as 'int8' and 'kivi'")
@@ -210,10 +211,13 @@ class KVCache(SavedCache, CompiledUpdates):
             `KVCache`: itself.
 
         Raises:
-            ValueError: If the model is none like that which the cache was built for, or cannot use the
-                attention function it was told to, or if a forward was interrupted.
+            ValueError: If the model is none, or none like that which the cache was built for, or cannot use
+                the attention function it was told to; on a wrong length; or if a forward was interrupted.
             KernelUnavailableError: If `kernel="native"` cannot be met where the model is.
         """
+        check_model(model)
+        max_cache_length = check_length("max_cache_length", max_cache_length)
+        prompt_length = check_length("prompt_length", prompt_length)
         check_owner(self.model_config, model, [layer.layer_idx for layer in self.packed_layers])
         self.check_in_step()
         check_attention_function(model)

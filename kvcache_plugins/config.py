@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar
 
 from .registry import LEGACY_OPTIONS, suggest
@@ -21,9 +22,11 @@ __all__ = [
     "check_choice",
     "check_flag",
     "check_integer",
+    "check_length",
     "check_number",
     "check_path_or_id",
     "drop_legacy_keys",
+    "plain",
     "uniform_sqnr_db",
 ]
 
@@ -41,6 +44,21 @@ def drop_legacy_keys(options: Mapping[str, Any]) -> dict[str, Any]:
             f"cache_config: {dropped} no longer mean anything for a cache and are ignored.", stacklevel=3
         )
     return {key: value for key, value in options.items() if key not in LEGACY_OPTIONS}
+
+
+def plain(value: Any) -> Any:
+    """Return numbers of other kinds, such as numpy's, as Python's own; those in lists and dictionaries, too.
+
+    Options travel through JSON, which knows no others. Whatever is not a number is returned as it is.
+    """
+    kind = type(value)
+    if kind is dict:
+        return {plain(key): plain(item) for key, item in value.items()}
+    if kind in (list, tuple, set, frozenset):
+        return kind(plain(item) for item in value)
+    if kind in (bool, int, float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def check_choice(owner: object, name: str, value: object, allowed: Iterable[object]) -> None:
@@ -62,7 +80,8 @@ def check_integer(owner: object, name: str, value: object, *, minimum: int = 0, 
 
     No option counts beyond `2**31 - 1`, either.
     """
-    number = value if isinstance(value, int) and not isinstance(value, bool) else minimum - 1
+    given = plain(value)
+    number = given if isinstance(given, int) and not isinstance(given, bool) else minimum - 1
     if not minimum <= number <= _LARGEST or number % multiple_of:
         rule = f"an integer >= {minimum}" + (f" and a multiple of {multiple_of}" if multiple_of > 1 else "")
         rule += f" and at most {_LARGEST}" if number > _LARGEST else ""
@@ -71,10 +90,27 @@ def check_integer(owner: object, name: str, value: object, *, minimum: int = 0, 
 
 def check_number(owner: object, name: str, value: object, *, minimum: float, maximum: float) -> None:
     """Raise `ValueError` unless `value` is a real number in `[minimum, maximum]`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
+    given = plain(value)
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not minimum <= given <= maximum:
         raise ValueError(
             f"{type(owner).__name__}.{name} must be a number in [{minimum}, {maximum}], got {value!r}."
         )
+
+
+def check_length(name: str, value: Any) -> int | None:
+    """Return a number of tokens that a cache is told of, or `None` if it is not known.
+
+    Args:
+        name (`str`): Of the argument.
+        value (`int`, *optional*): What was given.
+
+    Raises:
+        ValueError: Naming the argument and the value, unless it is an integer of at least 1.
+    """
+    given = plain(value)
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise ValueError(f"{name} must be an integer >= 1, or None if it is not known, got {value!r}.")
+    return given
 
 
 def check_path_or_id(owner: object, name: str, value: object, what: str) -> None:
@@ -136,6 +172,8 @@ class BackendConfig:
     per_cache: ClassVar[frozenset[str]] = frozenset({"skip_layers", "layer_overrides", "kernel", "offload"})
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            object.__setattr__(self, option.name, plain(getattr(self, option.name)))
         check_choice(self, "kernel", self.kernel, KERNELS)
         check_integer(self, "residual_length", self.residual_length)
         check_integer(self, "sink_length", self.sink_length)
@@ -185,13 +223,18 @@ class BackendConfig:
             ValueError: On an unknown key or a value out of range; the message names the option, what was
                 given and what is allowed.
         """
+        cls.check_names(options)
+        return cls(**options)
+
+    @classmethod
+    def check_names(cls, options: Mapping[Any, Any]) -> None:
+        """Raise `ValueError` unless all keys name options; the message names the closest and all others."""
         for key in options:
             if key not in cls.option_names():
                 raise ValueError(
                     f"{key!r} is not an option of {cls.__name__}.{suggest(str(key), cls.option_names())} "
                     f"Its options are {sorted(cls.option_names())}, got {key}={options[key]!r}."
                 )
-        return cls(**options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `from_dict` rebuilds this config."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .building import build_cache
+from .config import check_length, plain
 from .encoder_decoder import layers_of
 from .layers.base import PackedLayer
 from .layers.counting import tensors_in
@@ -74,12 +75,12 @@ def estimate(
     Raises:
         ValueError: On a wrong option, a count that is not positive, or none for an encoder.
     """
-    counts = {"tokens": tokens, "batch_size": batch_size, "new_tokens": new_tokens}
-    for name, value in {**counts, "encoder_tokens": encoder_tokens}.items():
-        if name == "encoder_tokens" and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"estimate: {name} must be an integer >= 1, got {value!r}.")
+    tokens, batch_size, new_tokens = (
+        _count(name, value)
+        for name, value in (("tokens", tokens), ("batch_size", batch_size), ("new_tokens", new_tokens))
+    )
+    encoder_tokens = None if encoder_tokens is None else _count("encoder_tokens", encoder_tokens)
+    max_cache_length = check_length("estimate: max_cache_length", max_cache_length)
     if new_tokens > MOST_NEW_TOKENS:
         raise ValueError(f"estimate: new_tokens must be at most {MOST_NEW_TOKENS}, got {new_tokens}.")
     model, config = split_model_or_config(model_or_config)
@@ -117,6 +118,13 @@ def estimate(
     offloaded = sorted(layer.records.data.nbytes for layer in packed if layer.shelf is not None)
     in_turn = offloaded[-SLOTS:] if len(offloaded) > 1 else []
     return sum(storages.values()) + sum(in_turn)
+
+
+def _count(name: str, value: Any) -> int:
+    count = plain(value)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"estimate: {name} must be an integer >= 1, got {value!r}.")
+    return count
 
 
 class _States:

@@ -1,4 +1,4 @@
-"""One call of `generate()`: what it asks for, whether that can be met, and what its cache is told.
+"""One call of `generate()`: what its cache is told, and what is checked once there is one.
 
 Nothing of transformers is imported at the top, because importing this package costs next to nothing.
 """
@@ -6,125 +6,32 @@ Nothing of transformers is imported at the top, because importing this package c
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
+from .cache_requests import asks_for_ours, check_request, check_use, is_ours, own_choice
 from .encoder_calls import begin_text, bind_both, placed
 from .errors import IncompatibleTransformersError
 from .models.cache_argument import CACHE_NAMES, cache_name, given_cache, holds_both
-from .prompt_chunks import check_drafting, soft_prompt_kind, why_read_whole
-from .registry import TRANSFORMERS_BACKENDS, get_backend, list_backends
+from .prompt_chunks import check_drafting, why_not_filled, why_read_whole
 
 __all__ = [
     "bind_cache",
-    "check_batching",
     "check_before_encoder",
     "check_prepared",
-    "check_request",
-    "names_ours",
-    "own_choice",
     "ready_to_build",
 ]
 
-_WITHOUT_CACHE = ("flaubert", "openai-gpt", "xlm")
-"""Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
 _OF_FURTHER_CALLS = {
-    "whisper": " Recordings longer than 30 seconds, and other temperatures, are further calls of generate(), "
-    "which makes a cache for each of them if it is given cache_implementation='quantized' instead."
+    "whisper": " Recordings longer than 30 seconds, other temperatures, and return_timestamps=True (what "
+    "follows the last timestamp is heard again) are further calls of generate(), which makes a cache for "
+    "each of them if it is given cache_implementation='quantized' instead."
 }
 """What to say to users of models whose `generate()` makes several calls of that of transformers."""
-_SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
-
-
-def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse what would fail later and less clearly, before anything is built.
-
-    Args:
-        model (`PreTrainedModel`): What generates.
-        generation_config (`GenerationConfig`): With `cache_implementation` and `cache_config`.
-        model_kwargs (`dict`): The call's arguments.
-
-    Raises:
-        ValueError: Naming the option, what was given and what is allowed.
-    """
-    implementation = getattr(generation_config, "cache_implementation", None)
-    cache_config = getattr(generation_config, "cache_config", None)
-    if implementation is None and given_cache(model_kwargs) is None:
-        _check_not_forgotten(model, cache_config)
-    if implementation != "quantized" or cache_config is None:
-        return
-    if not isinstance(cache_config, Mapping):
-        raise ValueError(
-            "`cache_config` must be a plain dict such as {'backend': 'kivi', 'nbits': 4}, got "
-            f"{cache_config!r} ({type(cache_config).__name__})."
-        )
-    backend = cache_config.get("backend", "quanto")
-    if str(backend).lower() in TRANSFORMERS_BACKENDS:
-        return
-    get_backend(backend)
-    if not model._supports_default_dynamic_cache():  # transformers then ignores `cache_implementation`
-        raise ValueError(
-            f"{type(model).__name__} keeps its past in a class of its own, which transformers cannot "
-            f"exchange: cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed "
-            "for this model is no cache_implementation at all."
-        )
-    if model.config.model_type in _WITHOUT_CACHE:
-        raise ValueError(
-            f"{type(model).__name__} takes no cache and reads its whole text at every step: "
-            f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed for this "
-            "model is no cache_implementation at all."
-        )
-    _check_use(model, generation_config, f"cache_implementation='quantized' with backend={backend!r}")
-
-
-def check_batching(model: Any, generation_config: Any) -> None:
-    """Refuse a cache of ours for continuous batching, which has paged ones of its own.
-
-    Args:
-        model (`PreTrainedModel`): What generates.
-        generation_config (`GenerationConfig`, *optional*): The call's; the model's own if not given.
-
-    Raises:
-        ValueError: Naming the backend that would be ignored.
-    """
-    chosen = getattr(model, "generation_config", None) if generation_config is None else generation_config
-    cache_config: Any = getattr(chosen, "cache_config", None)
-    if names_ours(cache_config):
-        raise ValueError(
-            "Continuous batching (generate_batch) has paged caches of transformers' own: cache_config with "
-            f"backend={cache_config['backend']!r} would be ignored. Allowed there is cache_config=None; "
-            "generate() uses it."
-        )
-
-
-def _check_not_forgotten(model: Any, cache_config: Any) -> None:
-    """Refuse a backend of ours without the word that has transformers look at `cache_config` at all."""
-    if not names_ours(cache_config) or own_choice(model)[0] == "quantized":
-        return  # None was given to turn the model's own choice off
-    raise ValueError(
-        f"cache_config names the backend {cache_config['backend']!r}, which would be ignored: "
-        "cache_implementation is None. Allowed is cache_implementation='quantized'."
-    )
-
-
-def names_ours(cache_config: Any) -> bool:
-    """Whether a `cache_config` names a backend of the registry."""
-    backend = cache_config.get("backend") if isinstance(cache_config, Mapping) else None
-    return str(backend).lower() in list_backends()
-
-
-def _asks_for_ours(generation_config: Any) -> bool:
-    implementation = getattr(generation_config, "cache_implementation", None)
-    return implementation == "quantized" and names_ours(getattr(generation_config, "cache_config", None))
-
-
-def own_choice(model: Any) -> tuple[Any, Any]:
-    """Return `cache_implementation` and `cache_config` of a model's own generation configuration."""
-    own = getattr(model, "generation_config", None)
-    return getattr(own, "cache_implementation", None), getattr(own, "cache_config", None)
 
 
 @contextmanager
@@ -144,8 +51,8 @@ def ready_to_build(model: Any, generation_config: Any, model_kwargs: dict[str, A
         generation_config.cache_config = dict(cache_config)
     has_encoder = getattr(model.config, "is_encoder_decoder", False)
     kv_cache, implementation = given_cache(model_kwargs), generation_config.cache_implementation
-    is_ours_to_build = has_encoder and _asks_for_ours(generation_config) and kv_cache is None
-    if kv_cache is not None and _is_ours(kv_cache) and (implementation, cache_config) == own_choice(model):
+    is_ours_to_build = has_encoder and asks_for_ours(generation_config) and kv_cache is None
+    if kv_cache is not None and is_ours(kv_cache) and (implementation, cache_config) == own_choice(model):
         generation_config.cache_implementation = None
     try:
         with placed(model, generation_config, model_kwargs) if is_ours_to_build else nullcontext():
@@ -153,11 +60,6 @@ def ready_to_build(model: Any, generation_config: Any, model_kwargs: dict[str, A
     finally:
         generation_config.cache_implementation = implementation
         generation_config.cache_config = cache_config
-
-
-def _is_ours(value: Any) -> bool:
-    """Whether a cache is a `KVCache`; asked by name, so that a run without one never imports them."""
-    return any(base.__module__.startswith(f"{__package__}.") for base in type(value).__mro__)
 
 
 def bind_cache(
@@ -182,7 +84,7 @@ def bind_cache(
         IncompatibleTransformersError: If the cache that was asked for is not among the arguments.
     """
     kv_cache = given_cache(model_kwargs)
-    if kv_cache is None or not _is_ours(kv_cache):
+    if kv_cache is None or not is_ours(kv_cache):
         _check_found(generation_config)
         return
     _check_given(model, generation_config, kv_cache)
@@ -192,6 +94,7 @@ def bind_cache(
             f"dense cache of transformers' own, which no report of this one ({kv_cache.backend!r}) counts.",
             stacklevel=3,
         )
+    max_cache_length = _countable(max_cache_length)
     if holds_both(kv_cache):
         bind_both(model, generation_config, model_kwargs, max_cache_length)
         return
@@ -206,7 +109,7 @@ def bind_cache(
         model,
         attention_mask=model_kwargs.get("attention_mask"),
         max_cache_length=max_cache_length,
-        prompt_length=prompt_length,
+        prompt_length=prompt_length or None,
     )
     kv_cache.is_compiled = getattr(generation_config, "compile_config", None) is not None
     if is_assistant:
@@ -231,6 +134,12 @@ def bind_cache(
         kv_cache.whole_prompt_reason = reason
 
 
+def _countable(length: Any) -> int | None:
+    """What transformers makes of a `max_length`, which may be no integer, as a number of tokens."""
+    is_count = length is not None and 1 <= length < math.inf
+    return math.ceil(length) if is_count else None
+
+
 def _guides_by_a_second_pass(model: Any, generation_config: Any) -> bool:
     """Whether transformers will read a second text beside; models of sounds double their batch instead."""
     is_asked = getattr(generation_config, "guidance_scale", None) not in (None, 1)
@@ -251,20 +160,25 @@ def _fill_holes(model_kwargs: dict[str, Any]) -> None:
 def check_prepared(model: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Refuse to read a prompt without the cache of ours that was asked for, or with one that has seen it.
 
+    A prompt whose images its tokens do not match is read whole: its model says then what it thinks of that.
+
     Args:
         model (`PreTrainedModel`): What generates, and may have left out what prepares a cache.
         input_ids (`torch.Tensor` of shape `(B, T)`): The prompt; of a model with an encoder, its decoder's.
-        generation_config (`GenerationConfig`): The call's own copy.
+        generation_config (`GenerationConfig`): The call's own copy; may lose its `prefill_chunk_size`.
         model_kwargs (`dict`): The call's arguments; may be given a mask of the decoder's text.
 
     Raises:
         ValueError: Naming the backend that would be ignored, or what has been seen.
     """
     kv_cache = given_cache(model_kwargs)
-    if holds_both(kv_cache) and _is_ours(kv_cache) and not getattr(generation_config, "is_assistant", False):
-        length = begin_text(model, kv_cache, input_ids, model_kwargs)
-        _check_news(kv_cache, length, _OF_FURTHER_CALLS.get(model.config.model_type, ""))
-    if _asks_for_ours(generation_config) and kv_cache is None:
+    if kv_cache is not None and is_ours(kv_cache) and not getattr(generation_config, "is_assistant", False):
+        if holds_both(kv_cache):
+            length = begin_text(model, kv_cache, input_ids, model_kwargs)
+            _check_news(kv_cache, length, _OF_FURTHER_CALLS.get(model.config.model_type, ""))
+        else:
+            _see_that_images_match(model, kv_cache, input_ids, generation_config, model_kwargs)
+    if asks_for_ours(generation_config) and kv_cache is None:
         raise ValueError(
             f"{type(model).__name__} prepares no cache before it generates: cache_config with "
             f"backend={generation_config.cache_config['backend']!r} would be ignored. Allowed is the cache "
@@ -272,9 +186,28 @@ def check_prepared(model: Any, input_ids: Any, generation_config: Any, model_kwa
         )
 
 
+def _see_that_images_match(
+    model: Any, kv_cache: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]
+) -> None:
+    """Have a prompt read whole, whoever wanted chunks, if some of its images would be mistaken for others."""
+    wanted, encoded = generation_config.prefill_chunk_size, model_kwargs.get("mm_encoder_outputs")
+    if wanted is None or not encoded:
+        return
+    length = _prompt_length(generation_config, model_kwargs)
+    is_whole_text = length == input_ids.shape[1]  # and not the new tokens alone
+    unread = input_ids[:, kv_cache.get_seq_length() :] if is_whole_text else input_ids
+    reason = why_not_filled(model.config, unread, encoded)
+    if reason is None:
+        return
+    _check_whole(model, kv_cache, length, model_kwargs, reason)
+    generation_config.prefill_chunk_size = None  # this object is the call's own copy
+    if unread.shape[1] > wanted:
+        kv_cache.whole_prompt_reason = reason
+
+
 def _check_found(generation_config: Any) -> None:
     """Refuse to go on with a cache of ours that was asked for and cannot be told anything."""
-    if _asks_for_ours(generation_config):
+    if asks_for_ours(generation_config):
         import transformers
 
         raise IncompatibleTransformersError(
@@ -299,38 +232,23 @@ def check_before_encoder(model: Any, generation_config: Any, model_kwargs: Mappi
         return
     check_request(model, generation_config, model_kwargs)
     kv_cache = given_cache(model_kwargs)
-    if kv_cache is None and _asks_for_ours(generation_config):
+    if kv_cache is None and asks_for_ours(generation_config):
         from .building import build_cache
 
         build_cache(model.config, generation_config.cache_config)
-    elif kv_cache is not None and _is_ours(kv_cache):
+    elif kv_cache is not None and is_ours(kv_cache):
         _check_given(model, generation_config, kv_cache)
 
 
 def _check_given(model: Any, generation_config: Any, kv_cache: Any) -> None:
     """Refuse a cache of ours that a call would not use, or not as it is meant."""
-    _check_use(model, generation_config, f"a cache of the backend {kv_cache.backend!r}")
+    check_use(model, generation_config, f"a cache of the backend {kv_cache.backend!r}")
     _check_checkpointing(model, kv_cache)
     if getattr(model.config, "is_encoder_decoder", False) and not holds_both(kv_cache):
         raise ValueError(
             f"{type(model).__name__} has an encoder, and this cache of the backend {kv_cache.backend!r} is "
             "for the decoder's own text alone. Allowed are cache_implementation='quantized' with a "
             "cache_config, and what `kvcache_plugins.build_cache(model, cache_config)` returns."
-        )
-
-
-def _check_use(model: Any, generation_config: Any, what: str) -> None:
-    """Refuse a cache for generation that reads its whole text at every step, or brings another one."""
-    if (soft_prompt := soft_prompt_kind(model)) in _SOFT_PROMPT_CACHES:
-        raise ValueError(
-            f"PEFT's {soft_prompt} puts a dense cache that holds its prefix in the place of every other: "
-            f"{what} would be ignored. Allowed are adapters that leave the cache alone, such as LORA and "
-            "PROMPT_TUNING."
-        )
-    if getattr(generation_config, "use_cache", None) is False:
-        raise ValueError(
-            "use_cache is False, by what generate() was given or by the configuration of "
-            f"{type(model).__name__}: {what} would be of no use. Allowed is use_cache=True."
         )
 
 

@@ -5,6 +5,7 @@
   fails.
 * `GenerationMixin._prepare_cache_for_generation`: after it, the cache is told what it never sees by itself:
   padding, final length, rotary parameters.
+* `init_continuous_batching` and `generate_batch`: before them, a cache of ours is refused.
 * The attention functions, and `AttentionInterface.get_interface`, by which models ask for their own `eager`
   one: a handle goes to us, anything else straight through; and our own function is registered.
 * `expand_kv` of models with latents, when a cache of ours first meets one (`attention.latent_models`).
@@ -28,16 +29,10 @@ from types import ModuleType
 from typing import Any
 
 from .assistant_calls import choose_cache_of_assistant
+from .cache_requests import check_batching, check_request
 from .config import drop_legacy_keys
 from .errors import IncompatibleTransformersError
-from .generation_calls import (
-    bind_cache,
-    check_batching,
-    check_before_encoder,
-    check_prepared,
-    check_request,
-    ready_to_build,
-)
+from .generation_calls import bind_cache, check_before_encoder, check_prepared, ready_to_build
 from .registry import TRANSFORMERS_BACKENDS, get_backend
 from .undoing import undo_all
 
@@ -188,17 +183,25 @@ def _check_before(cls: type, names: Sequence[str], check: Callable[..., None], t
 
 def _batching_seam(cls: type) -> None:
     """Install into the class that generates; nothing if its release knows no continuous batching."""
-    original = getattr(cls, "init_continuous_batching", None)
+    _check_batching_before(cls, "init_continuous_batching")
+    _check_batching_before(cls, "generate_batch")
+
+
+def _check_batching_before(cls: type, name: str) -> None:
+    """Install into one method, which is inherited: there is nothing to replace, and to put back."""
+    original = getattr(cls, name, None)
     if original is None:
         return
+    signature = inspect.signature(original)
 
     @wraps(original)
-    def begin(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        check_batching(self, generation_config)
-        return original(self, generation_config, *args, **kwargs)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(self, *args).arguments.get("generation_config")
+        check_batching(self, kwargs.get("generation_config", given), kwargs)
+        return original(self, *args, **kwargs)
 
-    setattr(cls, "init_continuous_batching", begin)  # noqa: B010  # inherited: there is nothing to replace
-    _undo.append(lambda: delattr(cls, "init_continuous_batching"))
+    setattr(cls, name, checked)
+    _undo.append(lambda: delattr(cls, name))
 
 
 def _attention_seam(module: ModuleType) -> None:

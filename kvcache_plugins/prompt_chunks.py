@@ -10,9 +10,12 @@ import inspect
 import sys
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["check_drafting", "soft_prompt_kind", "why_read_whole"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["check_drafting", "soft_prompt_kind", "why_not_filled", "why_read_whole"]
 
 _SPLIT_WITH_THE_TEXT = frozenset(
     {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
@@ -93,7 +96,40 @@ def _splits_features(config: Any, modality: str, encoded: Any) -> bool:
         return False
     names = {name for name, value in encoded.items() if value is not None}
     finds_tokens = isinstance(getattr(config, f"{modality}_token_id", None), int)
-    return finds_tokens and "pooler_output" in names and names <= _SPLIT_FEATURES
+    return finds_tokens and names <= _SPLIT_FEATURES and _num_features(encoded) is not None
+
+
+def why_not_filled(config: Any, token_ids: Tensor, encoded: Mapping[str, Any]) -> str | None:
+    """Say which images, or videos, are not as many as the tokens that stand for them; `None` if all are.
+
+    Transformers hands each chunk as much of them as it has such tokens, from the first image on, and so never
+    meets what is left over: images of an earlier turn that are given again, or of a text that was cut off. A
+    prompt that is read whole is checked by its model, which may know tokens of another kind for them, too
+    (GLM-4V's videos).
+
+    Args:
+        config (`PreTrainedConfig`): Of the model.
+        token_ids (`torch.Tensor` of shape `(B, T)`): What is still to be read.
+        encoded (`dict`): Of every kind (`"image"`, `"video"`), what has been encoded for this call.
+    """
+    for modality, output in encoded.items():
+        if output is None:
+            continue
+        name = f"{modality}_token_id"
+        placeholder, features = getattr(config, name, None), _num_features(output)
+        tokens = int((token_ids == placeholder).sum()) if isinstance(placeholder, int) else None
+        if features is None or tokens != features:
+            what = f"{features} features of {modality}s come with {tokens} tokens for them"
+            return f"{what} ({name}={placeholder})"
+    return None
+
+
+def _num_features(encoded: Any) -> int | None:
+    """Tokens that what has been encoded is to fill, counted as transformers does; `None` if it cannot."""
+    pooled = encoded.get("pooler_output") if isinstance(encoded, Mapping) else None
+    if pooled is None or not all(hasattr(part, "shape") and len(part.shape) for part in pooled):
+        return None
+    return sum(int(part.shape[:-1].numel()) for part in pooled)
 
 
 def _sees_ahead(model: Any, model_kwargs: dict[str, Any]) -> bool:

@@ -17,8 +17,8 @@ ORDER = (
     "errors", "undoing", "compilation", "device_dtypes", "registry", "config", "quantizers", "models",
     "kernels", "layers", "attention", "report", "artifacts", "saved", "cache", "encoder_decoder", "building",
     "persistence", "estimation", "eviction", "retaining", "backends", "prompt_chunks", "evaluation",
-    "calibration", "training", "encoder_calls", "generation_calls", "assistant_calls", "integration",
-    "testing", "cli", "__init__", "__main__",
+    "calibration", "training", "encoder_calls", "cache_requests", "generation_calls", "assistant_calls",
+    "integration", "testing", "cli", "__init__", "__main__",
 )  # fmt: skip
 # Deferred imports that would close a circle at import time, with the reason.
 DEFERRED = {

@@ -8,10 +8,18 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvcache_plugins import BackendConfig, list_backends
-from kvcache_plugins.config import check_choice, check_integer, check_number, uniform_sqnr_db
+from kvcache_plugins.config import (
+    check_choice,
+    check_integer,
+    check_length,
+    check_number,
+    plain,
+    uniform_sqnr_db,
+)
 from kvcache_plugins.eviction.options import EvictingConfig
 from kvcache_plugins.registry import get_backend
 
@@ -78,6 +86,52 @@ def test_numbers() -> None:
     for value in (-0.01, 1.01, math.nan, math.inf, "0.5", None, True):
         with pytest.raises(ValueError, match=r"ShelfConfig\.smooth must be a number in \[0\.0, 1\.0\], got"):
             check_number(ShelfConfig(), "smooth", value, minimum=0.0, maximum=1.0)
+
+
+def test_numbers_of_numpy_are_stored_as_pythons() -> None:
+    given = ShelfConfig(
+        residual_length=np.int64(32),
+        nbits=np.uint8(2),
+        smooth=np.float32(0.5),
+        skip_layers=[np.int32(1)],
+        layer_overrides={np.int64(0): {"nbits": np.int16(8)}},
+    )
+    plainly = ShelfConfig(
+        residual_length=32, nbits=2, smooth=0.5, skip_layers=[1], layer_overrides={0: {"nbits": 8}}
+    )
+    assert given == plainly and json.dumps(given.to_dict()) == json.dumps(plainly.to_dict())
+    assert given.for_layer(0, 2).nbits == 8
+    check_integer(ShelfConfig(), "length", np.int64(0))
+    check_number(ShelfConfig(), "smooth", np.float64(1.0), minimum=0.0, maximum=1.0)
+    evicting = get_backend("knorm").config_class.from_dict(
+        {
+            "budget": np.int64(300),
+            "residual_length": np.int64(8),
+            "storage": {"backend": "int4", "nbits": np.int8(8)},
+        }
+    )
+    assert json.loads(json.dumps(evicting.to_dict()))["storage"] == {"backend": "int4", "nbits": 8}
+    assert [type(value) for value in (evicting.budget, evicting.residual_length)] == [int, int]  # type: ignore[attr-defined]
+    assert get_backend("knorm").config_class.from_dict({"budget": np.float32(0.5)}).budget == 0.5  # type: ignore[attr-defined]
+
+
+def test_only_numbers_are_made_plain() -> None:
+    values = [True, 3, 0.5, "1", None, np.bool_(True), np.zeros(2), object(), 1j]
+    for value, found in zip(values, plain(values), strict=True):
+        assert found is value
+    assert type(plain(np.float64(0.5))) is float
+
+
+def test_lengths() -> None:
+    assert check_length("max_cache_length", None) is None
+    assert type(check_length("max_cache_length", np.int64(7))) is int
+    assert check_length("max_cache_length", 10**30) == 10**30  # transformers' word for no limit
+    for value in (0, -5, 5.5, True, "5"):
+        with pytest.raises(
+            ValueError, match=r"max_cache_length must be an integer >= 1, or None.* got"
+        ) as failure:
+            check_length("max_cache_length", value)
+        assert repr(value) in str(failure.value)
 
 
 # -- dictionaries

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import math
 import re
 import sys
 import warnings
@@ -16,6 +17,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -220,6 +222,61 @@ def test_a_backend_that_nothing_would_look_at_is_refused(model: Any, no_forward:
         model.generate(INPUTS, max_new_tokens=4, cache_config={"backend": "KIVI"})
 
 
+def test_hybrid_is_no_word_for_it(model: Any, no_forward: None) -> None:
+    with pytest.raises(
+        ValueError, match=r"'kivi', which would be ignored.*'hybrid', which transformers takes"
+    ):
+        model.generate(
+            INPUTS, max_new_tokens=4, cache_implementation="hybrid", cache_config={"backend": "kivi"}
+        )
+
+
+@pytest.mark.parametrize(
+    ("cache_config", "message"),
+    [
+        ({"Backend": "kivi", "nbits": 2}, r"'Backend' is no option.* Did you mean 'backend'\?.*'kivi'"),
+        ({"backned": "kivi"}, r"'backned' is no option of transformers' default.* Did you mean 'backend'\?"),
+        ({"nbits": 2, "rope_mode": "block"}, r"names no 'backend', and 'rope_mode' is no option.*\['nbits',"),
+        ({3: 4}, "names no 'backend', and 3 is no option"),
+        ({"backend": "int8", 3: 4}, r"3 is not an option of Int8Config\. Its options are .*, got 3=4"),
+        ({"backend": "int8", "config": 1}, "'config' is not an option of Int8Config"),
+        ({"backend": "int8", "max_cache_length": 9}, "'max_cache_length' is not an option of Int8Config"),
+    ],
+)
+def test_keys_that_are_no_options(
+    model: Any, no_forward: None, cache_config: dict[Any, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(model, cache_config)
+
+
+@pytest.mark.parametrize("backend", ["int8", "knorm"])
+def test_lengths_are_checked_where_they_are_told(model: Any, backend: str) -> None:
+    config: dict[str, Any] = {"backend": backend, **({"budget": 32} if backend == "knorm" else {})}
+    for value in (0, -5, 5.5, "5", True):
+        with pytest.raises(ValueError, match="max_cache_length must be an integer >= 1, or None"):
+            kvp.build_cache(model, config, max_cache_length=value)  # type: ignore[arg-type]
+        for name in ("max_cache_length", "prompt_length"):
+            with pytest.raises(ValueError, match=f"{name} must be an integer >= 1, or None"):
+                kvp.build_cache(model, config).bind(model, **{name: value})
+    cache: Any = kvp.build_cache(model, config, max_cache_length=np.int64(50))  # type: ignore[arg-type]
+    assert cache.packed_layers[0].final_length == 50
+    cache.bind(model, max_cache_length=np.int64(60), prompt_length=np.int64(40))
+    with pytest.raises(ValueError, match=r"bind: expected the transformers model .* got LlamaConfig"):
+        cache.bind(model.config)
+    for length in (30.0, math.inf, 10**30):  # transformers asks no more than that it can be compared
+        out = model.generate(
+            INPUTS[:, :20], max_length=length, stopping_criteria=[stop_at(30)], **as_argument(cache)
+        )
+        assert out.shape[1] == 30
+        cache.reset()
+
+
+def stop_at(length: int) -> Any:
+    """A criterion that a text of so many tokens meets."""
+    return lambda input_ids, scores, **_: torch.full((len(input_ids),), input_ids.shape[1] >= length)
+
+
 @pytest.mark.parametrize("is_given", [True, False], ids=["given", "the-models-own"])
 def test_continuous_batching_refuses_what_it_would_ignore(is_given: bool, no_forward: None) -> None:
     model = tiny_model("llama")
@@ -231,8 +288,54 @@ def test_continuous_batching_refuses_what_it_would_ignore(is_given: bool, no_for
         model.generate_batch([[5, 6, 7]], generation_config=config if is_given else None)
     with pytest.raises(ValueError, match=message):
         model.init_continuous_batching(config if is_given else None)
+    config.cache_config = {"backend": "kivy"}
+    with pytest.raises(ValueError, match=r"Unknown cache backend 'kivy'\. Did you mean 'kivi'"):
+        model.init_continuous_batching(config if is_given else None)
     config.cache_config = {"backend": "hqq"}  # transformers' business
     model.init_continuous_batching(generation_config=config)
+
+
+@pytest.mark.parametrize("through", ["generate_batch", "generate"])
+def test_continuous_batching_refuses_what_it_never_looks_at(through: str, monkeypatch: Any) -> None:
+    """It takes any argument by name, and uses `max_new_tokens`."""
+    model, begun = tiny_model("llama"), []
+    monkeypatch.setattr(
+        type(model), "continuous_batching_context_manager", lambda *_, **__: begun.append(1) or nullcontext()
+    )
+    run: Any = functools.partial(model.generate_batch, [[5, 6, 7]], generation_config=GenerationConfig())
+    if through == "generate":
+        run = functools.partial(model.generate, INPUTS[:1], cache_implementation="paged")
+    ours = {"cache_implementation": "quantized", "cache_config": {"backend": "int8"}}
+    if through == "generate":
+        del ours["cache_implementation"]
+    with pytest.raises(ValueError, match=r"generate_batch.*backend='int8' would be ignored"):
+        run(**ours, max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"Unknown cache backend 'kvi'\. Did you mean 'kivi'"):
+        run(cache_config={"backend": "kvi"}, max_new_tokens=2)
+    cache = kvp.build_cache(model, {"backend": "int8"})
+    with pytest.raises(ValueError, match=r"a cache of the backend 'int8' would be ignored.*=None; generate"):
+        run(**as_argument(cache), max_new_tokens=2)
+    assert not begun
+    kvp.uninstall()
+    try:
+        for name in ("generate_batch", "init_continuous_batching"):
+            assert name not in vars(generation_utils.GenerationMixin)
+    finally:
+        kvp.install()
+
+
+def test_options_beside_a_cache_are_those_of_that_cache(model: Any, no_forward: None) -> None:
+    """Transformers would not look at them, and neither would the user who has forgotten one of the two."""
+    cache, ours = kvp.build_cache(model, {"backend": "int8"}), {"backend": "kivi", "nbits": 2}
+    for given in (cache, DynamicCache(config=model.config)):
+        with pytest.raises(ValueError, match=r"given a .*ignored: cache_config=.'backend': 'kivi', .*one of"):
+            model.generate(INPUTS, max_new_tokens=2, cache_config=ours, **as_argument(given))
+    for other in ({"backend": "int8", "residual_length": 8}, {"backend": "quanto"}, {"nbits": 4}):
+        with pytest.raises(ValueError, match="a cache of the backend 'int8', and another one's options"):
+            model.generate(INPUTS, max_new_tokens=2, cache_config=other, **as_argument(cache))
+    config = GenerationConfig(cache_implementation="quantized", cache_config=ours, max_new_tokens=2)
+    with pytest.raises(ValueError, match="a cache of the backend 'int8', and another one's options"):
+        model.generate(INPUTS, generation_config=config, **as_argument(cache))
 
 
 def test_a_backend_is_no_mistake_where_another_cache_is_chosen(model: Any) -> None:
@@ -240,10 +343,17 @@ def test_a_backend_is_no_mistake_where_another_cache_is_chosen(model: Any) -> No
     run, ours = functools.partial(model.generate, INPUTS, **settings), {"backend": "kivi"}
     assert type(cache_of(run(cache_config=ours, cache_implementation="dynamic"))) is DynamicCache
     assert type(cache_of(run(cache_config={"backend": "quanto"}))) is DynamicCache  # not ours to judge
-    given = kvp.build_cache(model, {"backend": "int8"})
-    assert cache_of(run(cache_config=ours, **as_argument(given))) is given
+    given = kvp.build_cache(model, ours)
+    same = {"backend": "KIVI", "nbits": 4, "device": "cpu"}  # its own options
+    assert cache_of(run(cache_config=same, **as_argument(given))) is given
+    dense = DynamicCache(config=model.config)
+    assert cache_of(run(cache_config={"backend": "quanto"}, **as_argument(dense))) is dense
     default = tiny_model("llama")
     default.generation_config.cache_implementation, default.generation_config.cache_config = "quantized", ours
+    other = kvp.build_cache(default, {"backend": "int8"})  # what a model was saved with is for other calls
+    for options in ({"generation_config": GenerationConfig(**settings)}, {**settings, "cache_config": ours}):
+        other.reset()
+        assert cache_of(default.generate(INPUTS, **as_argument(other), **options)) is other
     assert isinstance(cache_of(default.generate(INPUTS, **settings)), kvp.KIVICache)
     turned_off = default.generate(INPUTS, cache_implementation=None, **settings)
     assert type(cache_of(turned_off)) is DynamicCache
@@ -411,7 +521,7 @@ def test_a_kept_cache_goes_before_the_models_own_choice(model: Any) -> None:
     assert cache_of(own.generate(INPUTS, **as_argument(other), **settings)) is other
     assert own.generation_config.cache_implementation == "quantized"
     asked = {"cache_implementation": "quantized", "cache_config": {"backend": "kivi"}}
-    with pytest.raises(ValueError, match="Passing both"):  # of what the call itself asks for
+    with pytest.raises(ValueError, match="another one's options"):  # of what the call itself asks for
         own.generate(prompt, **as_argument(cache_of(first)), **asked, **settings)
 
 
@@ -565,6 +675,34 @@ def test_a_drafting_model_keeps_its_cache(model: Any, backend: str) -> None:
     }
     drafted = model.generate(tokens, assistant_model=tiny_model("llama", seed=0), **arguments)
     assert torch.equal(drafted, model.generate(tokens, **arguments))
+
+
+@pytest.mark.allow_deprecation(
+    "Passing .generation_config. together", reason="transformers drafts in this way"
+)
+def test_a_call_that_verifies_drafts_reads_its_own_tokens_exactly(model: Any) -> None:
+    """So drafts change nothing where the exact window holds all that is read, and something elsewhere."""
+    tokens = torch.randint(3, 120, (1, 90), generator=torch.Generator().manual_seed(0))
+    assistant = tiny_model("llama", seed=0)
+    own = assistant.generation_config
+    own.cache_implementation, own.assistant_confidence_threshold = "dynamic", 0.0  # all its drafts are right
+    num_read = tokens.shape[1] + 29  # the last new token is not
+
+    def logits(window: int | None, **drafts: Any) -> torch.Tensor:
+        """Of 30 new tokens `(30, vocabulary)`, with a window or the dense cache."""
+        cache: dict[str, Any] = {}
+        if window is not None:
+            options = {"backend": "int4", "nbits": 2, "residual_length": window}
+            cache = {"cache_implementation": "quantized", "cache_config": options}
+        settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, **cache, **drafts}
+        out = model.generate(tokens, **settings, output_logits=True, return_dict_in_generate=True)
+        return torch.cat(list(out.logits))
+
+    dense, drafts = logits(None), {"assistant_model": assistant, "num_assistant_tokens": 5}
+    torch.testing.assert_close(logits(num_read, **drafts), logits(num_read), atol=1e-4, rtol=1e-4)
+    drafted, plain = logits(0, **drafts), logits(0)
+    torch.testing.assert_close(drafted[:3], dense[:3], atol=1e-4, rtol=1e-4)  # of the call with the prompt
+    assert (plain[1:3] - dense[1:3]).norm() > 0.01 * dense[1:3].norm()
 
 
 @pytest.mark.parametrize("backend", ["int8", "knorm"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -87,6 +88,15 @@ def test_estimate_names_a_wrong_count(name: str, value: object) -> None:
     arguments: dict[str, Any] = {"tokens": 10, "batch_size": 1, name: value}
     with pytest.raises(ValueError, match=rf"{name} must be an integer >= 1, got {value!r}"):
         kvp.estimate(CONFIG, {"backend": "kivi"}, **arguments)
+
+
+def test_estimate_takes_counts_of_numpy() -> None:
+    given: dict[str, Any] = {"tokens": np.int64(1000), "batch_size": np.int32(2), "new_tokens": np.int64(3)}
+    found = kvp.estimate(CONFIG, {"backend": "int8"}, **given, max_cache_length=np.int64(1002))  # type: ignore[arg-type]
+    assert found == kvp.estimate(CONFIG, {"backend": "int8"}, 1000, 2, new_tokens=3)
+    assert type(found) is int
+    with pytest.raises(ValueError, match="estimate: max_cache_length must be an integer >= 1, or None"):
+        kvp.estimate(CONFIG, {"backend": "int8"}, 10, max_cache_length=0)
 
 
 def test_a_known_final_length_is_allocated_once() -> None:

@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ VALUES: tuple[Any, ...] = (
     None, "", " ", "x", b"x", -1, 0, 1, 1.0, 4.0, 1.5, True, False, math.nan, math.inf, -math.inf, 1e308,
     2**31, 2**70, -(2**70), [], [1], ["x"], (), {}, {"x": 1}, {0: 1}, {"0": None}, {None: {}}, {1.7: {}},
     {True: {}}, set(), object(), torch.tensor(1), torch.tensor(4.0), torch.tensor([1, 2]),
+    np.int64(4), np.int32(32), np.float64(0.25), np.float32(0.5), np.bool_(True), [np.int64(1)],
 )  # fmt: skip
 NEEDED: dict[str, dict[str, Any]] = {"kvquant": {"calibration": "normal_float"}}
 FULL = ("int8", "knorm")  # of one backend that packs and one that evicts, also the options they inherit

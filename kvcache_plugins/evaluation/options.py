@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from ..config import plain
 from ..registry import suggest
 from .labels import dense_first
 
@@ -65,6 +66,7 @@ class Options:
         Raises:
             ValueError: On an unknown option or a wrong value; the message names the allowed ones.
         """
+        options = {name: plain(value) for name, value in options.items()}
         known, kinds = {option.name: option for option in fields(cls)}, get_type_hints(cls)
         for name, value in options.items():
             if name not in known:

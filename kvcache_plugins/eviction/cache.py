@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from ..attention.latent_models import why_expanded
 from ..cache import KVCache
+from ..config import check_length
 from ..layers.base import PackedLayer
-from ..models.decoder import decoder_config, decoder_of, split_model_or_config
+from ..models.decoder import check_model, decoder_config, decoder_of, split_model_or_config
 from ..models.facts import (
     LayerFacts,
     biases_by_distance,
@@ -138,6 +139,8 @@ class EvictingCache(KVCache):
                 model cannot read a prompt in several calls, or a `budget` that is a fraction of the prompt
                 leaves no room for what is pooled.
         """
+        check_model(model)
+        prompt_length = check_length("prompt_length", prompt_length)
         self._check_attention(model)
         self._check_embeddings(model)
         self.attach(model)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from ..config import BackendConfig, check_choice, check_flag, check_integer
+from ..config import BackendConfig, check_choice, check_flag, check_integer, plain
 from ..registry import get_backend
 from .pooling.stage import Pooling, read_pooling
 
@@ -65,7 +65,7 @@ class EvictingConfig(BackendConfig):
     per_cache: ClassVar[frozenset[str]] = BackendConfig.per_cache | {"chunk_size", "positions"}
 
     def __post_init__(self) -> None:
-        residual_length = self.residual_length
+        residual_length = plain(self.residual_length)
         object.__setattr__(self, "residual_length", 0 if residual_length is None else residual_length)
         super().__post_init__()
         object.__setattr__(self, "residual_length", residual_length)
@@ -89,11 +89,6 @@ class EvictingConfig(BackendConfig):
             raise ValueError(
                 f"{type(self).__name__}.offload must be False, also of its storage: what is held is bounded "
                 "by `budget`, and is read and chosen from where the model is; got True."
-            )
-        if storage is not None and isinstance(storage, EvictingConfig):
-            raise ValueError(
-                f"{type(self).__name__}.storage must name a backend that keeps every token, got "
-                f"{self.storage!r}."
             )
         if isinstance(self.budget, int):
             self.check_budget(self.budget)
@@ -124,7 +119,14 @@ class EvictingConfig(BackendConfig):
                 )
         if self.residual_length is not None:
             options["residual_length"] = self.residual_length
-        found = get_backend(options.pop("backend")).config_class.from_dict(options)
+        config_class = get_backend(options.pop("backend")).config_class
+        if issubclass(config_class, EvictingConfig):
+            raise ValueError(
+                f"{type(self).__name__}.storage must name a backend that keeps every token, got "
+                f"{self.storage!r}. Allowed are those that pack each token by itself, such as 'int4', 'int8' "
+                "and 'float8'; 'kvquant' with positions='compact'; and None, the model's dtype."
+            )
+        found = config_class.from_dict(options)
         if found.sink_length > self.sink_length:
             raise ValueError(
                 f"{type(self).__name__}.storage keeps {found.sink_length} sinks exact, of which sink_length="

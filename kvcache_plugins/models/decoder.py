@@ -10,6 +10,7 @@ from torch import nn
 from .loops import check_loops
 
 __all__ = [
+    "check_model",
     "decoder_config",
     "decoder_of",
     "decoder_only_config",
@@ -46,6 +47,16 @@ def split_model_or_config(model_or_config: Any) -> tuple[nn.Module | None, Any]:
         f"Expected a transformers model or its configuration, got {type(model_or_config).__name__}: "
         f"{model_or_config!r}."
     )
+
+
+def check_model(model: Any) -> None:
+    """Raise `ValueError` unless something is a model, and no configuration of one."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"bind: expected the transformers model that reads, got {type(model).__name__}, which has no "
+            "layers to look at. Allowed is the model itself, also for a cache that was built of its "
+            "configuration."
+        )
 
 
 def has_encoder(config: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvcache_plugins.cli import main
@@ -77,6 +79,14 @@ def test_a_wrong_value_in_a_file(
 def test_what_a_file_may_hold() -> None:
     options = {"model": "m/m", "depths": None, "lengths": [128], "threads": None, "cache_config": []}
     assert PasskeyOptions.from_dict(options).depths == 5
+
+
+def test_numbers_of_numpy_are_written_down_as_pythons() -> None:
+    cache = {"backend": "kivi", "nbits": np.int64(2)}
+    given = {"model": "m/m", "lengths": [np.int64(128)], "depths": np.int32(3), "cache_config": [cache]}
+    options = PasskeyOptions.from_dict(given)
+    assert json.loads(json.dumps(options.settings()))["depths"] == 3
+    assert json.dumps([options.lengths, options.cache_config]) == '[[128], [{"backend": "kivi", "nbits": 2}]]'
 
 
 @pytest.mark.parametrize(

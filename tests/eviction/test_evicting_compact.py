@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing.comparison import assert_close
 from kvcache_plugins.testing.generation import run_scenario
 from kvcache_plugins.testing.models import tiny_model
@@ -134,3 +135,18 @@ def test_what_compact_positions_cannot_go_with(options: dict[str, Any], match: s
 def test_compact_positions_need_rotary_ones(family: str) -> None:
     with pytest.raises(ValueError, match=r"positions='compact' needs rotary.*'absolute'"):
         bound_cache(model_of(family), {"backend": "knorm", "budget": 24, "positions": "compact"}, 77)
+
+
+def test_positions_that_are_given_are_ignored() -> None:
+    """Tokens are numbered after those that are held, as the README says, by whatever numbers they come."""
+    model, tokens = _model("default"), ids(60)
+    logits = {}
+    for positions in ("absolute", "compact"):
+        config = {"backend": "streaming_llm", "budget": 24, "positions": positions, "evict_at_decode": True}
+        for step in (1, 3):
+            cache = bound_cache(model, config, 60)
+            with torch.no_grad():
+                out = model(tokens, position_ids=step * torch.arange(60)[None], **as_argument(cache))
+            logits[positions, step] = out.logits
+    assert torch.equal(logits["compact", 1], logits["compact", 3])
+    assert (logits["absolute", 1] - logits["absolute", 3]).norm() > 0.01 * logits["absolute", 1].norm()

@@ -66,6 +66,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"storage": {"backend": "h2o", "budget": 10}},
         r"storage must name a backend that keeps every token, got \{'backend': 'h2o'",
     ),
+    "storage-evicting-without-its-budget": (
+        {"storage": {"backend": "streaming_llm"}},
+        r"storage must name a backend that keeps every token, .*'streaming_llm'}\. Allowed .*'int4', 'int8'",
+    ),
     "storage-nested-skips": (
         {"storage": {"backend": "int8", "skip_layers": [0]}},
         r"storage takes no 'skip_layers': give it beside `storage`, got \[0\]",

@@ -12,6 +12,7 @@ from transformers import (
     Blip2Config,
     EncoderDecoderCache,
     InstructBlipConfig,
+    LogitsProcessor,
     PreTrainedConfig,
     T5Config,
     WhisperForCausalLM,
@@ -79,24 +80,41 @@ def test_a_mask_of_another_text(model: Any, given: dict[str, Tensor]) -> None:
         decoded(model, shorter, cache, target(3), [3])
 
 
+class Saying(LogitsProcessor):
+    """Has a model write some tokens, the last one again and again, whatever it thinks itself."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        said = torch.full_like(scores, -torch.inf)
+        said[:, self.tokens[0]] = 0
+        self.tokens = self.tokens[1:] or self.tokens
+        return said
+
+
 @pytest.mark.allow_deprecation("Passing `generation_config` together", reason="Whisper calls generate() so")
-@pytest.mark.parametrize("way", ["again", "long", "fallback"])
+@pytest.mark.parametrize("way", ["again", "long", "fallback", "timestamps"])
 def test_a_cache_hears_one_recording_once(way: str) -> None:
     model, heard = encoder_decoder("whisper", max_target_positions=64), source("whisper")
     cache = kvp.build_cache(model, INT8)
     options: dict[str, Any] = {"return_timestamps": False, "max_new_tokens": 12, "do_sample": False}
-    if way == "long":  # than the 30 seconds that are heard at once
+    if way in ("long", "timestamps"):
         model.generation_config.no_timestamps_token_id = 100
         model.generation_config.max_initial_timestamp_index = 5
+        options["return_timestamps"] = True
+    if way == "timestamps":
+        options["logits_processor"] = [Saying([101, 7, 105, 105, 8])]  # and no time where it ends
+    elif way == "long":  # than the 30 seconds that are heard at once
         waves = torch.randn(1, 8, 7000, generator=torch.Generator().manual_seed(0))
         heard = {"input_features": waves, "attention_mask": torch.ones(1, 7000, dtype=torch.long)}
-        options["return_timestamps"] = True
     elif way == "fallback":  # to another temperature, which hears it again
         heard = {name: tensor[:1] for name, tensor in heard.items()}
         options |= {"temperature": (0.0, 0.4), "logprob_threshold": 1.0, "compression_ratio_threshold": 100.0}
-    else:
+    elif way == "again":
         model.generate(**heard, **options, **as_argument(cache))
-    with pytest.raises(ValueError, match=r"cache has seen 1\d before.* 30 seconds.*='quantized' instead"):
+    message = r"cache has seen 1\d before.* 30 seconds.*return_timestamps=True.*='quantized' instead"
+    with pytest.raises(ValueError, match=message):
         model.generate(**heard, **options, **as_argument(cache))
     asked = {"cache_implementation": "quantized", "cache_config": INT8}
     assert model.generate(**heard, **options, **asked) is not None  # which makes one for every time

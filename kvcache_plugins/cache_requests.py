@@ -1,0 +1,208 @@
+"""What a call of `generate()` asks for, and whether its model and what comes with it can meet that.
+
+Nothing of transformers is imported at the top, because importing this package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from .models.cache_argument import cache_name, given_cache
+from .prompt_chunks import soft_prompt_kind
+from .registry import LEGACY_OPTIONS, TRANSFORMERS_BACKENDS, get_backend, list_backends, suggest
+
+__all__ = [
+    "asks_for_ours",
+    "check_batching",
+    "check_request",
+    "check_use",
+    "is_ours",
+    "names_ours",
+    "own_choice",
+]
+
+_WITHOUT_CACHE = ("flaubert", "openai-gpt", "xlm")
+"""Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
+_SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
+
+
+def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse what would fail later and less clearly, before anything is built.
+
+    Args:
+        model (`PreTrainedModel`): What generates.
+        generation_config (`GenerationConfig`): With `cache_implementation` and `cache_config`.
+        model_kwargs (`dict`): The call's arguments.
+
+    Raises:
+        ValueError: Naming the option, what was given and what is allowed.
+    """
+    implementation = getattr(generation_config, "cache_implementation", None)
+    cache_config = getattr(generation_config, "cache_config", None)
+    if (kv_cache := given_cache(model_kwargs)) is not None:
+        _check_one_cache(model, generation_config, kv_cache)
+    elif implementation is None:
+        _check_not_forgotten(model, cache_config)
+    if implementation != "quantized" or cache_config is None:
+        return
+    if not isinstance(cache_config, Mapping):
+        raise ValueError(
+            "`cache_config` must be a plain dict such as {'backend': 'kivi', 'nbits': 4}, got "
+            f"{cache_config!r} ({type(cache_config).__name__})."
+        )
+    if "backend" not in cache_config:
+        _check_names_of_default(cache_config)
+        return
+    backend = cache_config["backend"]
+    if str(backend).lower() in TRANSFORMERS_BACKENDS:
+        return
+    not_its_own = ("backend", *LEGACY_OPTIONS)
+    own = {name: value for name, value in cache_config.items() if name not in not_its_own}
+    get_backend(backend).config_class.check_names(own)
+    if not model._supports_default_dynamic_cache():  # transformers then ignores `cache_implementation`
+        raise ValueError(
+            f"{type(model).__name__} keeps its past in a class of its own, which transformers cannot "
+            f"exchange: cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed "
+            "for this model is no cache_implementation at all."
+        )
+    if model.config.model_type in _WITHOUT_CACHE:
+        raise ValueError(
+            f"{type(model).__name__} takes no cache and reads its whole text at every step: "
+            f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed for this "
+            "model is no cache_implementation at all."
+        )
+    check_use(model, generation_config, f"cache_implementation='quantized' with backend={backend!r}")
+
+
+def _check_names_of_default(cache_config: Mapping[Any, Any]) -> None:
+    """Refuse options without a backend that are none of transformers' default: a name may be misspelt."""
+    from transformers.cache_utils import QuantizedCache
+
+    parameters = list(inspect.signature(QuantizedCache.__init__).parameters)
+    known = [name for name in parameters if name not in ("self", "backend", "config")]
+    for name in cache_config:
+        if name not in (*known, "config", *LEGACY_OPTIONS):
+            raise ValueError(
+                f"cache_config names no 'backend', and {name!r} is no option of transformers' default, "
+                f"'quanto', which are {known}.{suggest(str(name), ['backend'])} Got {dict(cache_config)!r}; "
+                f"allowed is a 'backend' of {[*list_backends(), *TRANSFORMERS_BACKENDS]}."
+            )
+
+
+def check_batching(model: Any, generation_config: Any, options: Mapping[str, Any] | None = None) -> None:
+    """Refuse a cache of ours for continuous batching, which has paged ones of its own.
+
+    Args:
+        model (`PreTrainedModel`): What generates.
+        generation_config (`GenerationConfig`, *optional*): The call's; the model's own if not given.
+        options (`dict`, *optional*): The call's other arguments, of which transformers looks at few.
+
+    Raises:
+        ValueError: Naming the backend that would be ignored, or is none.
+    """
+    options = options or {}
+    chosen = getattr(model, "generation_config", None) if generation_config is None else generation_config
+    cache_config: Any = options.get("cache_config", getattr(chosen, "cache_config", None))
+    kv_cache, refused = given_cache(options), None
+    if kv_cache is not None and is_ours(kv_cache):
+        refused, allowed = f"a cache of the backend {kv_cache.backend!r}", f"{cache_name()}=None"
+    elif _names_another(cache_config):
+        get_backend(cache_config["backend"])  # an unknown name fails here, naming the closest
+        refused = f"cache_config with backend={cache_config['backend']!r}"
+        allowed = "cache_config=None"
+    if refused is not None:
+        raise ValueError(
+            f"Continuous batching (generate_batch) has paged caches of transformers' own: {refused} would be "
+            f"ignored. Allowed there is {allowed}; generate() uses it."
+        )
+
+
+def _names_another(cache_config: Any) -> bool:
+    """Whether a `cache_config` names a backend that transformers does not have itself."""
+    backend = cache_config.get("backend") if isinstance(cache_config, Mapping) else None
+    return backend is not None and str(backend).lower() not in TRANSFORMERS_BACKENDS
+
+
+def _check_one_cache(model: Any, generation_config: Any, kv_cache: Any) -> None:
+    """Refuse options of one cache beside another, which transformers would use without them.
+
+    Those of the model's own configuration are of the caches that are not given.
+    """
+    cache_config: Any = getattr(generation_config, "cache_config", None)
+    is_given = isinstance(cache_config, Mapping) and cache_config != own_choice(model)[1]
+    if not is_given or getattr(generation_config, "is_assistant", False):
+        return
+    if is_ours(kv_cache):
+        what = f"a cache of the backend {kv_cache.backend!r}"
+    elif names_ours(cache_config):
+        what = f"a {type(kv_cache).__name__}"
+    else:
+        return
+    options = {key: value for key, value in cache_config.items() if key not in LEGACY_OPTIONS}
+    backend = options.pop("backend", None)
+    is_same = is_ours(kv_cache) and str(backend).lower() == kv_cache.backend
+    if not is_same or type(kv_cache.config).from_dict(options) != kv_cache.config:
+        raise ValueError(
+            f"generate() was given {what}, and another one's options, which would be ignored: cache_config="
+            f"{dict(cache_config)!r}. Allowed is one of the two, {cache_name()} or cache_config."
+        )
+
+
+def _check_not_forgotten(model: Any, cache_config: Any) -> None:
+    """Refuse a backend of ours without the word that has transformers look at `cache_config` at all."""
+    if not names_ours(cache_config) or own_choice(model)[0] == "quantized":
+        return  # None was given to turn the model's own choice off
+    raise ValueError(
+        f"cache_config names the backend {cache_config['backend']!r}, which would be ignored: "
+        "cache_implementation is None, or 'hybrid', which transformers takes for that. Allowed is "
+        "cache_implementation='quantized'."
+    )
+
+
+def names_ours(cache_config: Any) -> bool:
+    """Whether a `cache_config` names a backend of the registry."""
+    backend = cache_config.get("backend") if isinstance(cache_config, Mapping) else None
+    return str(backend).lower() in list_backends()
+
+
+def asks_for_ours(generation_config: Any) -> bool:
+    """Whether a generation configuration asks for a cache of the registry."""
+    implementation = getattr(generation_config, "cache_implementation", None)
+    return implementation == "quantized" and names_ours(getattr(generation_config, "cache_config", None))
+
+
+def own_choice(model: Any) -> tuple[Any, Any]:
+    """Return `cache_implementation` and `cache_config` of a model's own generation configuration."""
+    own = getattr(model, "generation_config", None)
+    return getattr(own, "cache_implementation", None), getattr(own, "cache_config", None)
+
+
+def is_ours(value: Any) -> bool:
+    """Whether a cache is a `KVCache`; asked by name, so that a run without one never imports them."""
+    return any(base.__module__.startswith(f"{__package__}.") for base in type(value).__mro__)
+
+
+def check_use(model: Any, generation_config: Any, what: str) -> None:
+    """Refuse a cache for generation that reads its whole text at every step, or brings another one.
+
+    Args:
+        model (`PreTrainedModel`): What generates.
+        generation_config (`GenerationConfig`): The call's own copy.
+        what (`str`): What would be ignored, for the message.
+
+    Raises:
+        ValueError: Naming what was given and what is allowed.
+    """
+    if (soft_prompt := soft_prompt_kind(model)) in _SOFT_PROMPT_CACHES:
+        raise ValueError(
+            f"PEFT's {soft_prompt} puts a dense cache that holds its prefix in the place of every other: "
+            f"{what} would be ignored. Allowed are adapters that leave the cache alone, such as LORA and "
+            "PROMPT_TUNING."
+        )
+    if getattr(generation_config, "use_cache", None) is False:
+        raise ValueError(
+            "use_cache is False, by what generate() was given or by the configuration of "
+            f"{type(model).__name__}: {what} would be of no use. Allowed is use_cache=True."
+        )
