@@ -52,8 +52,9 @@ options = "--dataset text --context_length 384 --prefill_length 256 --max_window
 files = ["--model", model, "--text_files", text, "--output", output]
 status = cli.main(["eval", "perplexity", *options, *files, "--cache_config", '{"backend": "int8"}'])
 answer = generation_worker.measure(
-    {"model": model, "preset": None, "num_layers": None, "dtype": "float32", "device": "cpu", "threads": 1,
-     "cache_config": {"backend": "int8"}, "length": 300, "batch_size": 1, "max_new_tokens": 8}
+    {"model": model, "preset": None, "num_layers": None, "compile": None, "dtype": "float32",
+     "device": "cpu", "threads": 1, "cache_config": {"backend": "int8"}, "length": 300, "batch_size": 1,
+     "max_new_tokens": 8}
 )
 print(json.dumps([status, answer["peak_memory_bytes"] >= answer["memory_before_bytes"] > 0]))
 """
