@@ -127,9 +127,7 @@ class KVCache(SavedCache, CompiledUpdates):
         super().__init__(layers=layers)
         reads_more = any(getattr(layer, "reads_model", False) for layer in layers)  # than keys and values
         reads_more |= any(plan.has_indexer for plan in self._plans)
-        self.compiled_layers = (
-            CompiledLayers(self.layers) if attends_once(config) and not reads_more else None
-        )
+        self.compiled_layers = CompiledLayers(self) if attends_once(config) and not reads_more else None
 
     reads_long_text = False
     """Whether a model with two sets of rotary frequencies is to use those of long texts."""
@@ -236,7 +234,7 @@ class KVCache(SavedCache, CompiledUpdates):
 
     def reset(self) -> None:
         """Forget all tokens, and what earlier calls have told."""
-        super().reset()  # type: ignore[no-untyped-call]  # transformers declares no types here
+        super().reset()
         if self._shelf is not None:
             self._shelf.clear()
         self.reads_long_text, self.whole_prompt_reason = False, None

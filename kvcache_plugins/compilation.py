@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.fx.node import has_side_effect
 
 __all__ = ["define_opaque", "makes_graph", "outside_graphs"]
 
@@ -22,15 +23,20 @@ def outside_graphs(function: _Function) -> _Function:
     return uncompiled
 
 
-def makes_graph() -> bool:
+def makes_graph(device_type: str) -> bool:
     """Whether a compiler is making a graph of what runs, in which the caller may put an operator.
 
-    Not of one that is exported, for other processes, or that needs gradients, which operators do not have.
+    Not of one that is exported, for other processes, that needs gradients, which operators do not have, or
+    under autocast, which is over when a graph runs.
+
+    Args:
+        device_type (`str`): Of the tensors.
     """
     return (
         torch.compiler.is_dynamo_compiling()
         and not torch.compiler.is_exporting()
         and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(device_type)
     )
 
 
@@ -51,3 +57,6 @@ def define_opaque(name: str, schema: str, function: Callable[..., Any], shape: C
     torch.library.define(f"kvcache_plugins::{name}", schema, tags=(torch.Tag.cudagraph_unsafe,))
     torch.library.impl(f"kvcache_plugins::{name}", "default", function)
     torch.library.register_fake(f"kvcache_plugins::{name}", shape)
+    has_side_effect(
+        getattr(torch.ops.kvcache_plugins, name).default
+    )  # or it is left out of what nobody reads

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compilation import define_opaque
-from ..layers.compiled import CompiledHandle, known_layers
+from ..layers.compiled import are_of_one_update, known_layers
 
 __all__ = ["attend_in_graph"]
 
@@ -56,8 +56,7 @@ def attend_in_graph(
     numbers = [scaling, *(kwargs.get(name) for name in _NUMBERS)]
     tensors = [attention_mask, *(kwargs.get(name) for name in _TENSORS)]
     if (
-        not (isinstance(key, CompiledHandle) and isinstance(value, CompiledHandle))
-        or key.token is not value.token
+        not are_of_one_update(key, value)
         or module.training
         or not all(number is None or isinstance(number, (int, float)) for number in numbers)
         or not all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors)
@@ -101,7 +100,13 @@ def _attend(
     mask: Tensor | None,
     *tensors: Tensor | None,
 ) -> Tensor:
-    key, value = known_layers(number).taken.pop(layer_idx)  # or an evicting layer would be there twice
+    taken = known_layers(number).taken
+    if layer_idx not in taken:
+        raise RuntimeError(
+            f"A compiled model attended twice to what an update of layer {layer_idx} returned, which is not "
+            "kept. Allowed are models that attend to it once, or are not compiled."
+        )
+    key, value = taken.pop(layer_idx)  # or an evicting layer would be there twice
     output: Tensor
     output, _ = _functions()[function](
         _Module(is_causal, groups),

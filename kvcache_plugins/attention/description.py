@@ -92,13 +92,14 @@ def _format_of(stream: Stream) -> _Format:
     period = rotary_dim = 0
     cos: Tensor | None = None
     sin: Tensor | None = None
-    if isinstance(outer, WrappedCodec) and type(outer) in (ScaledCodec, RotatedCodec, UnrotatedCodec):
+    is_unrotated = type(outer) is UnrotatedCodec and isinstance(outer.inner, NonUniformCodec)
+    if isinstance(outer, WrappedCodec) and (type(outer) in (ScaledCodec, RotatedCodec) or is_unrotated):
         codec = outer.inner
     if isinstance(outer, RotatedCodec):
         period, rotary_dim = outer.period, outer.rotary.rotary_dim
         cos, sin = rotation_tables(outer.rotary, period, device)
     code_format = code_format_of(codec)
-    has_levels = isinstance(codec, NonUniformCodec) and (outer is codec or type(outer) is UnrotatedCodec)
+    has_levels = isinstance(codec, NonUniformCodec) and (outer is codec or is_unrotated)
     if has_levels:
         code_format = FORMATS["nonuniform"]
         rotary_dim = 2 * len(outer.rotary.inv_freq) if isinstance(outer, UnrotatedCodec) else 0

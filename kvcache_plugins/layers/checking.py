@@ -53,7 +53,9 @@ def check_states(layer: PackedLayer, key_states: Tensor, value_states: Tensor) -
             that is not whole.
     """
     parts, shape = layer.uniform_layers, key_states.shape
-    if parts[0] is layer and not layer.is_torn:  # one answer for all, as a step takes no longer than it must
+    if (
+        parts[0] is layer and not layer.is_torn and len(shape) == 4
+    ):  # one answer for all, as a step takes no longer than it must
         batch_size, heads, *_ = layer.records.data.shape
         pads = layer.padding.lengths
         if (

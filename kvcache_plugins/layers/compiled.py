@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,7 +24,14 @@ from ..compilation import define_opaque, makes_graph, outside_graphs
 from .base import PackedLayer
 from .storing import storing
 
-__all__ = ["CompiledHandle", "CompiledLayers", "CompiledUpdates", "handed_over", "known_layers"]
+__all__ = [
+    "CompiledHandle",
+    "CompiledLayers",
+    "CompiledUpdates",
+    "are_of_one_update",
+    "handed_over",
+    "known_layers",
+]
 
 _known: WeakValueDictionary[int, CompiledLayers] = WeakValueDictionary()
 
@@ -31,10 +39,8 @@ _known: WeakValueDictionary[int, CompiledLayers] = WeakValueDictionary()
 class CompiledLayers:
     """The layers of a cache, as the operators of a graph find them.
 
-    A copy of it, of whatever kind, is of the copied layers.
-
     Args:
-        layers (`list`): Of the cache.
+        cache (`Cache`): Whose layers they are; a copy of it has a copy of this.
 
     Attributes:
         number (`torch.Tensor`): int64 `(1,)` on the CPU, another for every cache: as a plain integer it would
@@ -43,15 +49,22 @@ class CompiledLayers:
             are attended to.
     """
 
-    def __init__(self, layers: list[Any]) -> None:
-        self.layers = layers
+    def __init__(self, cache: Cache) -> None:
+        self._cache = weakref.ref(cache)
         with storing():  # to compilers, one made in inference mode is of another kind
             self.number = torch.tensor([id(self)], dtype=torch.int64, device="cpu")
         self.taken: dict[int, tuple[Tensor, Tensor]] = {}
         _known[id(self)] = self
 
+    @property
+    def layers(self) -> list[Any]:
+        """What the cache consists of now."""
+        cache = self._cache()
+        assert cache is not None  # it holds this
+        return cache.layers
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return CompiledLayers, (self.layers,)
+        return CompiledLayers, (self._cache(),)
 
 
 class CompiledHandle:
@@ -80,6 +93,8 @@ class CompiledHandle:
         return self.layers.taken[self.layer_idx][self.side]
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "layers":  # of one that is being copied
+            raise AttributeError(name)
         return getattr(self.states(), name)
 
     @classmethod
@@ -91,8 +106,16 @@ def _of_states(operation: Any) -> Any:
     return lambda self, *args: operation(self.states(), *args)
 
 
-for _name in ("getitem", "len", "add", "sub", "mul", "truediv", "matmul", "neg"):
-    setattr(CompiledHandle, f"__{_name}__", _of_states(getattr(operator, _name, len)))
+def _behind(operation: Any) -> Any:
+    return lambda self, other: operation(other, self.states())
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+    setattr(CompiledHandle, f"__{_name}__", _of_states(getattr(operator, _name)))
+    setattr(CompiledHandle, f"__r{_name}__", _behind(getattr(operator, _name)))
+for _name in ("getitem", "neg", "lt", "le", "gt", "ge"):
+    setattr(CompiledHandle, f"__{_name}__", _of_states(getattr(operator, _name)))
+CompiledHandle.__len__ = _of_states(len)  # type: ignore[attr-defined]
 
 
 def handed_over(key: Any, value: Any) -> tuple[Any, Any]:
@@ -100,9 +123,15 @@ def handed_over(key: Any, value: Any) -> tuple[Any, Any]:
 
     Nothing else holds it from then on, lest a layer that evicts be there twice.
     """
-    if isinstance(key, CompiledHandle) and isinstance(value, CompiledHandle) and key.token is value.token:
+    if are_of_one_update(key, value):
         return _hand_over(key.layers, key.layer_idx)
     return _resolved(key), _resolved(value)
+
+
+def are_of_one_update(key: Any, value: Any) -> bool:
+    """Whether two handles of a graph are the keys and the values that one update returned."""
+    is_pair = isinstance(key, CompiledHandle) and isinstance(value, CompiledHandle)
+    return is_pair and key.token is value.token and (key.side, value.side) == (0, 1)
 
 
 @outside_graphs
@@ -122,7 +151,12 @@ def known_layers(number: Tensor) -> CompiledLayers:
 def _update(number: Tensor, layer_idx: int, key_states: Tensor, value_states: Tensor) -> Tensor:
     # an operator is registered once, also where this module is imported again
     known: CompiledLayers = sys.modules[__name__].known_layers(number)
-    known.taken[layer_idx] = known.layers[layer_idx].update(key_states, value_states)
+    layer = known.layers[layer_idx]
+    if key_states.shape[2] > 1 or not layer.is_initialized:
+        # what is returned may be these themselves, whose memory is free for the graph from here on
+        key_states, value_states = key_states.clone(), value_states.clone()
+    known.taken.clear()  # of layers that were read and not taken over
+    known.taken[layer_idx] = layer.update(key_states, value_states)
     return key_states.new_empty(1)
 
 
@@ -163,8 +197,9 @@ class CompiledUpdates(Cache):
         """
         layer = self.layers[layer_idx]
         if torch.compiler.is_dynamo_compiling() and isinstance(layer, PackedLayer):
-            layers = self.compiled_layers if makes_graph() else None
-            if layers is None:
+            layers = self.compiled_layers if makes_graph(key_states.device.type) else None
+            # nothing would order a second update behind the attention that reads the first
+            if layers is None or layer.updated_length != layer.cumulative_length:
                 return self._update_untraced(key_states, value_states, layer_idx, *args, **kwargs)
             # as the operator will have set it, for what else is traced and asks how many tokens there are
             layer.cumulative_length = layer.cumulative_length + key_states.shape[2]
@@ -174,6 +209,25 @@ class CompiledUpdates(Cache):
                 CompiledHandle(layers, layer_idx, token, value_states.shape[3], 1),
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @outside_graphs
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()  # type: ignore[no-untyped-call]  # transformers declares no types here
+        if self.compiled_layers is not None:
+            self.compiled_layers.taken.clear()
+
+    @outside_graphs
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens."""
+        super().crop(tokens_to_remove)
+
+    def __copy__(self) -> Any:
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        if self.compiled_layers is not None:
+            copied.compiled_layers = CompiledLayers(copied)
+        return copied
 
     @outside_graphs
     def _update_untraced(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
