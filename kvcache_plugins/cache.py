@@ -125,9 +125,9 @@ class KVCache(SavedCache, CompiledUpdates):
                 stacklevel=2,
             )
         super().__init__(layers=layers)
-        reads_more = any(getattr(layer, "reads_model", False) for layer in layers)  # than keys and values
-        reads_more |= any(plan.has_indexer for plan in self._plans)
-        self.compiled_layers = CompiledLayers(self) if attends_once(config) and not reads_more else None
+        # of layers that evict a compiler cannot know how many tokens they hold after an update
+        is_known = not self.evicts and not any(plan.has_indexer for plan in self._plans)
+        self.compiled_layers = CompiledLayers(self) if attends_once(config) and is_known else None
 
     reads_long_text = False
     """Whether a model with two sets of rotary frequencies is to use those of long texts."""

@@ -143,7 +143,7 @@ class HeadwiseLayer(EvictingLayer):
         with changing(self):
             for _, layer in self.parts:
                 layer.crop(tokens_to_remove)
-            self.updated_length = self.cumulative_length = self.cumulative_length + int(tokens_to_remove)
+            self.cumulative_length += int(tokens_to_remove)
             self._due, self._postponed = self._postponed, None
             self.evict_due()
 
@@ -208,8 +208,7 @@ class HeadwiseLayer(EvictingLayer):
         self.parts, self.is_initialized = tuple(parts), True
         self.dtype, self.device = parts[0].layer.dtype, parts[0].layer.device
         self.pads = tensors.get("pads")
-        self.updated_length = self.cumulative_length = facts["cumulative_length"]
-        self._budget = facts["kept"]
+        self.cumulative_length, self._budget = facts["cumulative_length"], facts["kept"]
         self.prompt_length, self._turn_length = facts["prompt_length"], facts["turn_length"]
 
     @property

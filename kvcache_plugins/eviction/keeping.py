@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..compilation import outside_graphs
 from ..kernels import cuda_loader
 from ..kernels.gathering import gather_records
 from ..kernels.layout import MAX_HEAD_DIM
@@ -26,19 +25,7 @@ from .renumbering import turn_to_slots
 if TYPE_CHECKING:
     from .layer import EvictingLayer
 
-__all__ = ["held_by", "keep_slots"]
-
-
-def held_by(layer: EvictingLayer) -> int:
-    """Tokens that a layer holds; if an update of it is in a graph that is being made, once that has run."""
-    if torch.compiler.is_dynamo_compiling() and layer.updated_length != layer.cumulative_length:
-        return _held_untraced(layer)
-    return layer.stored_length
-
-
-@outside_graphs
-def _held_untraced(layer: EvictingLayer) -> int:
-    return layer.stored_length
+__all__ = ["keep_slots"]
 
 
 def keep_slots(layer: EvictingLayer, index: Tensor) -> None:

@@ -26,7 +26,7 @@ from ..layers.storing import storing
 from ..layers.stream import StreamSpec
 from ..layers.view import StreamView, joined
 from ..models.facts import LayerFacts
-from .keeping import held_by, keep_slots
+from .keeping import keep_slots
 from .ledger import Ledger
 from .options import EvictingConfig
 from .pooling.stage import keep_and_pool
@@ -167,7 +167,7 @@ class EvictingLayer(PackedLayer):
         count, seen = key_states.shape[2], self.cumulative_length
         phase, has_drafts = self._phase(seen, count), self._has_drafts(seen + count)
         read = self._take(key_states, value_states, has_drafts)
-        self.updated_length = self.cumulative_length = self.cumulative_length + count
+        self.cumulative_length += count
         self._awaits_queries = True
         if self.evicts:
             self.budget_for(count)
@@ -210,7 +210,7 @@ class EvictingLayer(PackedLayer):
 
     @property
     def held_length(self) -> int:
-        return held_by(self)
+        return self.stored_length
 
     @property
     def mean_held(self) -> int:

@@ -163,7 +163,7 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
         is_first, self.is_torn = self.cumulative_length == 0, True
         self.prefetch()
         keys, values = self._append(key_states, value_states, defer=self.record_past)
-        self.updated_length = self.cumulative_length = self.cumulative_length + key_states.shape[-2]
+        self.cumulative_length += key_states.shape[-2]
         self.is_torn = False
         if is_first:
             return key_states, value_states
@@ -287,7 +287,7 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
             return
         length = max(0, self.stored_length + tokens_to_remove)  # 0 too where older tokens were evicted
         with storing(), changing(self):
-            self.updated_length = self.cumulative_length = self.cumulative_length + tokens_to_remove
+            self.cumulative_length += tokens_to_remove
             for stream in self.streams:
                 stream.truncate(length)
                 stream.settle()
@@ -366,7 +366,7 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
         if facts["metadata_bytes"] == 4:
             self.records.widen_metadata()
         self.records.load(tensors["records"])
-        self.updated_length = self.cumulative_length = facts["cumulative_length"]
+        self.cumulative_length = facts["cumulative_length"]
         for stream in self.streams:
             prefix = f"{stream.side}_"
             own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
@@ -383,7 +383,7 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
 
     def _forget(self) -> None:
         self.is_initialized = self.is_torn = False
-        self.updated_length = self.cumulative_length = 0  # other numbers only while a graph is made
+        self.cumulative_length = 0
         for name in ("records", "key_stream_", "value_stream_"):
             self.__dict__.pop(name, None)
 

@@ -198,8 +198,7 @@ class CompiledUpdates(Cache):
         layer = self.layers[layer_idx]
         if torch.compiler.is_dynamo_compiling() and isinstance(layer, PackedLayer):
             layers = self.compiled_layers if makes_graph(key_states.device.type) else None
-            # nothing would order a second update behind the attention that reads the first
-            if layers is None or layer.updated_length != layer.cumulative_length:
+            if layers is None:
                 return self._update_untraced(key_states, value_states, layer_idx, *args, **kwargs)
             # as the operator will have set it, for what else is traced and asks how many tokens there are
             layer.cumulative_length = layer.cumulative_length + key_states.shape[2]
