@@ -106,7 +106,7 @@ def _attend(
             f"A compiled model attended twice to what an update of layer {layer_idx} returned, which is not "
             "kept. Allowed are models that attend to it once, or are not compiled."
         )
-    key, value = taken.pop(layer_idx)  # or an evicting layer would be there twice
+    key, value = taken.pop(layer_idx)  # or a prompt would be there until the next update
     output: Tensor
     output, _ = _functions()[function](
         _Module(is_causal, groups),

@@ -121,7 +121,7 @@ CompiledHandle.__len__ = _of_states(len)  # type: ignore[attr-defined]
 def handed_over(key: Any, value: Any) -> tuple[Any, Any]:
     """What two handles of a graph stand for, for whoever attends to them; anything else as it is.
 
-    Nothing else holds it from then on, lest a layer that evicts be there twice.
+    Nothing else holds it from then on, lest a prompt be there until the next update.
     """
     if are_of_one_update(key, value):
         return _hand_over(key.layers, key.layer_idx)
@@ -151,12 +151,9 @@ def known_layers(number: Tensor) -> CompiledLayers:
 def _update(number: Tensor, layer_idx: int, key_states: Tensor, value_states: Tensor) -> Tensor:
     # an operator is registered once, also where this module is imported again
     known: CompiledLayers = sys.modules[__name__].known_layers(number)
-    layer = known.layers[layer_idx]
-    if key_states.shape[2] > 1 or not layer.is_initialized:
-        # what is returned may be these themselves, whose memory is free for the graph from here on
-        key_states, value_states = key_states.clone(), value_states.clone()
     known.taken.clear()  # of layers that were read and not taken over
-    known.taken[layer_idx] = layer.update(key_states, value_states)
+    # copies: what is returned may be the states themselves, whose memory is free for the graph from here on
+    known.taken[layer_idx] = known.layers[layer_idx].update(key_states.clone(), value_states.clone())
     return key_states.new_empty(1)
 
 

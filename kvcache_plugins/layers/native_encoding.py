@@ -84,8 +84,7 @@ class NativeEncoder:
 
         Pads and sinks take no part in statistics, which is the codec's to respect.
         """
-        is_plain = start + padding.dropped >= padding.longest + padding.sink_length
-        return is_plain and bool(self.layout) and self.may_encode()
+        return bool(self.layout) and start >= padding.first_plain_slot and self.may_encode()
 
     def encode(
         self, records: Records, states: Tensor, start: int, padding: Padding, outliers: OutlierStore | None

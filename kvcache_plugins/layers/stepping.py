@@ -105,7 +105,7 @@ def _advance(stream: Stream, step: _Step, count: int, is_packed: bool) -> Stream
     """Count the new tokens and those that have been packed; return what attention reads in this call."""
     tail = stream.tail
     tail.length += count
-    view = StreamView(stream, stream.packed_length, (tail.view(),))
+    view = StreamView.of(stream)
     if is_packed and (packed := step.plan[2]):
         tail.drop(packed)
         stream.packed_length += packed
