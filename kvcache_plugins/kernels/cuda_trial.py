@@ -119,7 +119,7 @@ def _model(device: torch.device) -> str:
 
 def _driver() -> str:
     with suppress(OSError, IndexError):
-        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0].strip()
     version = ctypes.c_int()
     with suppress(OSError, AttributeError):  # where the system tells no more, as in some containers
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:

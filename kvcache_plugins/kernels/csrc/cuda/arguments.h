@@ -90,6 +90,11 @@ struct AttentionArguments {
   int32_t plain_begin, plain_end;  // products of these blocks are logits: nothing is hidden, added or capped
   int32_t general_begin, general_end, general_splits;  // everything else
   int32_t sink_splits;  // 1 if one more thread block attends to what `fast` leaves out because it holds sinks
+  // Where the fast path attends to the newest slots as well: blocks whose keys are packed and values exact, and blocks of
+  // exact keys, from slot `exact_start` on; `fast_splits` then share all three kinds, and nothing is `general`.
+  int32_t mixed_begin, mixed_end, exact_begin, exact_end;
+  int64_t exact_start;
+  int32_t are_exact_plain;  // as with `plain_end`, of these
   UnitCopy key_copy, value_copy;
   // Of the fast path: room for either; units of a warp in shared memory, of which one is worked on and one or two are
   // on the way; their bytes; and those from the start of shared memory on that hold all of them, or the results.
@@ -103,6 +108,9 @@ struct AttentionArguments {
   float *partial_sums, *partial_outputs;
   void* output;
 
+  KVCACHE_BOTH int fast_units() const {
+    return fast_end - fast_begin + (mixed_end - mixed_begin) + (exact_end - exact_begin);
+  }
   KVCACHE_BOTH int splits() const { return fast_splits + general_splits + sink_splits; }
   // Of a block, those that are not left to `general`; slots fit 32 bits.
   KVCACHE_BOTH int tokens_of(int block) const { return static_cast<int>(fast_stop) - block * kBlockTokens; }

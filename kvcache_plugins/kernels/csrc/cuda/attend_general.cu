@@ -35,5 +35,6 @@ int merge_rows(const AttentionArguments& a, int batch, void* stream) {
 }
 
 int attention_shared_bytes(const AttentionArguments& a, int columns) { return shared_bytes(a, columns); }
+int known_attention_shared_bytes(const AttentionArguments& a) { return known_shared_bytes(a); }
 
 }  // namespace kvcache

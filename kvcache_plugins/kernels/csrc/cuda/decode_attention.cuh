@@ -8,8 +8,8 @@
 
 namespace kvcache {
 
-// Up to `8 kColumns` query rows, values of up to `16 kTiles` channels; `kIsKnown`: of a known format.
-template <int kColumns, int kTiles, bool kIsKnown = false>
+// Up to `8 kColumns` query rows, values of up to `16 kTiles` channels.
+template <int kColumns, int kTiles>
 KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 4 : 2)) attend_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
   const Rows rows = Rows::mine(a);
@@ -17,12 +17,18 @@ KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 4 : 2)) attend_kernel(const A
   const int split = static_cast<int>(blockIdx.y), general = a.general_splits + a.sink_splits;
   if (split < general) {
     attend_general<false>(a, rows, shared, split, split);
-  } else if constexpr (kIsKnown) {
-    const AttentionArguments known = as_two_bits(a);
-    attend_fast<kColumns, kTiles>(known, rows, shared, split - general, split);
   } else {
     attend_fast<kColumns, kTiles>(a, rows, shared, split - general, split);
   }
+}
+
+// Up to 8 query rows, a format of known_formats.h.
+template <typename Format>
+KVCACHE_KERNEL(kThreads, Format::kResident) attend_known_kernel(const AttentionArguments a) {
+  KVCACHE_SHARED(shared);
+  const AttentionArguments known = as_known<Format>(a);
+  const int split = static_cast<int>(blockIdx.y);
+  attend_fast<1, Format::kChunks, true>(known, Rows::mine(known), shared, split, split);
 }
 
 // KVQuant: up to 8 query rows, values of up to `16 kTiles` channels.
@@ -38,7 +44,10 @@ KVCACHE_KERNEL(kThreads, 2) attend_levels_kernel(const AttentionArguments a) {
   }
 }
 
-// Bytes of dynamic shared memory of the attending kernel; `columns` 0 stands for the general one.
+// Bytes of dynamic shared memory of a kernel of known_formats.h.
+inline int known_shared_bytes(const AttentionArguments& a) { return FastMemory(a, 1).bytes; }
+
+// Bytes of that of the others; `columns` 0 stands for the general one.
 inline int shared_bytes(const AttentionArguments& a, int columns) {
   const int general = GeneralMemory::bytes(a);
   if (columns == 0) return general;
@@ -51,6 +60,11 @@ inline dim3 attention_grid(const AttentionArguments& a, int batch) {
   grid.x = static_cast<unsigned>(static_cast<int64_t>(batch) * a.records.heads * a.chunks);  // fastest
   grid.y = static_cast<unsigned>(a.splits());
   return grid;
+}
+
+template <typename Format>
+int launch_known(const AttentionArguments& a, int batch, void* stream) {
+  return launch<attend_known_kernel<Format>>(attention_grid(a, batch), kThreads, known_shared_bytes(a), stream, a);
 }
 
 }  // namespace kvcache

@@ -95,8 +95,54 @@ void lay_out_ring(AttentionArguments& a, int slots, int columns) {
   a.ring_bytes = (a.ring_bytes + 127) / 128 * 128;
 }
 
-// Divides the slots among thread blocks; returns the columns of the fast path, 0 for none.
-int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& device) {
+// A kernel for one format.
+struct KnownKernel {
+  bool (*is_served)(AttentionArguments&);
+  int (*attend)(const AttentionArguments&, int, void*);
+  int slots;  // of a warp's ring
+};
+
+template <typename Format>
+constexpr KnownKernel known(int (*attend)(const AttentionArguments&, int, void*)) {
+  return {is_known<Format>, attend, Format::kSlots};
+}
+
+constexpr KnownKernel kKnownKernels[] = {
+    known<Int8>(attend_int8),
+    known<Float8>(attend_float8),
+    known<Int4>(attend_int4),
+    known<Kivi4>(attend_kivi_4),
+    known<Kivi4Wide>(attend_kivi_4_wide),
+    known<Kivi2>(attend_kivi_2),
+    known<Kivi4Rotated>(attend_kivi_4_rotated),
+    known<Kivi4WideRotated>(attend_kivi_4_wide_rotated),
+    known<Kivi2Rotated>(attend_kivi_2_rotated),
+};
+
+// Whether the exact tokens of a side can be read as exact_tokens.cuh does: one segment of the queries' dtype, of which
+// 8 bytes are loaded at a time, and whose numbers of a row and head can be counted in 32 bits.
+bool is_exact_fast(const Side& side, int32_t query_dtype) {
+  const Segment& s = side.segments[0];
+  if (side.num_segments == 0) return true;
+  const int64_t apart = s.batch_stride | s.head_stride | s.token_stride;
+  return side.num_segments == 1 && side.dtype == query_dtype && apart % 4 == 0 &&
+         reinterpret_cast<uintptr_t>(s.data) % 8 == 0 && s.length * s.token_stride < int64_t{1} << 31;
+}
+
+bool are_newest_fast(const AttentionArguments& a) {
+  const int64_t apart = a.query_batch_stride | a.query_head_stride | a.query_token_stride;
+  return a.key.packed_length >= a.value.packed_length && is_exact_fast(a.key, a.query_dtype) &&
+         is_exact_fast(a.value, a.query_dtype) && apart % 4 == 0 && reinterpret_cast<uintptr_t>(a.query) % 8 == 0;
+}
+
+// Which kernel attends: to how many times 8 query rows at once by tensor cores (0: not by them), and of which format.
+struct Choice {
+  int columns;
+  const KnownKernel* known;
+};
+
+// Divides the slots among thread blocks.
+Choice plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& device) {
   const int64_t rows = static_cast<int64_t>(a.group) * a.query_length;
   const bool are_levels = a.key.format == kNonUniform;
   int columns = rows > 8 && a.value.head_dim <= 128 && !are_levels ? 2 : 1;  // registers bound the product of the two
@@ -132,7 +178,17 @@ int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& devic
     a.value_groups = are_known && a.value.width <= most_groups ? a.value.width : 0;
     a.are_values_aligned = a.value.nbits == 8 || chunks % (a.value.nbits == 4 ? 4 : 8) == 0 || a.value_groups > 0;
   }
-  for (; columns > 0; --columns) {  // fewer rows at once need less memory
+  const KnownKernel* known = nullptr;
+  if (columns == 1 && rows <= 8 && are_newest_fast(a)) {
+    for (const KnownKernel& each : kKnownKernels)
+      if (each.is_served(a)) known = &each;
+  }
+  if (known != nullptr) {
+    lay_out_ring(a, known->slots, columns);
+    resident = std::min(4, (device.shared_bytes() + 1024) / (known_attention_shared_bytes(a) + 1024));
+    if (resident == 0) known = nullptr;
+  }
+  for (; columns > 0 && known == nullptr; --columns) {  // fewer rows at once need less memory
     a.chunk_rows = rows_at_once(columns);
     const int most = columns == 1 && a.value.head_dim <= 128 && !are_levels ? 4 : 2;  // by registers
     resident = 0;
@@ -172,6 +228,22 @@ int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& devic
     }
     a.sink_splits = a.key.sink_length > 0 || a.value.sink_length > 0;
   }
+  if (known != nullptr) {  // it reads what is not packed as well
+    const int64_t keys = a.key.packed_length;
+    const auto begin_at = [first](int64_t slot) { return static_cast<int32_t>(std::max(first, slot / kBlockTokens)); };
+    const auto end_before = [](int64_t slot) { return static_cast<int32_t>((slot + kBlockTokens - 1) / kBlockTokens); };
+    a.mixed_begin = begin_at(packed);
+    a.mixed_end = keys > packed ? std::max(a.mixed_begin, end_before(keys)) : a.mixed_begin;
+    a.exact_begin = begin_at(keys);
+    a.exact_end = a.length > keys ? std::max(a.exact_begin, end_before(a.length)) : a.exact_begin;
+    a.exact_start = keys;
+    a.general_end = a.general_begin;
+    const bool is_seen = a.is_causal == 0 || a.query_length == 1;
+    const bool is_open = a.window <= 0 || a.length - a.window <= packed;  // what no query has in its window is packed
+    a.are_exact_plain = a.softcap <= 0 && a.alibi == nullptr && a.bias == nullptr && is_seen && is_open;
+    a.fast_splits = choose_splits(a.fast_units(), 0, 0, row_groups, places).fast;
+    return {columns, known};
+  }
   const int64_t general = a.general_end - a.general_begin;
   if (columns > 0) {
     const Splits splits = choose_splits(a.fast_end - first, general, a.sink_splits, row_groups, places);
@@ -181,7 +253,7 @@ int plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& devic
     const int64_t at_once = std::max<int64_t>(1, 2 * places / std::max<int64_t>(1, row_groups));
     a.general_splits = static_cast<int32_t>(std::min({general, kMostGeneralSplits, at_once}));
   }
-  return columns;
+  return {columns, nullptr};
 }
 
 // Contiguous fp32 numbers of this shape, or null where there are none.
@@ -250,7 +322,7 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, 
 
   at::Tensor output = at::empty({batch, query_heads, query_length, value_dim}, query.options());
   if (output.numel() == 0) return output;
-  const int columns = plan(a, batch, a.query_dtype != kFloat32, device);
+  const auto [columns, known] = plan(a, batch, a.query_dtype != kFloat32, device);
   const int64_t partials = batch * query_heads * query_length * a.splits();
   const at::Tensor scratch = at::empty({partials * (value_dim + 2)}, query.options().dtype(at::kFloat));
   a.partial_sums = scratch.mutable_data_ptr<float>();
@@ -258,12 +330,12 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, 
   a.output = output.mutable_data_ptr();
   const bool is_wide = value_dim > 128;
   const bool are_levels = a.key.format == kNonUniform;
-  const auto attend = columns == 0   ? attend_general_rows
-                      : are_levels   ? (is_wide ? attend_levels_wide : attend_levels)
-                      : columns == 2 ? attend_16_rows
-                      : is_wide      ? attend_8_rows_wide
-                      : are_two_bits(a) ? attend_two_bits
-                                        : attend_8_rows;
+  const auto attend = known != nullptr ? known->attend
+                      : columns == 0   ? attend_general_rows
+                      : are_levels     ? (is_wide ? attend_levels_wide : attend_levels)
+                      : columns == 2   ? attend_16_rows
+                      : is_wide        ? attend_8_rows_wide
+                                       : attend_8_rows;
   device.check(attend(a, static_cast<int>(batch), device.stream()));
   device.check(merge_rows(a, static_cast<int>(batch), device.stream()));
   return output;

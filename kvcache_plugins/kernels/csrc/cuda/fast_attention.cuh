@@ -10,6 +10,7 @@
 // the compiler knows the format (known_formats.h) they are 1120. A mask or another bias takes some 410 more (as PTX).
 #pragma once
 
+#include "exact_tokens.cuh"
 #include "fast_keys.cuh"
 #include "fast_values.cuh"
 #include "general_attention.cuh"
@@ -209,12 +210,12 @@ KVCACHE_DEVICE void place_tokens(const AttentionArguments& a, const KeyUnit& uni
   }
 }
 
-// Applies to logits what is more than a product: masks, biases, and that slots end. All biases of a row are asked for
+// Applies to logits what is more than a product: masks, biases, and that slots end before `end`. All biases of a row are asked for
 // before one is waited for. Columns without a row do as the first row: nobody reads what becomes of them.
 template <int kColumns>
-KVCACHE_DEVICE void adjust(const AttentionArguments& a, const Rows& rows, int block, float (&c)[kColumns][4][4]) {
+KVCACHE_DEVICE void adjust(const AttentionArguments& a, const Rows& rows, int block, int end,
+                           float (&c)[kColumns][4][4]) {
   const int lane = opaque_lane(), g = lane / 4, t = lane % 4;
-  const int end = a.tokens_of(block);
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -248,10 +249,8 @@ KVCACHE_DEVICE void adjust(const AttentionArguments& a, const Rows& rows, int bl
 // Turns logits into weights: c[n][k] holds tokens 16k + 2g (0, 1) and the next (2, 3), query rows 8n + 2t and the
 // next. The weights go to shared memory as fragments for the values.
 template <int kColumns, int kTiles>
-KVCACHE_DEVICE void weigh(const AttentionArguments& a, const Rows& rows, int block, float (&c)[kColumns][4][4],
-                          WarpState<kColumns, kTiles>& state, uint2* weights) {
+KVCACHE_DEVICE void weigh(float (&c)[kColumns][4][4], WarpState<kColumns, kTiles>& state, uint2* weights) {
   const int lane = opaque_lane();
-  if (block < a.plain_begin || block >= a.plain_end) adjust(a, rows, block, c);
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
     float best[2] = {-infinity(), -infinity()};
@@ -379,13 +378,71 @@ KVCACHE_DEVICE void merge_warps(const AttentionArguments& a, const Rows& rows, c
   }
 }
 
-// One split: a range of whole packed blocks, every fourth of them per warp. Its results go to `place` among those of
-// all.
-template <int kColumns, int kTiles>
+// Points a unit to the keys of a block in shared memory and multiplies them: logits in units of log 2, but for what
+// `adjust` does.
+template <int kColumns>
+KVCACHE_DEVICE void multiply_packed_keys(const AttentionArguments& a, KeyUnit& key, const uint8_t* codes, int block,
+                                         float (&products)[kColumns][4][4]) {
+  key.codes = codes;
+  key.scale = key.codes + a.key_copy.scale;
+  key.minimum = key.codes + a.key_copy.minimum;
+  key.phase = a.key.cos != nullptr ? block * kBlockTokens % a.key.period : 0;
+  multiply_keys(a.key, key, products);
+  if (a.key.scale_offset >= 0 && a.key.width == 1) place_tokens(a, key, products);
+}
+
+// Units beyond the packed blocks: of which block, and which of its slots.
+struct ExactUnit {
+  bool is_mixed;  // keys are packed
+  int block;
+  SlotRange slots;
+
+  KVCACHE_DEVICE ExactUnit(const AttentionArguments& a, int unit) {
+    const int mixed = a.mixed_end - a.mixed_begin, further = unit - (a.fast_end - a.fast_begin);
+    is_mixed = further < mixed;
+    block = is_mixed ? a.mixed_begin + further : a.exact_begin + further - mixed;
+    slots.start = block * kBlockTokens;
+    const int low = static_cast<int>(is_mixed ? a.fast_stop : a.exact_start) - slots.start;
+    const int high = static_cast<int>(is_mixed ? a.exact_start : a.length) - slots.start;
+    slots.first = low > 0 ? low : 0;
+    slots.last = high < kBlockTokens ? high : kBlockTokens;
+  }
+};
+
+// The newest slots, of which values are exact: this warp's units from `unit` on. `state` holds what codes stand for.
+template <bool kIsHalf, int kColumns, int kTiles>
+KVCACHE_DEVICE void attend_exact(const AttentionArguments& a, const Rows& rows, const UnitRing<true>& ring, int unit,
+                                 int last, KeyUnit& key, WarpState<kColumns, kTiles>& state, uint2* weights) {
+#pragma unroll 1
+  for (; unit < last; unit += kWarps) {
+    float products[kColumns][4][4] = {};
+    {
+      const ExactUnit now(a, unit);
+      if (now.is_mixed) {
+        const uint8_t* record = a.records.of(rows.batch, rows.head) + now.block * a.records.record_bytes;
+        multiply_packed_keys(a, key, ring.fetch_keys(record), now.block, products);
+      } else {
+        exact_key_products<kIsHalf>(a, rows, now.slots, products);
+      }
+      if (a.are_exact_plain == 0) adjust(a, rows, now.block, now.slots.last, products);
+    }
+    const ExactUnit now(a, opaque(unit));  // worked out anew, which takes no registers meanwhile
+    const uint32_t seen = hide_others(now.slots, products);
+    weigh(products, state, weights);
+    warp_barrier();  // every lane sees the weights
+    exact_value_products<kIsHalf>(a, rows, now.slots, weights, seen, state.output);
+    warp_barrier();  // and is done with them
+  }
+}
+
+// One split: units of which every fourth is a warp's. Its results go to `place` among those of all. `kIsKnown`: the
+// compiler knows the format (known_formats.h), and the newest slots are among the units.
+template <int kColumns, int kTiles, bool kIsKnown = false>
 KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, uint8_t* shared, int split, int place) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const FastMemory memory(a, kColumns);
-  UnitRing ring(a, rows, shared, split);
+  const SplitUnits units(a, split);
+  UnitRing<kIsKnown> ring(a, rows, shared, units);
   ring.begin_copies();  // nothing else in shared memory has to wait for them
   prepare_queries(a, rows, shared, memory, kColumns);
   block_barrier();
@@ -418,27 +475,24 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
 
   WarpState<kColumns, kTiles> state;
   state.clear();
-  for (int block = ring.begin; block < ring.end; block += kWarps) {
-    const bool is_left_out = holds_sinks(a, rows.batch, block);
-    uint8_t* place_of_unit = ring.next<true>(block);
-    key.codes = place_of_unit;
+  int block = ring.begin;
+  for (; block < ring.end; block += kWarps) {
+    const bool is_left_out = !kIsKnown && holds_sinks(a, rows.batch, block);
+    uint8_t* place_of_unit = ring.template next<true>(block);
     if (!is_left_out) {
       if (block >= a.whole_end) clear_metadata(a.key, place_of_unit, a.tokens_of(block));
-      key.scale = key.codes + a.key_copy.scale;
-      key.minimum = key.codes + a.key_copy.minimum;
-      key.phase = a.key.cos != nullptr ? block * kBlockTokens % a.key.period : 0;
       float products[kColumns][4][4] = {};
-      multiply_keys(a.key, key, products);
-      if (a.key.scale_offset >= 0 && a.key.width == 1) place_tokens(a, key, products);
-      weigh(a, rows, block, products, state, weights);
+      multiply_packed_keys(a, key, place_of_unit, block, products);
+      if (block < a.plain_begin || block >= a.plain_end) adjust(a, rows, block, a.tokens_of(block), products);
+      weigh(products, state, weights);
     }
-    place_of_unit = ring.next<false>(block);  // its barrier also shows every lane the weights
+    place_of_unit = ring.template next<false>(block);  // its barrier also shows every lane the weights
     value.codes = place_of_unit;
     if (!is_left_out) {
       if (block >= a.whole_end) clear_metadata(a.value, place_of_unit, a.tokens_of(block));
       value.scale = value.codes + a.value_copy.scale;
       value.minimum = value.codes + a.value_copy.minimum;
-      value.shrink = state.raise_exponent(scale_exponent(value));
+      value.shrink = state.raise_exponent(scale_exponent<kIsKnown>(value));
       multiply_values(a.value, value, state.output, state.minima);
     }
     if (static_cast<unsigned>(block) / kWarps % kFoldBlocks == kFoldBlocks - 1)
@@ -452,6 +506,14 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
                                                : a.value.static_scale[rows.head];
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) state.scale(n, grow, grow);
+  if constexpr (kIsKnown) {
+    const int unit = block - a.fast_begin;  // the first of this warp's that is no packed block
+    if (a.query_dtype == kFloat16) {
+      attend_exact<true>(a, rows, ring, unit, units.last, key, state, weights);
+    } else {
+      attend_exact<false>(a, rows, ring, unit, units.last, key, state, weights);
+    }
+  }
   const float* factors =
       a.value.factors == nullptr
           ? nullptr

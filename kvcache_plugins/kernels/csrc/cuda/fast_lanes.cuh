@@ -26,13 +26,13 @@ KVCACHE_DEVICE uint32_t load_4(const uint8_t* from) { return *reinterpret_cast<c
 KVCACHE_DEVICE uint32_t load_2(const uint8_t* from) { return *reinterpret_cast<const uint16_t*>(from); }
 
 // Folds `count` numbers of a field that begins at a multiple of 16 bytes, those of this lane, two at a time; 0 where it
-// has none. `kAreEights`: `count` is a multiple of eight.
-template <bool kAreEights, typename Fold>
+// has none. `kAreEights`: `count` is a multiple of eight. `kIsKnown`: the compiler knows `count`.
+template <bool kAreEights, bool kIsKnown, typename Fold>
 KVCACHE_DEVICE uint32_t fold_field(const uint8_t* field, int count, Fold fold) {
   const int lane = opaque_lane();
-  count = opaque(count);
+  if (!kIsKnown) count = opaque(count);
   uint32_t found = 0;
-#pragma unroll 1
+#pragma unroll(kIsKnown ? 4 : 1)
   for (int offset = 16 * lane; offset + 16 <= 2 * count; offset += 512) {
     const uint4 words = *reinterpret_cast<const uint4*>(field + offset);
     found = fold(fold(found, fold(words.x, words.y)), fold(words.z, words.w));

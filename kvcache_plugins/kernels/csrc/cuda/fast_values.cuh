@@ -71,10 +71,11 @@ KVCACHE_DEVICE uint32_t larger_half(uint32_t pair) {
 }
 
 // Smallest exponent by which weights of up to 256, shrunk, and then times the scales, fit fp16. -7 to 14.
+template <bool kIsKnown>
 KVCACHE_DEVICE int scale_exponent(const ValueUnit& unit) {
   if (!unit.has_scales) return 0;
   const int count = (kBlockTokens >> unit.group_shift) * unit.width;
-  const uint32_t largest = fold_field<false>(unit.scale, count, larger_halves);
+  const uint32_t largest = fold_field<kIsKnown, kIsKnown>(unit.scale, count, larger_halves);
   const int exponent = static_cast<int>(warp_max(larger_half(largest)) >> 10) - 15;
   return exponent < -7 ? -7 : exponent > 14 ? 14 : exponent;
 }

@@ -7,7 +7,16 @@
 namespace kvcache {
 
 int attend_8_rows(const AttentionArguments& a, int batch, void* stream);  // values of up to 128 channels
-int attend_two_bits(const AttentionArguments& a, int batch, void* stream);  // the same of a known format
+// The same of formats that are known (known_formats.h).
+int attend_int8(const AttentionArguments& a, int batch, void* stream);
+int attend_float8(const AttentionArguments& a, int batch, void* stream);
+int attend_int4(const AttentionArguments& a, int batch, void* stream);
+int attend_kivi_4(const AttentionArguments& a, int batch, void* stream);
+int attend_kivi_4_wide(const AttentionArguments& a, int batch, void* stream);
+int attend_kivi_2(const AttentionArguments& a, int batch, void* stream);
+int attend_kivi_4_rotated(const AttentionArguments& a, int batch, void* stream);
+int attend_kivi_4_wide_rotated(const AttentionArguments& a, int batch, void* stream);
+int attend_kivi_2_rotated(const AttentionArguments& a, int batch, void* stream);
 int attend_16_rows(const AttentionArguments& a, int batch, void* stream);
 int attend_8_rows_wide(const AttentionArguments& a, int batch, void* stream);  // of up to 256
 int attend_levels(const AttentionArguments& a, int batch, void* stream);  // KVQuant, of up to 128 channels
@@ -17,6 +26,7 @@ int merge_rows(const AttentionArguments& a, int batch, void* stream);
 
 // Dynamic shared memory of a thread block for up to `8 columns` query rows; 0 columns: of the general kernel.
 int attention_shared_bytes(const AttentionArguments& a, int columns);
+int known_attention_shared_bytes(const AttentionArguments& a);  // of a kernel of a known format
 
 int decode_slots(const DecodeArguments& a, int batch, void* stream);
 int gather_slots(const GatherArguments& a, int batch, void* stream);

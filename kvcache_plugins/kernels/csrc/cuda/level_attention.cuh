@@ -86,7 +86,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   prepare_level_tables(a, shared, memory);
   block_barrier();
 
-  UnitRing ring(a, rows, shared, split);
+  UnitRing<false> ring(a, rows, shared, SplitUnits(a, split));
   uint2* const weights = reinterpret_cast<uint2*>(shared + memory.weights) + warp * 128;
   uint32_t* const angles =
       reinterpret_cast<uint32_t*>(shared + memory.angles + warp * FastMemory::aligned(4 * pairs));
@@ -135,7 +135,8 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
       multiply_level_keys(a.key, key, of_keys, products[0]);
       of_values.load(a.value, value_bounds);
       scale_rows(row_scale, products);
-      weigh(a, rows, block, products, state, weights);
+      if (block < a.plain_begin || block >= a.plain_end) adjust(a, rows, block, a.tokens_of(block), products);
+      weigh(products, state, weights);
     }
     of_keys.load(a.key, key_bounds);
     value_bounds = OutlierBounds(a.value, rows, heads, block + kWarps, has_next);

@@ -20,8 +20,8 @@ struct LevelValueUnit {
 // to 14. `listed`: bits of the largest magnitude this lane knows of.
 KVCACHE_DEVICE int needed_exponent(const ValueUnit& unit, uint32_t listed) {
   const auto larger = [](uint32_t x, uint32_t y) { return larger_halves(x & 0x7FFF7FFFu, y & 0x7FFF7FFFu); };
-  const uint32_t scale = larger_half(fold_field<true>(unit.scale, kBlockTokens, larger));
-  const uint32_t offset = larger_half(larger(fold_field<true>(unit.minimum, kBlockTokens, larger), listed));
+  const uint32_t scale = larger_half(fold_field<true, false>(unit.scale, kBlockTokens, larger));
+  const uint32_t offset = larger_half(larger(fold_field<true, false>(unit.minimum, kBlockTokens, larger), listed));
   const int of_scale = static_cast<int>(warp_max(scale) >> 10) - 15;
   const int of_offset = static_cast<int>(warp_max(offset) >> 10) - 15 - 12;
   const int exponent = of_scale > of_offset ? of_scale : of_offset;

@@ -20,7 +20,7 @@ namespace kvcache {
 // Rows of scales of up to 2 leave queries of up to 2^14 in the range of fp16; beyond, the small ones are taken. Scales
 // of 2 to 4 bits are not as small, and meet small queries alone.
 KVCACHE_DEVICE bool has_large_scales(const KeyUnit& unit, int rows) {
-  const uint32_t seen = fold_field<true>(unit.scale, rows * unit.dim, [](uint32_t x, uint32_t y) { return x | y; });
+  const uint32_t seen = fold_field<true, false>(unit.scale, rows * unit.dim, [](uint32_t x, uint32_t y) { return x | y; });
   return warp_any((seen & 0x40004000u) != 0);  // the highest bit of an exponent: 2 or more
 }
 

@@ -7,7 +7,8 @@ namespace kvcache {
 
 // Starts the copy of one unit by a warp, 16 bytes a lane at a time; `to` is a multiple of 128 bytes, and `from` is
 // where this lane's bytes begin. The codes are spread over the banks: of the exclusive or that does it one part depends
-// on the lane and one on the step of 512 bytes, which is the same for every warp.
+// on the lane and one on the step of 512 bytes, which is the same for every warp. `kIsKnown`: the compiler knows `copy`.
+template <bool kIsKnown>
 KVCACHE_DEVICE void copy_unit(uint8_t* to, const uint8_t* from, const UnitCopy& copy) {
   constexpr int kSteps = UnitCopy::kSteps, kStep = UnitCopy::kStepBytes;
   const int lane = opaque_lane(), first = 16 * lane;
@@ -15,7 +16,7 @@ KVCACHE_DEVICE void copy_unit(uint8_t* to, const uint8_t* from, const UnitCopy& 
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) places[i] = swizzled(first, copy.swizzle) ^ copy.step_bits[i];
   int left = copy.code_bytes;
-#pragma unroll 1
+#pragma unroll(kIsKnown ? 8 : 1)
   for (; left >= kSteps * kStep; left -= kSteps * kStep) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) copy_async_16(to + places[i] + i * kStep, from + i * kStep);
@@ -31,7 +32,7 @@ KVCACHE_DEVICE void copy_unit(uint8_t* to, const uint8_t* from, const UnitCopy& 
   }
   to += left + first;
   from += left;
-#pragma unroll 1
+#pragma unroll(kIsKnown ? 2 : 1)
   for (left = copy.bytes - copy.code_bytes - first; left > 0; left -= 2 * kStep) {
     copy_async_16(to, from);
     if (left > kStep) copy_async_16(to + kStep, from + kStep);
@@ -40,17 +41,29 @@ KVCACHE_DEVICE void copy_unit(uint8_t* to, const uint8_t* from, const UnitCopy& 
   }
 }
 
+// What a split attends to: units [first, last) of the fast path, of which blocks of packed keys and values come first.
+struct SplitUnits {
+  int first, last;
+
+  KVCACHE_DEVICE SplitUnits(const AttentionArguments& a, int split) {
+    const int64_t units = a.fast_units();
+    first = static_cast<int>(split * units / a.fast_splits);
+    last = static_cast<int>((split + 1) * units / a.fast_splits);
+  }
+};
+
 // The blocks of one warp, every fourth of its thread block's range, as units: the keys of a block, then their values,
 // then those of the next. They take turns in two or three places in shared memory.
+template <bool kIsKnown>
 class UnitRing {
  public:
   int begin, end;  // blocks
 
-  KVCACHE_DEVICE UnitRing(const AttentionArguments& a, const Rows& rows, uint8_t* shared, int split) : a_(a) {
-    const int warp = static_cast<int>(threadIdx.x / 32);
-    const int64_t blocks = a.fast_end - a.fast_begin;
-    begin = a.fast_begin + static_cast<int>(split * blocks / a.fast_splits) + warp;
-    end = a.fast_begin + static_cast<int>((split + 1) * blocks / a.fast_splits);
+  KVCACHE_DEVICE UnitRing(const AttentionArguments& a, const Rows& rows, uint8_t* shared, const SplitUnits& units)
+      : a_(a) {
+    const int warp = static_cast<int>(threadIdx.x / 32), last = a.fast_begin + units.last;
+    begin = a.fast_begin + units.first + warp;
+    end = last < a.fast_end ? last : a.fast_end;
     record_ = a.records.of(rows.batch, rows.head) + begin * a.records.record_bytes + threadIdx.x % 32 * 16;
     places_ = shared + warp * a.warp_bytes;
   }
@@ -88,6 +101,15 @@ class UnitRing {
     used_ = used_ == last ? 0 : used_ + a_.unit_bytes;
     return unit;
   }
+  // Copies the keys of one more block, when all others have been waited for.
+  KVCACHE_DEVICE uint8_t* fetch_keys(const uint8_t* record) const {
+    warp_barrier();  // every lane is done with the place
+    copy_unit<kIsKnown>(places_, record + threadIdx.x % 32 * 16 + a_.key_copy.codes_offset, a_.key_copy);
+    copy_commit();
+    copy_wait<0>();
+    warp_barrier();
+    return places_;
+  }
 
  private:
   const AttentionArguments& a_;
@@ -96,7 +118,7 @@ class UnitRing {
   int used_ = 0;  // the next place to be used, in bytes; the one before it is the next to be filled
 
   KVCACHE_DEVICE void start(const uint8_t* record, const UnitCopy& copy, int place) const {
-    copy_unit(places_ + place, record + copy.codes_offset, copy);
+    copy_unit<kIsKnown>(places_ + place, record + copy.codes_offset, copy);
   }
 };
 

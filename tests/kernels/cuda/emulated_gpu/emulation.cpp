@@ -273,12 +273,16 @@ void run_grid(dim3 grid, int threads, int shared_bytes, void (*body)(void*), voi
   if (observer != nullptr) observer->end_launch();
 }
 
-Fragment multiply_accumulate(Fragment c, const uint32_t (&pairs)[6]) {
+Fragment multiply_accumulate(Fragment c, const uint32_t (&pairs)[6], bool are_bfloats) {
   using kvcache::bits_float;
+  const auto number = [are_bfloats](uint32_t bits) {
+    const auto half = static_cast<uint16_t>(bits);
+    return kvcache::float_bits(are_bfloats ? bits_float(uint32_t{half} << 16) : kvcache::half_float(half));
+  };
   uint32_t mine[12];
   for (int i = 0; i < 6; ++i) {
-    mine[2 * i] = kvcache::float_bits(kvcache::half_float(static_cast<uint16_t>(pairs[i])));
-    mine[2 * i + 1] = kvcache::float_bits(kvcache::half_float(static_cast<uint16_t>(pairs[i] >> 16)));
+    mine[2 * i] = number(pairs[i]);
+    mine[2 * i + 1] = number(pairs[i] >> 16);
   }
   const auto* words = exchange(mine, 12, kMultiply);
   ++machine().products;
@@ -292,7 +296,7 @@ Fragment multiply_accumulate(Fragment c, const uint32_t (&pairs)[6]) {
       a[k] = bits_float(words[a_lane][2 * a_register + k % 2]);
       b[k] = bits_float(words[b_lane][2 * b_register + k % 2]);
     }
-    c.c[i] = tensor_core::add_products(c.c[i], a, b);
+    c.c[i] = tensor_core::add_products(c.c[i], a, b, are_bfloats);
   }
   return c;
 }

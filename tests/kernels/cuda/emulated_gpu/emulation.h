@@ -46,11 +46,11 @@ extern constinit KVCACHE_NEAR thread_local Place here;
 // Runs `body` for every thread of a grid of blocks.
 void run_grid(dim3 grid, int threads, int shared_bytes, void (*body)(void*), void* argument);
 
-// The fragment `c` of a lane, plus the product of all lanes' fragments `a` and `b`.
+// The fragment `c` of a lane, plus the product of all lanes' fragments `a` and `b`, of fp16 or bf16 numbers.
 struct Fragment {
   float c[4];
 };
-Fragment multiply_accumulate(Fragment c, const uint32_t (&pairs)[6]);
+Fragment multiply_accumulate(Fragment c, const uint32_t (&pairs)[6], bool are_bfloats);
 
 void wait_for_copies(int pending);
 
@@ -79,7 +79,14 @@ void raise_flag(int32_t* flag);
 
 inline void multiply_accumulate(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                 uint32_t b1) {
-  const emulation::Fragment sum = emulation::multiply_accumulate({c[0], c[1], c[2], c[3]}, {a0, a1, a2, a3, b0, b1});
+  const uint32_t pairs[6] = {a0, a1, a2, a3, b0, b1};
+  const emulation::Fragment sum = emulation::multiply_accumulate({c[0], c[1], c[2], c[3]}, pairs, false);
+  for (int i = 0; i < 4; ++i) c[i] = sum.c[i];
+}
+inline void multiply_accumulate_bfloat(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                       uint32_t b1) {
+  const uint32_t pairs[6] = {a0, a1, a2, a3, b0, b1};
+  const emulation::Fragment sum = emulation::multiply_accumulate({c[0], c[1], c[2], c[3]}, pairs, true);
   for (int i = 0; i < 4; ++i) c[i] = sum.c[i];
 }
 

@@ -80,25 +80,29 @@ void transpose(Warp& w, const Instruction& i, uint32_t) {
 //   of a: rows g, g + 8, g, g + 8, columns 2 t and 2 t + 1, and of the last two words 8 columns further;
 //   of b: column g, rows 2 t and 2 t + 1, and of the second word 8 rows further;
 //   of c and d: rows g, g, g + 8, g + 8, columns 2 t, 2 t + 1, 2 t, 2 t + 1.
+template <bool kAreBfloats>
 void multiply(Warp& w, const Instruction& i, uint32_t) {
+  const auto number_of = [](uint16_t bits) {
+    return kAreBfloats ? number<float>(uint64_t{bits} << 16) : static_cast<float>(half_value(bits));
+  };
   ++products;
   float a[16][16], b[8][16];  // rows of a, columns of b
   for (int lane = 0; lane < kLanes; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int k = 0; k < 8; ++k) {
       const int word = k / 2, row = g + word % 2 * 8, column = 2 * t + k % 2 + word / 2 * 8;
-      a[row][column] = static_cast<float>(half_value(half_of(w[i.from[word]][lane], k % 2)));
+      a[row][column] = number_of(half_of(w[i.from[word]][lane], k % 2));
     }
     for (int k = 0; k < 4; ++k) {
       const int word = k / 2, row = 2 * t + k % 2 + word * 8;
-      b[g][row] = static_cast<float>(half_value(half_of(w[i.from[4 + word]][lane], k % 2)));
+      b[g][row] = number_of(half_of(w[i.from[4 + word]][lane], k % 2));
     }
   }
   for (int lane = 0; lane < kLanes; ++lane) {
     for (int k = 0; k < 4; ++k) {
       const int row = lane / 4 + k / 2 * 8, column = lane % 4 * 2 + k % 2;
       w[i.to[k]][lane] =
-          bits_of(tensor_core::add_products(number<float>(w[i.from[6 + k]][lane]), a[row], b[column]));
+          bits_of(tensor_core::add_products(number<float>(w[i.from[6 + k]][lane]), a[row], b[column], kAreBfloats));
     }
   }
 }
@@ -113,7 +117,8 @@ void add_collectives(Operations& table) {
   table["redux.sync.max.u32"] = largest;
   table["redux.sync.add.s32"] = table["redux.sync.add.u32"] = sum;
   table["movmatrix.sync.aligned.m8n8.trans.b16"] = transpose;
-  table["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"] = multiply;
+  table["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"] = multiply<false>;
+  table["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"] = multiply<true>;
 }
 
 }  // namespace ptx
