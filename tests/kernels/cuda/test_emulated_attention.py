@@ -63,17 +63,73 @@ def check(
 # -- every codec
 
 
+KNOWN: dict[str, dict[str, Any]] = {
+    "int8": {"backend": "int8"},
+    "float8": {"backend": "float8"},
+    "int4": {"backend": "int4"},
+    "kivi-4": {"backend": "kivi", "nbits": 4},
+    "kivi-4-g64": {"backend": "kivi", "nbits": 4, "q_group_size": 64},
+    "kivi-2": {"backend": "kivi", "nbits": 2},
+    "kivi-4-block": {"backend": "kivi", "nbits": 4, "rope_mode": "block"},
+    "kivi-4-g64-block": {"backend": "kivi", "nbits": 4, "q_group_size": 64, "rope_mode": "block"},
+    "kivi-2-block": {"backend": "kivi", "nbits": 2, "rope_mode": "block"},
+}
+"""Of 128 channels, those that have kernels of their own (known_formats.h)."""
+
+
+def attend_by_both(
+    query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """By the kernel of a format, then by the one for all, which does not multiply exact tokens by tensor cores."""
+    before = emulation.products()
+    known = check(query, key, value, options)
+    between = emulation.products()
+    records = key.layer.records
+    records.data = F.pad(records.data, (0, 128))  # records that are longer are no known ones
+    general = check(query, key, value, options)
+    if (of_general := emulation.products() - between) > 0:  # else the window is shorter than the exact tokens
+        assert between - before > of_general
+    return known, general
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, LOGIT_OPTIONS[2], *LOGIT_OPTIONS[-2:]], ids=str)
-def test_a_known_format_gives_the_numbers_of_the_kernel_for_all(
-    options: dict[str, Any], dtype: torch.dtype
+@pytest.mark.parametrize("length", [257, 700])
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_kernel_of_a_format_gives_the_numbers_of_the_one_for_all(
+    name: str, length: int, dtype: torch.dtype
 ) -> None:
+    layer = build_layer(KNOWN[name], length, kv_heads=2, head_dim=128, dtype=dtype)
+    for query_length in (1, 2):  # the second time one of the tokens is hidden from a query
+        chosen = AttentionOptions(is_causal=query_length > 1)
+        known, general = attend_by_both(*step(layer, query_length, 4), chosen)
+        assert relative_rms(general.double(), known) <= BOUNDS[dtype]
+        layer.records.data = layer.records.data[..., :-128].contiguous()
+
+
+@pytest.mark.parametrize("options", LOGIT_OPTIONS, ids=str)
+@pytest.mark.parametrize("name", ["int4", "kivi-2"])
+def test_a_kernel_of_a_format_takes_every_option(name: str, options: dict[str, Any]) -> None:
+    layer = build_layer(KNOWN[name], 700, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+    query, key, value = step(layer, 2, 4)
+    known, general = attend_by_both(query, key, value, attention_options(options, 2, key.shape[2]))
+    assert relative_rms(general.double(), known) <= BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_exact_tokens_that_nobody_sees_may_be_anything(dtype: torch.dtype) -> None:
     layer = build_layer({"backend": "kivi", "nbits": 2}, 700, kv_heads=2, head_dim=128, dtype=dtype)
     query, key, value = step(layer, 1, 4)
-    chosen = attention_options(options, 1, key.shape[2])
-    known = emulation.attend(query, key, value, chosen)
-    layer.records.data = F.pad(layer.records.data, (0, 128))  # records that are longer are no known ones
-    assert torch.equal(known, emulation.attend(query, key, value, chosen)) and known.isfinite().all()
+    mask = torch.ones(2, 1, 1, key.shape[2], dtype=torch.bool)
+    mask[0, ..., -3:] = mask[1, ..., -40:-1] = False  # of the second row exact values of packed keys, too
+    options = AttentionOptions(mask=mask)
+    expected = emulation.attend(query, key, value, options)
+    for handle in (key, value):
+        described = describe(handle.tokens)
+        assert described is not None
+        (exact,) = described.segments
+        exact[0, :, -3:] = torch.nan
+        exact[1, :, -40:-1] = torch.inf  # all there are, of keys
+    assert torch.equal(emulation.attend(query, key, value, options), expected)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

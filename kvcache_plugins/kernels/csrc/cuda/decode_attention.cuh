@@ -18,7 +18,7 @@ KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 4 : 2)) attend_kernel(const A
   if (split < general) {
     attend_general<false>(a, rows, shared, split, split);
   } else {
-    attend_fast<kColumns, kTiles>(a, rows, shared, split - general, split);
+    attend_fast<kColumns, kTiles>(a, shared, split - general, split);
   }
 }
 
@@ -28,7 +28,7 @@ KVCACHE_KERNEL(kThreads, Format::kResident) attend_known_kernel(const AttentionA
   KVCACHE_SHARED(shared);
   const AttentionArguments known = as_known<Format>(a);
   const int split = static_cast<int>(blockIdx.y);
-  attend_fast<1, Format::kChunks, true>(known, Rows::mine(known), shared, split, split);
+  attend_fast<1, Format::kChunks, true>(known, shared, split, split);
 }
 
 // KVQuant: up to 8 query rows, values of up to `16 kTiles` channels.

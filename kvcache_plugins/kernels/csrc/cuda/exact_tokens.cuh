@@ -89,28 +89,26 @@ KVCACHE_DEVICE void exact_key_products(const AttentionArguments& a, const Rows& 
 template <int kColumns>
 KVCACHE_DEVICE uint32_t hide_others(const SlotRange& slots, float (&c)[kColumns][4][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  uint32_t seen = 0;
+  uint32_t mine = 0;  // slots 16k + 2g + i
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int slot = 16 * k + 2 * g + i;
-      bool is_seen = false;
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
         for (int column = 0; column < 2; ++column) {
           float& logit = c[n][k][2 * i + column];
           if (slot < slots.first || slot >= slots.last) logit = -infinity();
-          is_seen |= !(logit == -infinity());  // what is not a number is seen
+          if (!(logit == -infinity())) mine |= 1u << (4 * k + i);  // what is not a number is seen
         }
       }
-      const uint32_t votes = warp_vote(is_seen) >> 8 * t;  // four of each token: those of groups 2t and 2t + 1 of lanes
-      if ((votes & 15u) != 0) seen |= 1u << (4 * k + i);
-      if ((votes & 240u) != 0) seen |= 4u << (4 * k + i);
     }
   }
-  return seen;
+  for (int mask = 1; mask < 4; mask *= 2) mine |= float_bits(shuffle_xor(bits_float(mine), mask));
+  const uint32_t even = float_bits(shuffle(bits_float(mine), 8 * t)), odd = float_bits(shuffle(bits_float(mine), 8 * t + 4));
+  return even | odd << 2;
 }
 
 // A pair of weights in fp16 as two pairs in bf16, whose sum it is.

@@ -20,6 +20,7 @@ namespace kvcache {
 
 constexpr float kWeightScale = 256.0f;  // of weights in fp16, against subnormal numbers
 constexpr float kWeightShift = 8.0f;
+constexpr float kSlack = 3.0f;          // by which the maximum of a row is taken larger than it is
 constexpr int kFoldBlocks = 4;          // of a warp, from one `fold_minima` to the next
 constexpr float kLn2 = 0.69314718055994531f;
 
@@ -43,6 +44,8 @@ struct WarpState {
         for (int i = 0; i < 4; ++i) output[n][u][i] = 0.0f;
     }
   }
+  // `kHasMinima`: some may have been summed since they were folded.
+  template <bool kHasMinima>
   KVCACHE_DEVICE void scale(int n, float even, float odd) {
 #pragma unroll
     for (int u = 0; u < kTiles; ++u) {
@@ -51,23 +54,27 @@ struct WarpState {
       output[n][u][2] *= even;
       output[n][u][3] *= odd;
     }
+    if (!kHasMinima) return;
     minima[n][0] *= even;
     minima[n][1] *= odd;
     minima[n][2] *= even;
     minima[n][3] *= odd;
   }
-  // Takes larger logits than those before, one of every lane; what was summed before becomes less.
+  // Takes larger logits than those before, one of every lane, and some slack, so that this is rare; what was summed
+  // before becomes less.
+  template <bool kHasMinima>
   KVCACHE_DEVICE void raise_best(int n, const float (&found)[2]) {
     float decay[2];
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
-      float largest = fmaxf(best[n][column], found[column]);
+      float largest = found[column];
       for (int mask = 4; mask < 32; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
+      largest = largest > best[n][column] ? largest + kSlack : best[n][column];
       decay[column] = power_of_two(best[n][column] - (largest == -infinity() ? 0.0f : largest));
       best[n][column] = largest;
       total[n][column] *= decay[column];
     }
-    scale(n, decay[0], decay[1]);
+    scale<kHasMinima>(n, decay[0], decay[1]);
   }
   // Turns sums of codes as they were multiplied into sums of what the codes stand for.
   KVCACHE_DEVICE void place_chunks(const Side& values, bool is_aligned) {
@@ -86,7 +93,7 @@ struct WarpState {
     if (needed > exponent) {
       const float shrink = bits_float(static_cast<uint32_t>(127 + exponent - needed) << 23);
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) scale(n, shrink, shrink);
+      for (int n = 0; n < kColumns; ++n) scale<true>(n, shrink, shrink);
       exponent = needed;
     }
     return static_cast<uint32_t>(15 - exponent) * 0x04000400u;
@@ -107,29 +114,72 @@ KVCACHE_DEVICE float logit_scale(const AttentionArguments& a, const Rows& rows) 
   return scale;
 }
 
+// Query rows of a warp, every fourth, times what channels are multiplied by: read where they are needed.
+struct ReadQueries {
+  const AttentionArguments& a;
+  const Rows& rows;
+  const float* factors;  // of channels, or null
+
+  KVCACHE_DEVICE ReadQueries(const AttentionArguments& a, const Rows& rows)
+      : a(a),
+        rows(rows),
+        factors(a.key.factors == nullptr
+                    ? nullptr
+                    : a.key.factors + (static_cast<int64_t>(rows.batch) * a.records.heads + rows.head) * a.key.head_dim) {}
+  KVCACHE_DEVICE float number(int, int row, int, int channel) const {
+    return rows.query(a, row, channel) * (factors != nullptr ? factors[channel] : 1.0f);
+  }
+};
+
+// The same, read all at once and kept. Loads that are asked for behind the copies of a kernel's first units would wait
+// for those: so long that they were a sixth of the time of a batch of one (32k tokens, on an H200).
+template <int kRows, int kChannels>
+struct KeptQueries {
+  float numbers[kRows / kWarps][kChannels / 32];
+
+  KVCACHE_DEVICE KeptQueries(const AttentionArguments& a, const Rows& rows) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int i = 0; i < kRows / kWarps; ++i) {
+#pragma unroll
+      for (int j = 0; j < kChannels / 32; ++j) {
+        const int row = warp + i * kWarps;
+        numbers[i][j] = row < rows.count ? rows.query(a, row, lane + 32 * j) : 0.0f;
+      }
+    }
+  }
+  KVCACHE_DEVICE float number(int i, int, int j, int) const { return numbers[i][j]; }
+};
+
 // Lays the queries down as `b` fragments in the order of the key codes, their row scales and sums, and the rotations.
-KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& rows, uint8_t* shared,
-                                    const FastMemory& memory, int columns) {
+// `kUnroll`: 1, or so much that whatever is kept of the queries is found in registers.
+template <int kColumns, int kUnroll, typename Queries>
+KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& rows, const Queries& queries,
+                                    uint8_t* shared, const FastMemory& memory) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, dim = a.key.head_dim, half = dim / 2;
   uint16_t* fragments = reinterpret_cast<uint16_t*>(shared + memory.fragments);
   uint16_t* small_fragments = reinterpret_cast<uint16_t*>(shared + memory.small_fragments);
   float* row_scale = reinterpret_cast<float*>(shared + memory.row_scale);
   float* row_sum = reinterpret_cast<float*>(shared + memory.row_sum);
-  for (int row = thread / 32; row < 8 * columns; row += kWarps) {
+#pragma unroll(kUnroll)
+  for (int i = 0; i < 8 * kColumns / kWarps; ++i) {
+    const int row = thread / 32 + i * kWarps;
     const bool is_used = row < rows.count;
-    const float* factors = a.key.factors == nullptr
-                               ? nullptr
-                               : a.key.factors + (static_cast<int64_t>(rows.batch) * a.records.heads + rows.head) * dim;
     float largest = 0.0f;
-    for (int d = lane; is_used && d < dim; d += 32)
-      largest = fmaxf(largest, fabsf(rows.query(a, row, d) * (factors != nullptr ? factors[d] : 1.0f)));
+#pragma unroll(kUnroll)
+    for (int j = 0; j < (dim + 31) / 32; ++j) {
+      const int d = lane + 32 * j;
+      if (is_used && d < dim) largest = fmaxf(largest, fabsf(queries.number(i, row, j, d)));
+    }
     for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
     const int exponent = exponent_of(largest, query_size(a.key));
     const float shrink = bits_float(static_cast<uint32_t>(127 - exponent) << 23);
     float sum = 0.0f;
-    for (int d = lane; d < dim; d += 32) {
-      const float value = is_used ? rows.query(a, row, d) * (factors != nullptr ? factors[d] : 1.0f) * shrink : 0.0f;
-      const uint16_t bits = float_half(value);
+#pragma unroll(kUnroll)
+    for (int j = 0; j < (dim + 31) / 32; ++j) {
+      const int d = lane + 32 * j;
+      if (d >= dim) continue;
+      const uint16_t bits = float_half(is_used ? queries.number(i, row, j, d) * shrink : 0.0f);
       sum += half_float(bits);
       int step, quad, place;  // place: of the four numbers of a lane in a step
       if (a.key.nbits == 8) {
@@ -213,8 +263,9 @@ KVCACHE_DEVICE void place_tokens(const AttentionArguments& a, const KeyUnit& uni
 // Applies to logits what is more than a product: masks, biases, and that slots end before `end`. All biases of a row are asked for
 // before one is waited for. Columns without a row do as the first row: nobody reads what becomes of them.
 template <int kColumns>
-KVCACHE_DEVICE void adjust(const AttentionArguments& a, const Rows& rows, int block, int end,
-                           float (&c)[kColumns][4][4]) {
+KVCACHE_DEVICE void adjust(const AttentionArguments& a, int block, int end, float (&c)[kColumns][4][4]) {
+  constexpr int kAtOnce = 2;  // tiles whose biases are on the way
+  const Rows rows = Rows::mine_again(a);
   const int lane = opaque_lane(), g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
@@ -223,23 +274,26 @@ KVCACHE_DEVICE void adjust(const AttentionArguments& a, const Rows& rows, int bl
       const int row = 8 * n + 2 * t + column;
       RowInBlock mine(a, rows, row < rows.count ? row : 0, block * kBlockTokens);
       mine.newest = mine.newest < end ? mine.newest : end - 1;
-      float biases[4][2] = {};
-      if (mine.bias != nullptr) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+      for (int first = 0; first < 4; first += kAtOnce) {
+        float biases[kAtOnce][2] = {};
+        if (mine.bias != nullptr) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int slot = 16 * k + 2 * g + i;
-            if (slot < end) biases[k][i] = mine.bias[slot];  // it may end before the block does
+          for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const int slot = 16 * (first + k) + 2 * g + i;
+              if (slot < end) biases[k][i] = mine.bias[slot];  // it may end before the block does
+            }
           }
         }
-      }
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < kAtOnce; ++k) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& logit = c[n][k][2 * i + column];
-          logit = mine.adjusted(a, 16 * k + 2 * g + i, biases[k][i], logit * kLn2);
+          for (int i = 0; i < 2; ++i) {
+            float& logit = c[n][first + k][2 * i + column];
+            logit = mine.adjusted(a, 16 * (first + k) + 2 * g + i, biases[k][i], logit * kLn2);
+          }
         }
       }
     }
@@ -248,7 +302,7 @@ KVCACHE_DEVICE void adjust(const AttentionArguments& a, const Rows& rows, int bl
 
 // Turns logits into weights: c[n][k] holds tokens 16k + 2g (0, 1) and the next (2, 3), query rows 8n + 2t and the
 // next. The weights go to shared memory as fragments for the values.
-template <int kColumns, int kTiles>
+template <bool kHasMinima, int kColumns, int kTiles>
 KVCACHE_DEVICE void weigh(float (&c)[kColumns][4][4], WarpState<kColumns, kTiles>& state, uint2* weights) {
   const int lane = opaque_lane();
 #pragma unroll
@@ -260,7 +314,7 @@ KVCACHE_DEVICE void weigh(float (&c)[kColumns][4][4], WarpState<kColumns, kTiles
       for (int i = 0; i < 4; ++i) best[i % 2] = fmaxf(best[i % 2], c[n][k][i]);
     }
     // Once some blocks have been seen, it is rare that one holds a larger logit.
-    if (warp_any(best[0] > state.best[n][0] || best[1] > state.best[n][1])) state.raise_best(n, best);
+    if (warp_any(best[0] > state.best[n][0] || best[1] > state.best[n][1])) state.template raise_best<kHasMinima>(n, best);
     float shift[2];  // subtracted from logits
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
@@ -380,14 +434,14 @@ KVCACHE_DEVICE void merge_warps(const AttentionArguments& a, const Rows& rows, c
 
 // Points a unit to the keys of a block in shared memory and multiplies them: logits in units of log 2, but for what
 // `adjust` does.
-template <int kColumns>
+template <int kUnroll, int kColumns>
 KVCACHE_DEVICE void multiply_packed_keys(const AttentionArguments& a, KeyUnit& key, const uint8_t* codes, int block,
                                          float (&products)[kColumns][4][4]) {
   key.codes = codes;
   key.scale = key.codes + a.key_copy.scale;
   key.minimum = key.codes + a.key_copy.minimum;
   key.phase = a.key.cos != nullptr ? block * kBlockTokens % a.key.period : 0;
-  multiply_keys(a.key, key, products);
+  multiply_keys<kUnroll>(a.key, key, products);
   if (a.key.scale_offset >= 0 && a.key.width == 1) place_tokens(a, key, products);
 }
 
@@ -420,15 +474,15 @@ KVCACHE_DEVICE void attend_exact(const AttentionArguments& a, const Rows& rows, 
       const ExactUnit now(a, unit);
       if (now.is_mixed) {
         const uint8_t* record = a.records.of(rows.batch, rows.head) + now.block * a.records.record_bytes;
-        multiply_packed_keys(a, key, ring.fetch_keys(record), now.block, products);
+        multiply_packed_keys<1>(a, key, ring.fetch_keys(record), now.block, products);
       } else {
         exact_key_products<kIsHalf>(a, rows, now.slots, products);
       }
-      if (a.are_exact_plain == 0) adjust(a, rows, now.block, now.slots.last, products);
+      if (a.are_exact_plain == 0) adjust(a, now.block, now.slots.last, products);
     }
     const ExactUnit now(a, opaque(unit));  // worked out anew, which takes no registers meanwhile
     const uint32_t seen = hide_others(now.slots, products);
-    weigh(products, state, weights);
+    weigh<false>(products, state, weights);
     warp_barrier();  // every lane sees the weights
     exact_value_products<kIsHalf>(a, rows, now.slots, weights, seen, state.output);
     warp_barrier();  // and is done with them
@@ -438,13 +492,20 @@ KVCACHE_DEVICE void attend_exact(const AttentionArguments& a, const Rows& rows, 
 // One split: units of which every fourth is a warp's. Its results go to `place` among those of all. `kIsKnown`: the
 // compiler knows the format (known_formats.h), and the newest slots are among the units.
 template <int kColumns, int kTiles, bool kIsKnown = false>
-KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, uint8_t* shared, int split, int place) {
+KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, uint8_t* shared, int split, int place) {
+  constexpr int kUnroll = kIsKnown ? 4 : 1;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const FastMemory memory(a, kColumns);
-  const SplitUnits units(a, split);
-  UnitRing<kIsKnown> ring(a, rows, shared, units);
-  ring.begin_copies();  // nothing else in shared memory has to wait for them
-  prepare_queries(a, rows, shared, memory, kColumns);
+  UnitRing<kIsKnown> ring(a, Rows::mine(a), shared, SplitUnits(a, split));
+  if constexpr (kIsKnown) {
+    const KeptQueries<8 * kColumns, 16 * kTiles> queries(a, Rows::mine(a));
+    ring.begin_copies();  // nothing else in shared memory has to wait for them
+    prepare_queries<kColumns, 8>(a, Rows::mine(a), queries, shared, memory);
+  } else {
+    ring.begin_copies();
+    const Rows mine = Rows::mine(a);
+    prepare_queries<kColumns, 1>(a, mine, ReadQueries(a, mine), shared, memory);
+  }
   block_barrier();
 
   uint2* const weights = reinterpret_cast<uint2*>(shared + memory.weights) + warp * kColumns * 128;
@@ -477,14 +538,14 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
   state.clear();
   int block = ring.begin;
   for (; block < ring.end; block += kWarps) {
-    const bool is_left_out = !kIsKnown && holds_sinks(a, rows.batch, block);
+    const bool is_left_out = !kIsKnown && holds_sinks(a, Rows::mine(a).batch, block);
     uint8_t* place_of_unit = ring.template next<true>(block);
     if (!is_left_out) {
       if (block >= a.whole_end) clear_metadata(a.key, place_of_unit, a.tokens_of(block));
       float products[kColumns][4][4] = {};
-      multiply_packed_keys(a, key, place_of_unit, block, products);
-      if (block < a.plain_begin || block >= a.plain_end) adjust(a, rows, block, a.tokens_of(block), products);
-      weigh(products, state, weights);
+      multiply_packed_keys<kUnroll>(a, key, place_of_unit, block, products);
+      if (block < a.plain_begin || block >= a.plain_end) adjust(a, block, a.tokens_of(block), products);
+      weigh<true>(products, state, weights);
     }
     place_of_unit = ring.template next<false>(block);  // its barrier also shows every lane the weights
     value.codes = place_of_unit;
@@ -493,25 +554,27 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, const Rows& rows, u
       value.scale = value.codes + a.value_copy.scale;
       value.minimum = value.codes + a.value_copy.minimum;
       value.shrink = state.raise_exponent(scale_exponent<kIsKnown>(value));
-      multiply_values(a.value, value, state.output, state.minima);
+      multiply_values<kUnroll>(a.value, value, state.output, state.minima);
     }
     if (static_cast<unsigned>(block) / kWarps % kFoldBlocks == kFoldBlocks - 1)
       fold_minima(a.value, value, state);
   }
   copy_wait<0>();
 
+  const Rows rows = Rows::mine_again(a);
   fold_minima(a.value, value, state);
   state.place_chunks(a.value, value.is_aligned);
   const float grow = a.value.scale_offset >= 0 ? bits_float(static_cast<uint32_t>(127 + state.exponent) << 23)
                                                : a.value.static_scale[rows.head];
 #pragma unroll
-  for (int n = 0; n < kColumns; ++n) state.scale(n, grow, grow);
+  for (int n = 0; n < kColumns; ++n) state.template scale<false>(n, grow, grow);
   if constexpr (kIsKnown) {
     const int unit = block - a.fast_begin;  // the first of this warp's that is no packed block
+    const int last = SplitUnits(a, opaque(split)).last;
     if (a.query_dtype == kFloat16) {
-      attend_exact<true>(a, rows, ring, unit, units.last, key, state, weights);
+      attend_exact<true>(a, rows, ring, unit, last, key, state, weights);
     } else {
-      attend_exact<false>(a, rows, ring, unit, units.last, key, state, weights);
+      attend_exact<false>(a, rows, ring, unit, last, key, state, weights);
     }
   }
   const float* factors =

@@ -181,8 +181,8 @@ KVCACHE_DEVICE void add_groups(float (&minima)[kColumns][4], uint2 low, uint2 hi
 
 // o[column][chunk] += codes * weights, minima[column] += minima * weights; `kAligned`: see AlignedCodes; `kChunks` and
 // `kGroups`: if there are as many chunks, and every token has as many scales (and minima): 1, 2, 4 or 8; both 0 if that
-// is not known.
-template <int kBits, int kFormat, bool kAligned, int kChunks, int kGroups, int kColumns, int kTiles>
+// is not known. `kUnroll`: quads in a row.
+template <int kBits, int kFormat, bool kAligned, int kChunks, int kGroups, int kUnroll, int kColumns, int kTiles>
 KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
                                    float (&minima)[kColumns][4]) {
   constexpr uint32_t kOnes = 0x3C003C00u;
@@ -190,7 +190,7 @@ KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][k
   constexpr bool kIsKnown = kChunks > 0, kHasMany = kGroups > 1;
   constexpr int kGroupChunks = kIsKnown ? kChunks / kGroups : 1;
   const LaneValues<kBits, kIsKnown ? kChunks : kTiles> places(unit, g, t);
-#pragma unroll 1
+#pragma unroll(kUnroll)
   for (int k = 0; k < 4; ++k) {
     const int quad = 4 * k + t;
     uint2 plain[kColumns], scaled[kColumns];
@@ -257,46 +257,47 @@ KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][k
 }
 
 // As many chunks as `unit` has, and as many numbers of every token.
-template <int kBits, int kFormat, int kChunks, int kColumns, int kTiles>
+template <int kBits, int kFormat, int kChunks, int kUnroll, int kColumns, int kTiles>
 KVCACHE_DEVICE void multiply_known_values(const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
                                           float (&minima)[kColumns][4]) {
   if constexpr (kBits < 8) {
-    if (unit.groups == 2) return value_products<kBits, kFormat, true, kChunks, 2>(unit, o, minima);
-    if (unit.groups == 4) return value_products<kBits, kFormat, true, kChunks, 4>(unit, o, minima);
+    if (unit.groups == 2) return value_products<kBits, kFormat, true, kChunks, 2, kUnroll>(unit, o, minima);
+    if (unit.groups == 4) return value_products<kBits, kFormat, true, kChunks, 4, kUnroll>(unit, o, minima);
     if constexpr (kChunks >= 8) {
-      if (unit.groups == 8) return value_products<kBits, kFormat, true, kChunks, 8>(unit, o, minima);
+      if (unit.groups == 8) return value_products<kBits, kFormat, true, kChunks, 8, kUnroll>(unit, o, minima);
     }
   }
-  value_products<kBits, kFormat, true, kChunks, 1>(unit, o, minima);
+  value_products<kBits, kFormat, true, kChunks, 1, kUnroll>(unit, o, minima);
 }
 
-template <int kBits, int kFormat, int kColumns, int kTiles>
+template <int kBits, int kFormat, int kUnroll, int kColumns, int kTiles>
 KVCACHE_DEVICE void multiply_aligned_values(const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
                                             float (&minima)[kColumns][4]) {
-  if (unit.groups == 0) return value_products<kBits, kFormat, true, 0, 0>(unit, o, minima);
+  if (unit.groups == 0) return value_products<kBits, kFormat, true, 0, 0, kUnroll>(unit, o, minima);
   if constexpr (kTiles == 8) {
-    if (unit.chunks == 4) return multiply_known_values<kBits, kFormat, 4>(unit, o, minima);
+    if (unit.chunks == 4) return multiply_known_values<kBits, kFormat, 4, kUnroll>(unit, o, minima);
   }
-  multiply_known_values<kBits, kFormat, kTiles>(unit, o, minima);
+  multiply_known_values<kBits, kFormat, kTiles, kUnroll>(unit, o, minima);
 }
 
-template <int kColumns, int kTiles>
+// `kUnroll`: of quads, see `multiply_keys`.
+template <int kUnroll, int kColumns, int kTiles>
 KVCACHE_DEVICE void multiply_values(const Side& side, const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
                                     float (&minima)[kColumns][4]) {
   if (side.nbits == 8) {
-    if (side.format == kSymmetric) return multiply_aligned_values<8, kSymmetric>(unit, o, minima);
-    if (side.format == kE4M3) return multiply_aligned_values<8, kE4M3>(unit, o, minima);
-    if (side.format == kE5M2) return multiply_aligned_values<8, kE5M2>(unit, o, minima);
-    return multiply_aligned_values<8, kAffine>(unit, o, minima);
+    if (side.format == kSymmetric) return multiply_aligned_values<8, kSymmetric, kUnroll>(unit, o, minima);
+    if (side.format == kE4M3) return multiply_aligned_values<8, kE4M3, kUnroll>(unit, o, minima);
+    if (side.format == kE5M2) return multiply_aligned_values<8, kE5M2, kUnroll>(unit, o, minima);
+    return multiply_aligned_values<8, kAffine, kUnroll>(unit, o, minima);
   }
   if (unit.is_aligned) {
-    if (side.nbits == 4) return multiply_aligned_values<4, kAffine>(unit, o, minima);
-    if (side.nbits == 3) return multiply_aligned_values<3, kAffine>(unit, o, minima);
-    return multiply_aligned_values<2, kAffine>(unit, o, minima);
+    if (side.nbits == 4) return multiply_aligned_values<4, kAffine, kUnroll>(unit, o, minima);
+    if (side.nbits == 3) return multiply_aligned_values<3, kAffine, kUnroll>(unit, o, minima);
+    return multiply_aligned_values<2, kAffine, kUnroll>(unit, o, minima);
   }
-  if (side.nbits == 4) return value_products<4, kAffine, false, 0, 0>(unit, o, minima);
-  if (side.nbits == 3) return value_products<3, kAffine, false, 0, 0>(unit, o, minima);
-  value_products<2, kAffine, false, 0, 0>(unit, o, minima);
+  if (side.nbits == 4) return value_products<4, kAffine, false, 0, 0, kUnroll>(unit, o, minima);
+  if (side.nbits == 3) return value_products<3, kAffine, false, 0, 0, kUnroll>(unit, o, minima);
+  value_products<2, kAffine, false, 0, 0, kUnroll>(unit, o, minima);
 }
 
 // What the accumulators of a chunk must be multiplied by, powers of two of the weights aside.

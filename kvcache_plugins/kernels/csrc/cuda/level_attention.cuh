@@ -135,8 +135,8 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
       multiply_level_keys(a.key, key, of_keys, products[0]);
       of_values.load(a.value, value_bounds);
       scale_rows(row_scale, products);
-      if (block < a.plain_begin || block >= a.plain_end) adjust(a, rows, block, a.tokens_of(block), products);
-      weigh(products, state, weights);
+      if (block < a.plain_begin || block >= a.plain_end) adjust(a, block, a.tokens_of(block), products);
+      weigh<true>(products, state, weights);
     }
     of_keys.load(a.key, key_bounds);
     value_bounds = OutlierBounds(a.value, rows, heads, block + kWarps, has_next);
@@ -151,7 +151,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   copy_wait<0>();
   move_minima(value.unit, state, [](int) { return 1.0f; });
   const float grow = bits_float(static_cast<uint32_t>(127 + state.exponent) << 23);
-  state.scale(0, grow, grow);
+  state.template scale<true>(0, grow, grow);
   merge_warps(a, rows, nullptr, shared, state, place);
 }
 

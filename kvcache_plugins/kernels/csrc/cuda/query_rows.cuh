@@ -9,9 +9,13 @@ namespace kvcache {
 struct Rows {
   int batch, head, first, count;  // rows [first, first + count) of group * query_length
 
-  KVCACHE_DEVICE static Rows mine(const AttentionArguments& a) {
-    const int all = a.group * a.query_length;
-    const int group = static_cast<int>(blockIdx.x), head = group / a.chunks % a.records.heads;
+  KVCACHE_DEVICE static Rows mine(const AttentionArguments& a) { return of(a, static_cast<int>(blockIdx.x)); }
+  // The same, worked out anew: what is needed again behind a loop takes no registers in it.
+  KVCACHE_DEVICE static Rows mine_again(const AttentionArguments& a) {
+    return of(a, opaque(static_cast<int>(blockIdx.x)));
+  }
+  KVCACHE_DEVICE static Rows of(const AttentionArguments& a, int group) {
+    const int all = a.group * a.query_length, head = group / a.chunks % a.records.heads;
     const int first = group % a.chunks * a.chunk_rows;
     const int count = all - first < a.chunk_rows ? all - first : a.chunk_rows;
     return {group / a.chunks / a.records.heads, head, first, count};

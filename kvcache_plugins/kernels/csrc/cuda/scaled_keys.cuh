@@ -121,8 +121,9 @@ struct LaneChannels {
   }
 };
 
-// `kRows`: of metadata per channel in a block, 0 for none; `kTogether`: see LaneChannels. `c` is [column][tile].
-template <int kBits, int kFormat, int kRows, bool kTogether, int kColumns>
+// `kRows`: of metadata per channel in a block, 0 for none; `kTogether`: see LaneChannels; `kUnroll`: pairs of steps in a
+// row. `c` is [column][tile].
+template <int kBits, int kFormat, int kRows, bool kTogether, int kUnroll, int kColumns>
 KVCACHE_DEVICE void scaled_key_products(const KeyUnit& unit, float (&c)[kColumns][4][4]) {
   const int lane = opaque_lane(), g = lane / 4, t = lane % 4, row_bytes = 2 * unit.dim;
   const bool is_large = kRows > 0 && kBits == 8 && has_large_scales(unit, kRows);
@@ -157,7 +158,7 @@ KVCACHE_DEVICE void scaled_key_products(const KeyUnit& unit, float (&c)[kColumns
       }
     }
   };
-#pragma unroll 1
+#pragma unroll(kUnroll)
   for (int left = unit.steps / 2; left > 0; --left) {
     multiply_step(0);
     multiply_step(1);

@@ -7,8 +7,7 @@ namespace kvcache {
 
 // Starts the copy of one unit by a warp, 16 bytes a lane at a time; `to` is a multiple of 128 bytes, and `from` is
 // where this lane's bytes begin. The codes are spread over the banks: of the exclusive or that does it one part depends
-// on the lane and one on the step of 512 bytes, which is the same for every warp. `kIsKnown`: the compiler knows `copy`.
-template <bool kIsKnown>
+// on the lane and one on the step of 512 bytes, which is the same for every warp.
 KVCACHE_DEVICE void copy_unit(uint8_t* to, const uint8_t* from, const UnitCopy& copy) {
   constexpr int kSteps = UnitCopy::kSteps, kStep = UnitCopy::kStepBytes;
   const int lane = opaque_lane(), first = 16 * lane;
@@ -16,7 +15,7 @@ KVCACHE_DEVICE void copy_unit(uint8_t* to, const uint8_t* from, const UnitCopy& 
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) places[i] = swizzled(first, copy.swizzle) ^ copy.step_bits[i];
   int left = copy.code_bytes;
-#pragma unroll(kIsKnown ? 8 : 1)
+#pragma unroll 1
   for (; left >= kSteps * kStep; left -= kSteps * kStep) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) copy_async_16(to + places[i] + i * kStep, from + i * kStep);
@@ -32,12 +31,28 @@ KVCACHE_DEVICE void copy_unit(uint8_t* to, const uint8_t* from, const UnitCopy& 
   }
   to += left + first;
   from += left;
-#pragma unroll(kIsKnown ? 2 : 1)
+#pragma unroll 1
   for (left = copy.bytes - copy.code_bytes - first; left > 0; left -= 2 * kStep) {
     copy_async_16(to, from);
     if (left > kStep) copy_async_16(to + kStep, from + kStep);
     to += 2 * kStep;
     from += 2 * kStep;
+  }
+}
+
+// The same where the compiler knows `copy`: every place but for the lane's part is a constant.
+KVCACHE_DEVICE void copy_known_unit(uint8_t* to, const uint8_t* from, const UnitCopy& copy) {
+  constexpr int kStep = UnitCopy::kStepBytes, kMost = 16;  // steps
+  const int first = 16 * opaque_lane(), spread = swizzled(first, copy.swizzle);
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    const int begin = i * kStep;
+    if (begin < copy.code_bytes) copy_async_16(to + (spread ^ swizzle_bits(begin, copy.swizzle)) + begin, from + begin);
+  }
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    const int begin = copy.code_bytes + i * kStep, left = copy.bytes - begin;
+    if (left >= kStep || first < left) copy_async_16(to + first + begin, from + begin);
   }
 }
 
@@ -104,7 +119,7 @@ class UnitRing {
   // Copies the keys of one more block, when all others have been waited for.
   KVCACHE_DEVICE uint8_t* fetch_keys(const uint8_t* record) const {
     warp_barrier();  // every lane is done with the place
-    copy_unit<kIsKnown>(places_, record + threadIdx.x % 32 * 16 + a_.key_copy.codes_offset, a_.key_copy);
+    copy_known_unit(places_, record + threadIdx.x % 32 * 16 + a_.key_copy.codes_offset, a_.key_copy);
     copy_commit();
     copy_wait<0>();
     warp_barrier();
@@ -118,7 +133,11 @@ class UnitRing {
   int used_ = 0;  // the next place to be used, in bytes; the one before it is the next to be filled
 
   KVCACHE_DEVICE void start(const uint8_t* record, const UnitCopy& copy, int place) const {
-    copy_unit<kIsKnown>(places_ + place, record + copy.codes_offset, copy);
+    if (kIsKnown) {
+      copy_known_unit(places_ + place, record + copy.codes_offset, copy);
+    } else {
+      copy_unit(places_ + place, record + copy.codes_offset, copy);
+    }
   }
 };
 
