@@ -3,8 +3,8 @@
 //
 // A due token that is new is read from where it came from, since another thread block may not have copied it yet. No
 // thread block writes what another one reads: what is due of a tail lies before the place of the new tokens.
-// Bound: the latency of three dependent passes; not measured.
-#include "encoding.cuh"
+// Bound: the latency of a launch and of a load; of more than a token, of three dependent passes.
+#include "encoding_token.cuh"
 #include "launches.h"
 
 namespace kvcache {
@@ -21,7 +21,11 @@ KVCACHE_DEVICE void place_tokens(const PlaceArguments& a) {
 
 KVCACHE_DEVICE void append_side(const PlaceArguments& places, const EncodeArguments& due, int unit, uint8_t* shared) {
   if (unit == 0) place_tokens(places);
-  if (due.count > 0) encode_unit(due, unit, shared);
+  if (is_one_token(due)) {
+    encode_token(due, shared);
+  } else if (due.count > 0) {
+    encode_unit(due, unit, shared);
+  }
 }
 
 KVCACHE_BOTH int thread_blocks(const EncodeArguments& due) { return due.count > 0 ? due.units() : 1; }
@@ -37,12 +41,16 @@ KVCACHE_KERNEL(kEncodeThreads, 2) append_kernel(const AppendArguments a) {
   }
 }
 
+inline int due_bytes(const EncodeArguments& due) {
+  return is_one_token(due) ? token_shared_bytes(due) : encoding_shared_bytes(due);
+}
+
 int append_slots(const AppendArguments& a, int batch, int heads, void* stream) {
   dim3 grid;
   grid.x = static_cast<unsigned>(thread_blocks(a.key) + thread_blocks(a.value));
   grid.y = static_cast<unsigned>(heads);
   grid.z = static_cast<unsigned>(batch);
-  const int key_bytes = encoding_shared_bytes(a.key), value_bytes = encoding_shared_bytes(a.value);
+  const int key_bytes = due_bytes(a.key), value_bytes = due_bytes(a.value);
   return launch<append_kernel>(grid, kEncodeThreads, key_bytes > value_bytes ? key_bytes : value_bytes, stream, a);
 }
 

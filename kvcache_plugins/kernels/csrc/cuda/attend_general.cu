@@ -31,7 +31,7 @@ int attend_general_rows(const AttentionArguments& a, int batch, void* stream) {
 int merge_rows(const AttentionArguments& a, int batch, void* stream) {
   dim3 grid;
   grid.x = static_cast<unsigned>(static_cast<int64_t>(batch) * a.records.heads * a.group * a.query_length);
-  return launch<merge_kernel>(grid, kMergeThreads, merge_bytes(a), stream, a);
+  return launch_early<merge_kernel>(grid, kMergeThreads, merge_bytes(a), stream, a);
 }
 
 int attention_shared_bytes(const AttentionArguments& a, int columns) { return shared_bytes(a, columns); }

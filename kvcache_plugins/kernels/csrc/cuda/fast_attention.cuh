@@ -386,7 +386,8 @@ KVCACHE_DEVICE void merge_warps(const AttentionArguments& a, const Rows& rows, c
   float* const bests = reinterpret_cast<float*>(ring);  // [warp][row]
   float* const totals = bests + kWarps * kRows;
   float* const outputs = totals + kWarps * kRows;       // [warp][row][stride]
-  block_barrier();                                      // every warp is done with the copies
+  let_next_begin();
+  block_barrier();  // every warp is done with the copies
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
 #pragma unroll

@@ -169,6 +169,7 @@ KVCACHE_DEVICE void attend_general(const AttentionArguments& a, const Rows& rows
       }
     }
   }
+  let_next_begin();
   for (int i = thread; i < rows.count; i += threads) {
     const bool is_spoilt = m.total[i] != m.total[i];  // by a visible score that is not a number
     float* sums = a.partial_sums + 2 * rows.partial(a, i, place);
@@ -185,7 +186,7 @@ static_assert(kMergeThreads >= kMaxHeadDim, "a channel has a thread");
 // Bytes of dynamic shared memory of the merge.
 inline int merge_bytes(const AttentionArguments& a) { return 4 * (a.splits() + kMergeThreads); }
 
-// Merges the splits of one query row, a thread block each; sink logits are weights without a value. The splits are
+// Merges the splits of one query row, a thread block each, which may begin before they have ended; sink logits are weights without a value. The splits are
 // shared out among the threads of a channel, so that their loads are on the way together.
 KVCACHE_DEVICE void merge_splits(const AttentionArguments& a, uint8_t* shared) {
   const int value_dim = a.value.head_dim, splits = a.splits(), thread = static_cast<int>(threadIdx.x);
@@ -198,6 +199,7 @@ KVCACHE_DEVICE void merge_splits(const AttentionArguments& a, uint8_t* shared) {
   float* weights = reinterpret_cast<float*>(shared);
   float* parts = weights + splits;
   float best = sink;
+  wait_for_previous();
 #pragma unroll 4
   for (int s = thread % 32; s < splits; s += 32) best = fmaxf(best, sums[2 * s]);  // every warp alike
   for (int mask = 16; mask > 0; mask /= 2) best = fmaxf(best, shuffle_xor(best, mask));

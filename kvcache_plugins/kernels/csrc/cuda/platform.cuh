@@ -129,6 +129,18 @@ KVCACHE_DEVICE int opaque(int number) {
 KVCACHE_DEVICE int opaque_lane() { return opaque(static_cast<int>(threadIdx.x) % 32); }
 KVCACHE_DEVICE void warp_barrier() { __syncwarp(); }
 KVCACHE_DEVICE void block_barrier() { __syncthreads(); }
+// Lets a kernel that is launched by `launch_early` behind this one begin, once all thread blocks have come here or ended.
+KVCACHE_DEVICE void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// In such a kernel, waits for all that the one before writes; until then nothing that this one reads may be its.
+KVCACHE_DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 KVCACHE_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 KVCACHE_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 KVCACHE_DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
@@ -227,6 +239,33 @@ int launch(dim3 grid, int threads, int shared_bytes, void* stream, const Argumen
   }
   kKernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments);
   return cudaGetLastError();
+}
+
+// The same for a kernel that calls `wait_for_previous`: on GPUs that can, its launch does not wait for the kernel before
+// it on the stream, so that its thread blocks are in place when that one ends.
+template <auto kKernel, typename Arguments>
+int launch_early(dim3 grid, int threads, int shared_bytes, void* stream, const Arguments& arguments) {
+  int device = 0, major = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (status != cudaSuccess || major < 9) return launch<kKernel>(grid, threads, shared_bytes, stream, arguments);
+  if (shared_bytes > 0) {
+    const int refused = let_share_memory<kKernel>();
+    if (refused != cudaSuccess) return refused;
+  }
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early;
+  config.numAttrs = 1;
+  Arguments copy = arguments;
+  void* pointers[] = {&copy};
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), pointers);
 }
 
 #endif

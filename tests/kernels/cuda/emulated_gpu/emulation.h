@@ -91,6 +91,8 @@ inline void multiply_accumulate_bfloat(float (&c)[4], uint32_t a0, uint32_t a1, 
 }
 
 inline void prefetch(const uint8_t*) {}
+inline void let_next_begin() {}
+inline void wait_for_previous() {}
 void copy_async_16(void* to, const void* from);
 void copy_commit();
 template <int kPending>
@@ -112,6 +114,12 @@ int launch(dim3 grid, int threads, int shared_bytes, void*, const Arguments& arg
   } call{kKernel, &arguments};
   emulation::run_grid(grid, threads, shared_bytes, Call::run, &call);
   return 0;
+}
+
+// Kernels run one after the other here.
+template <auto kKernel, typename Arguments>
+int launch_early(dim3 grid, int threads, int shared_bytes, void* stream, const Arguments& arguments) {
+  return launch<kKernel>(grid, threads, shared_bytes, stream, arguments);
 }
 
 }  // namespace kvcache

@@ -99,6 +99,7 @@ void add_moves(Operations& table) {
   table["cvta.shared.u64"] = unary<uint64_t, uint64_t, kToGeneric>;
   table["cvta.to.shared.u64"] = unary<uint64_t, uint64_t, kFromGeneric>;
   table["membar.sys"] = nothing;  // threads run in an order here
+  table["griddepcontrol.launch_dependents"] = table["griddepcontrol.wait"] = nothing;  // and so do kernels
   add_comparisons<int16_t>(table, KVCACHE_COMPARISONS("s16"));
   add_comparisons<uint16_t>(table, KVCACHE_COMPARISONS("u16"));
   add_comparisons<uint16_t>(table, KVCACHE_COMPARISONS("b16"));

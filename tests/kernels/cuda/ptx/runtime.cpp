@@ -11,6 +11,7 @@ using ptx::dim3;
 // Values of the CUDA headers.
 constexpr int kSuccess = 0, kInvalidValue = 1;
 constexpr int kMostSharedBytes = 97;       // cudaDevAttrMaxSharedMemoryPerBlockOptin
+constexpr int kMajor = 75;                 // cudaDevAttrComputeCapabilityMajor
 constexpr int kSharedBytesOfFunction = 8;  // cudaFuncAttributeMaxDynamicSharedMemorySize
 
 struct Function {
@@ -93,9 +94,18 @@ int cudaGetDevice(int* device) {
   *device = 0;
   return kSuccess;
 }
+// As cudaLaunchConfig_t begins.
+struct LaunchConfiguration {
+  dim3 grid, threads;
+  size_t shared_bytes;
+};
+int cudaLaunchKernelExC(const LaunchConfiguration* given, const void* function, void** arguments) {
+  return cudaLaunchKernel(function, given->grid, given->threads, arguments, given->shared_bytes, nullptr);
+}
+
 int cudaDeviceGetAttribute(int* value, int attribute, int) {
-  *value = 232448;
-  return attribute == kMostSharedBytes ? kSuccess : kInvalidValue;
+  *value = attribute == kMajor ? 9 : 232448;
+  return attribute == kMostSharedBytes || attribute == kMajor ? kSuccess : kInvalidValue;
 }
 int cudaFuncSetAttribute(const void* function, int attribute, int value) {
   if (attribute != kSharedBytesOfFunction) return kSuccess;
