@@ -96,7 +96,7 @@ def average_rotation(rotary: Rotary, first: Tensor, length: int) -> tuple[Tensor
             what they turn, the fast pairs most.
     """
     start = doubled(first)
-    half_turns = torch.tensor(rotary.inv_freq, dtype=torch.float64, device=start.device) / (2 * math.pi)
+    half_turns = rotary.frequencies(start.device) / (2 * math.pi)
     # the mean of exp(i w p), p < n, is exp(i w (n - 1) / 2) sin(n w / 2) / (n sin(w / 2))
     shortened = (torch.sinc(length * half_turns) / torch.sinc(half_turns)).float()
     cos, sin = rotary.tables(start + (length - 1) / 2)

@@ -121,7 +121,7 @@ class ExpectedAttentionLayer(HeadwiseLayer):
         moments = QueryMoments(**self.companions)
         if self.facts.rotary is None:
             return moments.mean, moments.covariance()
-        next_slot = torch.tensor([self.held_length], device=self.device)
+        next_slot = torch.full((1,), self.held_length, device=self.device)
         first = self._positions(next_slot).expand(len(moments.mean), 1)[:, 0]
         rotation = average_rotation(self.facts.rotary, first, self.config.future_length)
         return moments.turned(self.facts.rotary, *rotation)

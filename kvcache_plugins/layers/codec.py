@@ -151,6 +151,9 @@ class Codec(ABC):
         """Tensors of an artifact by which codes are read. A saved cache needs the same, and has no copy."""
         return {}
 
+    def place(self, device: torch.device) -> None:
+        """Bring what the codec holds to the device of the tokens, before the first: a step must not wait."""
+
     def with_padding(self, padding: Padding) -> Codec:
         """The codec of a stream that has moved its tokens and has other pads; this one stays as it is."""
         return self
@@ -200,22 +203,28 @@ class _ScaleOnlyCodec(Codec):
     def static_state(self) -> dict[str, Tensor]:
         return {} if self.static_scale is None else {"scale": self.static_scale}
 
+    def place(self, device: torch.device) -> None:
+        if self.static_scale is not None:
+            self._static_on(device)
+
     def _choose_scale(self, states: Tensor, valid: Tensor | None) -> Tensor:
         if self.static_scale is None:
             return affine.choose_qparams_symmetric(states, self.granularity, valid, self.largest_code)
-        return self._static_on(states)
+        return self._static_on(states.device)
 
-    def _static_on(self, like: Tensor) -> Tensor:
+    def _static_on(self, device: torch.device) -> Tensor:
         assert self.static_scale is not None
-        if self.static_scale.device != like.device:
-            self.static_scale = self.static_scale.to(like.device)
+        if self.static_scale.device != device:
+            self.static_scale = self.static_scale.to(device)
         return self.static_scale
 
     def _stored(self, codes: Tensor, scale: Tensor) -> Encoded:
         return Encoded(codes, {} if self.static_scale is not None else {"scale": self.stored_rows(scale)})
 
     def _stored_scale(self, encoded: Encoded) -> Tensor:
-        return encoded.metadata["scale"] if self.static_scale is None else self._static_on(encoded.codes)
+        if self.static_scale is None:
+            return encoded.metadata["scale"]
+        return self._static_on(encoded.codes.device)
 
 
 class SymmetricCodec(_ScaleOnlyCodec):
@@ -277,6 +286,9 @@ class WrappedCodec(Codec):
 
     def static_state(self) -> dict[str, Tensor]:
         return self.inner.static_state()
+
+    def place(self, device: torch.device) -> None:
+        self.inner.place(device)
 
 
 class RotatedCodec(WrappedCodec):

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from ..kernels.layout import MAX_HEAD_DIM
 from ..kernels.writing_ops import encode_levels
-from ..quantizers.nonuniform import boundaries_of
 from ..quantizers.packing import BLOCK_TOKENS
 from .codec import Codec
 from .native_encoding import NativeEncoder
@@ -51,7 +50,7 @@ class LevelEncoder(NativeEncoder):
         if not self.is_possible or states.device != self.device or not self.may_encode():
             return False
         assert start % BLOCK_TOKENS == 0 and states.shape[2] % BLOCK_TOKENS == 0
-        codebook, levels = self.levels.books_on(self.device)
+        _, levels = self.levels.books_on(self.device)
         options: dict[str, Tensor] = {}
         if isinstance(self.levels, ChannelNonUniformCodec):
             options["scale"], options["offset"] = self.levels.range_on(self.device)
@@ -65,7 +64,7 @@ class LevelEncoder(NativeEncoder):
             states if states.stride(-1) == 1 else states.contiguous(),
             self.is_key,
             self.level_layout,
-            boundaries_of(codebook),
+            self.levels.boundaries_on(self.device),
             levels,
             self.levels.side,
             start,

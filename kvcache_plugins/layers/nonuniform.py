@@ -11,7 +11,7 @@ from torch import Tensor
 from ..models.rotary import Rotary
 from ..quantizers.affine import round_to_half
 from ..quantizers.granularity import Granularity, per_token
-from ..quantizers.nonuniform import dequantize_nonuniform, quantize_nonuniform
+from ..quantizers.nonuniform import boundaries_of, dequantize_nonuniform, quantize_nonuniform
 from ..quantizers.outliers import add_outliers, are_largest, choose_outliers
 from ..quantizers.packing import BLOCK_TOKENS
 from .codec import Codec, Encoded, WrappedCodec
@@ -47,6 +47,7 @@ class NonUniformCodec(Codec):
         self.levels = self.codebook if levels is None else levels.bfloat16().float()
         self.side = side
         self.outlier_capacity = 2 * side * BLOCK_TOKENS
+        self._boundaries: tuple[Tensor, Tensor] | None = None
 
     @property
     def unit_tokens(self) -> int:
@@ -64,6 +65,16 @@ class NonUniformCodec(Codec):
         if self.codebook.device != device:
             self.codebook, self.levels = self.codebook.to(device), self.levels.to(device)
         return self.codebook, self.levels
+
+    def boundaries_on(self, device: torch.device) -> Tensor:
+        """What lies between the levels to encode by, on a device; made once."""
+        codebook, _ = self.books_on(device)
+        if self._boundaries is None or self._boundaries[0] is not codebook:
+            self._boundaries = codebook, boundaries_of(codebook)
+        return self._boundaries[1]
+
+    def place(self, device: torch.device) -> None:
+        self.boundaries_on(device)
 
     def _encode(
         self, states: Tensor, scale: Tensor, offset: Tensor, qualifies: Tensor, metadata: dict[str, Tensor]
@@ -121,9 +132,15 @@ class ChannelNonUniformCodec(NonUniformCodec):
     def calibrate(self, states: Tensor, valid: Tensor) -> None:
         usable = valid[:, None, :, None] & torch.isfinite(states)
         seen = torch.where(usable, states, torch.nan)
-        tails = torch.tensor([self.fraction / 2, 1 - self.fraction / 2], dtype=seen.dtype, device=seen.device)
+        tails = seen.new_full((2,), self.fraction / 2)
+        tails[1:].fill_(1 - self.fraction / 2)
         lower, upper = seen.nanquantile(tails, dim=2, keepdim=True).nan_to_num(0.0)
         self._set_range(lower, upper)
+
+    def place(self, device: torch.device) -> None:
+        super().place(device)
+        if self.scale is not None:
+            self.range_on(device)
 
     def encode(self, states: Tensor, position: int, valid: Tensor | None = None) -> Encoded:
         scale, offset = self.range_on(states.device)
@@ -236,13 +253,18 @@ class UnrotatedCodec(WrappedCodec):
 
     def tables(self, states: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of `states` `(B, H, T, D)` from slot `position` on: `(1 or B, T, pairs)`."""
-        slots = torch.arange(position, position + states.shape[2], device=states.device)
-        starts = self.padding.starts(states)
-        if not self.padding.longest:
-            starts = starts[:1]
-        positions = slots - starts[:, None]
+        padding = self.padding
+        first = position if padding.longest else position + padding.dropped
+        positions = torch.arange(first, first + states.shape[2], device=states.device)[None]
+        if padding.longest:  # rows differ
+            positions = positions - padding.starts(states)[:, None]
         cos, sin = (table.view(*positions.shape, -1) for table in self.rotary.tables(positions.flatten()))
         return cos, sin
+
+    def place(self, device: torch.device) -> None:
+        super().place(device)
+        if device.type == "cuda":
+            self.rotary.frequencies(device)  # which keeps them there
 
     def _turn(self, states: Tensor, position: int, *, undo: bool) -> Tensor:
         cos, sin = (table[:, None] for table in self.tables(states, position))

@@ -111,20 +111,23 @@ class Padding:
         """Copy the sinks found in `states` `(B, H, n, D)`, whose first slot is `start`, into `sinks`."""
         if states.is_meta:
             return
-        rows, columns, offsets = self._sink_places(states, start, sinks.shape[2])
-        sinks[rows, :, columns] = states[rows, :, offsets].to(sinks.dtype)
+        offsets, is_found = self._sink_offsets(states, start, sinks.shape[2])
+        # every sink is written, lest the host has to ask a GPU which ones
+        places = offsets.clamp(0, states.shape[2] - 1)[:, None, :, None]
+        found = states.gather(2, places.expand(-1, states.shape[1], -1, states.shape[3]))
+        sinks.copy_(torch.where(is_found[:, None, :, None], found.to(sinks.dtype), sinks))
 
     def write_sinks(self, states: Tensor, start: int, sinks: Tensor) -> None:
         """Copy `sinks` over their places in `states`, in place."""
         if start < self.first_plain_slot:
-            rows, columns, offsets = self._sink_places(states, start, sinks.shape[2])
-            states[rows, :, offsets] = sinks[rows, :, columns].to(states.dtype)
+            offsets, is_found = self._sink_offsets(states, start, sinks.shape[2])
+            rows, columns = is_found.nonzero(as_tuple=True)
+            states[rows, :, offsets[rows, columns]] = sinks[rows, :, columns].to(states.dtype)
 
-    def _sink_places(self, states: Tensor, start: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, sink numbers and offsets into `states` of those of the first `count` sinks it contains."""
+    def _sink_offsets(self, states: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Offsets into `states` of the first `count` sinks of every row, and which of these it contains."""
         offsets = self.starts(states)[:, None] + torch.arange(count, device=states.device) - start
-        rows, columns = ((offsets >= 0) & (offsets < states.shape[2])).nonzero(as_tuple=True)
-        return rows, columns, offsets[rows, columns]
+        return offsets, (offsets >= 0) & (offsets < states.shape[2])
 
 
 def first_slots(pads: Tensor | None, device: torch.device) -> Tensor:

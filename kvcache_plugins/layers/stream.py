@@ -71,6 +71,8 @@ class Stream:
         use_native: bool = True,
     ) -> None:
         self.side, self.spec, self.codec = side, spec, spec.codec
+        if device.type != "meta":
+            spec.codec.place(device)
         self.records, self.padding = records, padding
         self.head_dim, self.interleaved, self.use_native = head_dim, interleaved, use_native
         self.packed_length = 0

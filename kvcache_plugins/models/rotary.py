@@ -13,14 +13,14 @@ import copy
 import importlib
 import sys
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..device_dtypes import doubled
+from ..device_dtypes import doubled, has_every_dtype
 from .frequencies import attribute_of
 from .layer_plan import caches_latents
 
@@ -45,11 +45,21 @@ class Rotary:
         """Channels that rotate."""
         return 2 * len(self.inv_freq)
 
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians per position, fp64 `(rotary_dim / 2,)`, on a device that has such numbers.
+
+        A GPU keeps them: to copy them from the host's memory would wait for it, and end a CUDA graph.
+        """
+        return _kept(self.inv_freq, device) if device.type == "cuda" else _made(self.inv_freq, device)
+
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, fp32, of shape `(len(positions), rotary_dim / 2)`."""
-        exact = doubled(positions)
-        angles = exact[:, None] * torch.tensor(self.inv_freq, dtype=torch.float64, device=exact.device)
-        return angles.cos().float().to(positions.device), angles.sin().float().to(positions.device)
+        exact = positions if has_every_dtype(positions.device) else positions.cpu()
+        angles = exact[:, None] * self.frequencies(exact.device)  # in fp64, whatever the positions are
+        cos, sin = (torch.empty(angles.shape, dtype=torch.float32, device=angles.device) for _ in range(2))
+        torch.cos(angles, out=cos)  # in fp64 too, and rounded in the same launch
+        torch.sin(angles, out=sin)
+        return cos.to(positions.device), sin.to(positions.device)
 
     def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
         """Rotate `states` `(B, H, T, D)` by `positions` `(T,)`; negative ones undo positive ones."""
@@ -71,6 +81,16 @@ class Rotary:
             return turning[..., 0::2], turning[..., 1::2]
         half = self.rotary_dim // 2
         return turning[..., :half], turning[..., half:]
+
+
+def _made(inv_freq: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(inv_freq, dtype=torch.float64, device=device)
+
+
+@lru_cache(maxsize=256)
+def _kept(inv_freq: tuple[float, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return _made(inv_freq, device)
 
 
 def modeling_module(config: Any) -> ModuleType | None:

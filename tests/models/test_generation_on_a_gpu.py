@@ -51,6 +51,14 @@ CACHES: dict[str, dict[str, Any]] = {
     },
     "keydiff-dense": {"backend": "keydiff", "budget": 96},
     "streaming-int4": {"backend": "streaming_llm", "budget": 96, "storage": {"backend": "int4"}},
+    "streaming-kvquant": {
+        "backend": "streaming_llm",
+        "budget": 160,
+        "positions": "compact",
+        "storage": {"backend": "kvquant", "calibration": "normal_float"},
+        "residual_length": 16,
+        "evict_at_decode": True,
+    },
 }
 LENGTHS = (180, 140)
 """Several packed blocks, and some left over."""

@@ -128,7 +128,7 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
 }
 
 at::Tensor& copy(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
-  if (is_simulated(to) != is_simulated(from) && !non_blocking) wait();
+  if (is_simulated(to) != is_simulated(from) && !non_blocking && to.numel() > 0) wait();
   on_cpu(to).copy_(on_cpu(from), non_blocking);
   return to;
 }
@@ -146,15 +146,33 @@ bool is_output(const c10::Argument& argument) {
   return argument.kwarg_only() && argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
+// Whether an operator, on a GPU, asks the device for numbers: how much there is of what it returns, or what is equal;
+// or is given indices that lie elsewhere.
+bool needs_answers(const std::string& name, const std::vector<c10::IValue>& given) {
+  static const std::set<std::string> always = {
+      "aten::_unique", "aten::_unique2", "aten::bincount", "aten::equal", "aten::masked_select", "aten::nonzero",
+      "aten::unique_consecutive", "aten::unique_dim", "aten::unique_dim_consecutive",
+  };
+  if (always.count(name)) return true;
+  if (name == "aten::repeat_interleave") return given.back().isNone();  // without the size of its output
+  if (name != "aten::index" && name != "aten::_index_put_impl_") return false;
+  const bool is_filled = name != "aten::index" && given[2].toTensor().dim() == 0 && !is_simulated(given[2].toTensor());
+  for (const std::optional<at::Tensor>& index : given[1].toOptionalTensorVector()) {
+    if (!index || !index->defined()) continue;
+    const bool is_mask = index->scalar_type() == at::kBool || index->scalar_type() == at::kByte;
+    if (is_mask ? !is_filled : !is_simulated(*index)) return true;
+  }
+  return false;
+}
+
 // Runs an operator over the same memory on the CPU. What it returns is, where it is an argument that it changes, that
 // argument, else a new tensor of the device.
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   check_operator(op.operator_name());
-  for (const char* name : {"aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2"})
-    if (schema.name() == name) wait();  // the host needs to know how much there is
   const size_t count = schema.arguments().size(), first = stack->size() - count;
   const std::vector<c10::IValue> given(stack->begin() + first, stack->end());
+  if (needs_answers(schema.name(), given)) wait();
   c10::Device device(simulated, current_device);
   bool is_placed = false;
   const auto move = [&](const at::Tensor& tensor) {

@@ -13,6 +13,7 @@ from kvcache_plugins.kernels import loader
 from kvcache_plugins.kernels.gathering import gather_records
 from kvcache_plugins.kernels.layout import Side, SideLayout
 from kvcache_plugins.layers import native_encoding, stepping
+from kvcache_plugins.layers.field_layout import side_layout
 from kvcache_plugins.layers.handle import KVHandle
 from tests.kernels import test_encode_tokens as encoding
 from tests.kernels.append_cases import CODES, Case
@@ -174,6 +175,20 @@ def test_three_bits_are_gathered() -> None:
     layer = packed({"backend": "int4", "residual_length": 0, "nbits": 8}, 64)
     index, expected, got = some_slots(70), blank(layer, 70), blank(layer, 70)
     keys, values = (layout._replace(nbits=3) for layout in layouts(layer))
+    gather_records(layer.records.data, expected, index, keys, values)
+    torch.ops.kvcache_emulated.gather_tokens(
+        layer.records.data, got, index, keys.integers(), values.integers()
+    )
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4])
+def test_metadata_that_is_not_stored(nbits: int) -> None:
+    """Groups of KVQuant's keys are said to be of 64 tokens, and nothing is stored of them."""
+    options = {"backend": "kvquant", "calibration": "normal_float", "nbits": nbits, "residual_length": 0}
+    layer = build_layer(options, 320, head_dim=80)
+    keys, values = (side_layout(stream, 320, 0) for stream in layer.streams)
+    index, expected, got = some_slots(130).clamp_max(319), blank(layer, 130), blank(layer, 130)
     gather_records(layer.records.data, expected, index, keys, values)
     torch.ops.kvcache_emulated.gather_tokens(
         layer.records.data, got, index, keys.integers(), values.integers()

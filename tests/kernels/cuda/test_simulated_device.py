@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 DEVICE_TESTS = (
     "tests/evaluation/test_benchmark_device.py",
     "tests/kernels/cuda/test_device.py",
+    "tests/kernels/cuda/test_waiting.py",
     "tests/models/test_generation_on_a_gpu.py",
     "tests/retaining/test_heads.py",
 )

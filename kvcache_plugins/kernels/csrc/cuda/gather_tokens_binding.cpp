@@ -9,8 +9,9 @@ namespace {
 
 Fields describe_fields(const std::string& name, at::IntArrayRef layout, int64_t record_bytes, int64_t blocks) {
   KVCACHE_CHECK(layout.size() == kLayoutFields, "length", name, int{kLayoutFields}, layout.size());
-  KVCACHE_CHECK(layout[kGroupTokens] == 1, "group_tokens", name, "1, for tokens that share no metadata",
-                layout[kGroupTokens]);
+  const bool has_metadata = layout[kScaleOffset] >= 0 || layout[kMinimumOffset] >= 0;
+  KVCACHE_CHECK(layout[kGroupTokens] == 1 || !has_metadata, "group_tokens", name,
+                "1, for tokens that share no metadata", layout[kGroupTokens]);
   const int64_t nbits = layout[kNbits], dim = layout[kHeadDim], width = layout[kWidth];
   KVCACHE_CHECK(nbits == 2 || nbits == 3 || nbits == 4 || nbits == 8, "nbits", name, "2, 3, 4 or 8", nbits);
   KVCACHE_CHECK(dim >= 1 && dim <= kMaxHeadDim, "head_dim", name, "1 to " + std::to_string(kMaxHeadDim), dim);
