@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import platform
+import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,6 +15,9 @@ from kvcache_plugins import KernelUnavailableError
 from kvcache_plugins.kernels import compiler
 
 SOURCES = Path(compiler.__file__).with_name("csrc") / "cpu"
+KERNELS = [file for file in sorted(SOURCES.glob("*.cpp")) if not file.stem.endswith("binding")]
+OTHERS = [name for name in ("clang++", "g++-13", "g++-14", "g++-15", "g++-16") if shutil.which(name)]
+"""Compilers that are stricter than others about targets, and need not be the one that is used."""
 BINDING = """
     #include <c10/core/ScalarType.h>
 
@@ -65,11 +71,7 @@ def test_sources_that_do_not_compile(found: compiler.Compiler, sources: Path, tm
     assert list(tmp_path.iterdir()) == [sources]
 
 
-@pytest.mark.parametrize(
-    "file",
-    [file for file in sorted(SOURCES.glob("*.cpp")) if not file.stem.endswith("binding")],
-    ids=lambda file: file.stem,
-)
+@pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)
 def test_nothing_of_x86_is_asked_of_other_processors(found: compiler.Compiler, file: Path) -> None:
     # headers of the system that another processor would have are missing here, and are no errors
     command = [found.path, "-std=c++20", "-M", "-MG", "-U__x86_64__", str(file)]
@@ -77,6 +79,42 @@ def test_nothing_of_x86_is_asked_of_other_processors(found: compiler.Compiler, f
     assert done.returncode == 0, done.stderr
     assert file.name in done.stdout
     assert "intrin.h" not in done.stdout
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="targets are set on x86-64 alone")
+@pytest.mark.parametrize(
+    "file", [file for file in KERNELS if not file.stem.endswith("portable")], ids=lambda file: file.stem
+)
+def test_what_files_share_is_read_before_a_target_is_set(found: compiler.Compiler, file: Path) -> None:
+    """Of an inline function one copy stays in the library, and every processor has to be able to run it."""
+    command = [found.path, "-std=c++20", "-E", str(file)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    before: set[Path] = set()
+    after: set[Path] = set()
+    place, read = file, before
+    for line in lines:
+        marker = re.match(r'# \d+ "(.+)"', line)
+        if marker is not None:
+            place = Path(marker[1])
+            read.add(place)
+        elif place == file and line.startswith("#pragma") and "target(" in line:
+            read = after
+    first_read = after - before  # headers of the system may be read once more, which adds nothing
+    command = [found.path, "-std=c++20", "-MM", "-MG", str(SOURCES / "binding.cpp")]
+    rule = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    interface = {Path(name).name for name in rule.split()}
+    assert SOURCES / "decode_attention.h" in before and "decode_attention.h" in interface
+    assert {path.parent for path in first_read} == {SOURCES}
+    assert not interface & {path.name for path in first_read}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_compilers_take_the_kernels(name: str, tmp_path: Path) -> None:
+    flags = [flag for flag in compiler.FLAGS if flag != "-O3"]
+    command = [name, *flags, "-c", *map(str, KERNELS)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_apples_clang_is_spoken_to_in_its_own_way(

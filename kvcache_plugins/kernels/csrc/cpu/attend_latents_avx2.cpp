@@ -1,6 +1,8 @@
 // Attention over latents for AVX2, FMA and F16C: the shared implementation with 8 lanes.
 #if defined(__x86_64__)
-#pragma GCC target("avx2,fma,f16c")
+#include "set_target.h"
+
+KVCACHE_TARGET("avx2,fma,f16c")
 // See decode_attention_avx2.cpp.
 #define KVCACHE_LANES 8
 #define KVCACHE_F16C
@@ -11,4 +13,6 @@ namespace kvcache {
 void attend_latents_avx2(const Task& task) { attend<FloatProducts>(task); }
 
 }  // namespace kvcache
+
+KVCACHE_END_TARGET
 #endif

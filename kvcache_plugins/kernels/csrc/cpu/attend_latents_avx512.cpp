@@ -5,11 +5,13 @@
 // weighted sums. The query is turned into pairs once a task; of a block, the latents as they are decoded, and once more
 // 64 channels at a time, when they are turned over.
 #if defined(__x86_64__)
+#include "set_target.h"
+
 #if __has_include(<avx512bf16intrin.h>)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi,avx2,f16c,fma")
+KVCACHE_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi,avx2,f16c,fma")
 #define KVCACHE_BF16
 #else  // a compiler that does not know it: decode_attention_avx512 is not built either
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+KVCACHE_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 #endif
 // See decode_attention_avx2.cpp.
 #define KVCACHE_LANES 16
@@ -120,4 +122,6 @@ void attend_latents_avx512(const Task& task) {
 }
 
 }  // namespace kvcache
+
+KVCACHE_END_TARGET
 #endif

@@ -3,8 +3,10 @@
 // avx2_floats.h and avx2_levels.h for what their names say; else two fused multiply-adds of 8 lanes a cycle, see
 // decode_attention_portable.inl.
 #if defined(__x86_64__)
-#pragma GCC target("avx2,fma,f16c")
-// The pragma does not define __AVX2__ and __F16C__ in C++ before GCC 13.
+#include "set_target.h"
+
+KVCACHE_TARGET("avx2,fma,f16c")
+// That does not define __AVX2__ and __F16C__ with every compiler.
 #define KVCACHE_LANES 8
 #define KVCACHE_F16C
 #include "decode_attention_portable.inl"
@@ -50,4 +52,6 @@ struct ValueProducts {
 void decode_attention_avx2(const Task& task) { run<KeyProducts, ValueProducts>(task); }
 
 }  // namespace kvcache
+
+KVCACHE_END_TARGET
 #endif

@@ -9,13 +9,9 @@
 // What this file does not cover (scales per token and group of channels for keys, 8-bit codes with scales per channel,
 // a rotation of some channels in half-split layout) goes to the AVX2 kernel, which covers everything.
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi,f16c,fma")
+#include "set_target.h"
 
-#include "decode_attention.h"
-
-#include <algorithm>
-#include <memory>
-#include <vector>
+KVCACHE_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi,f16c,fma")
 
 #include "avx512_exact.h"
 #include "avx512_keys.h"
@@ -389,4 +385,6 @@ void decode_attention_avx512(const Task& task) {
 }
 
 }  // namespace kvcache
+
+KVCACHE_END_TARGET
 #endif

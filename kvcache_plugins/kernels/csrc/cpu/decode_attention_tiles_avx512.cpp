@@ -8,7 +8,9 @@
 // channels, KVQuant's 3 bits take 18 ms so and 47 decoded anew for every four rows; in fp32, 25 and 49 (one thread of a
 // Zen 5).
 #if defined(__x86_64__) && __has_include(<avx512bf16intrin.h>)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi,avx2,f16c,fma")
+#include "set_target.h"
+
+KVCACHE_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi,avx2,f16c,fma")
 // See decode_attention_avx2.cpp.
 #define KVCACHE_LANES 16
 #define KVCACHE_F16C
@@ -77,4 +79,6 @@ void decode_attention_tiles_avx512(const Task& task) {
 }
 
 }  // namespace kvcache
+
+KVCACHE_END_TARGET
 #endif

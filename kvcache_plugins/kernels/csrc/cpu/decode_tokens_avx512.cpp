@@ -1,6 +1,8 @@
 // Decoding of slots for AVX-512 F, BW, VL and DQ: the shared implementation with 16 lanes.
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#include "set_target.h"
+
+KVCACHE_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 // See decode_attention_avx2.cpp.
 #define KVCACHE_LANES 16
 #define KVCACHE_F16C
@@ -13,4 +15,6 @@ void decode_tokens_avx512(const Side& side, bool is_key, int64_t start, int64_t 
 }
 
 }  // namespace kvcache
+
+KVCACHE_END_TARGET
 #endif

@@ -1,6 +1,8 @@
 // Encoding for AVX-512 F, BW, VL and DQ: the shared implementation with 16 lanes.
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#include "set_target.h"
+
+KVCACHE_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 // See decode_attention_avx2.cpp.
 #define KVCACHE_LANES 16
 #define KVCACHE_F16C
@@ -14,4 +16,6 @@ UnitKernels unit_kernels_avx512() { return kUnitKernels; }
 LevelKernels level_kernels_avx512() { return kLevelKernels; }
 
 }  // namespace kvcache
+
+KVCACHE_END_TARGET
 #endif
