@@ -140,7 +140,7 @@ tests() {
   local plugin=()
   [ "$kernels" = deviate ] && plugin=(-p kvcache_unchecked)
   run tests 400 60 env KVCACHE_REQUIRE_CUDA=1 "$PYTHON" -m pytest -m cuda -v --tb=short --durations=15 --maxfail=60 \
-    -p no:cacheprovider ${plugin[@]+"${plugin[@]}"} tests/kernels/cuda/test_device.py \
+    -p no:cacheprovider ${plugin[@]+"${plugin[@]}"} tests/kernels/cuda/test_device.py tests/kernels/cuda/test_waiting.py \
     tests/evaluation/test_benchmark_device.py tests/retaining/test_heads.py tests/models/test_generation_on_a_gpu.py
 }
 
