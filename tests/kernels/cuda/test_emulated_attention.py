@@ -106,6 +106,13 @@ def test_a_kernel_of_a_format_gives_the_numbers_of_the_one_for_all(
         layer.records.data = layer.records.data[..., :-128].contiguous()
 
 
+def test_every_format_has_a_kernel_of_its_own() -> None:
+    """All in one, of which each is launched wherever this runs."""
+    for options in KNOWN.values():
+        layer = build_layer(options, 320, batch_size=1, kv_heads=1, head_dim=128, dtype=torch.bfloat16)
+        attend_by_both(*step(layer, 1, 4), AttentionOptions())
+
+
 @pytest.mark.parametrize("options", LOGIT_OPTIONS, ids=str)
 @pytest.mark.parametrize("name", ["int4", "kivi-2"])
 def test_a_kernel_of_a_format_takes_every_option(name: str, options: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ KVCACHE_BOTH int thread_blocks(const EncodeArguments& due) { return due.count > 
 
 KVCACHE_KERNEL(kEncodeThreads, 2) append_kernel(const AppendArguments a) {
   KVCACHE_SHARED(shared);
+  let_next_begin();  // attention, usually
   const int unit = static_cast<int>(blockIdx.x), keys = thread_blocks(a.key);
   // two calls, and not one on a side that was chosen, so that the arguments are read from where they are
   if (unit < keys) {

@@ -12,6 +12,7 @@ namespace kvcache {
 template <int kColumns, int kTiles>
 KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 4 : 2)) attend_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
+  wait_for_previous();
   const Rows rows = Rows::mine(a);
   // The general splits come first: they take longest, and would be waited for at the end.
   const int split = static_cast<int>(blockIdx.y), general = a.general_splits + a.sink_splits;
@@ -26,6 +27,7 @@ KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 4 : 2)) attend_kernel(const A
 template <typename Format>
 KVCACHE_KERNEL(kThreads, Format::kResident) attend_known_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
+  wait_for_previous();
   const AttentionArguments known = as_known<Format>(a);
   const int split = static_cast<int>(blockIdx.y);
   attend_fast<1, Format::kChunks, true>(known, shared, split, split);
@@ -35,6 +37,7 @@ KVCACHE_KERNEL(kThreads, Format::kResident) attend_known_kernel(const AttentionA
 template <int kTiles>
 KVCACHE_KERNEL(kThreads, 2) attend_levels_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
+  wait_for_previous();
   const Rows rows = Rows::mine(a);
   const int split = static_cast<int>(blockIdx.y), general = a.general_splits + a.sink_splits;
   if (split < general) {
@@ -64,7 +67,7 @@ inline dim3 attention_grid(const AttentionArguments& a, int batch) {
 
 template <typename Format>
 int launch_known(const AttentionArguments& a, int batch, void* stream) {
-  return launch<attend_known_kernel<Format>>(attention_grid(a, batch), kThreads, known_shared_bytes(a), stream, a);
+  return launch_early<attend_known_kernel<Format>>(attention_grid(a, batch), kThreads, known_shared_bytes(a), stream, a);
 }
 
 }  // namespace kvcache

@@ -99,12 +99,13 @@ void lay_out_ring(AttentionArguments& a, int slots, int columns) {
 struct KnownKernel {
   bool (*is_served)(AttentionArguments&);
   int (*attend)(const AttentionArguments&, int, void*);
-  int slots;  // of a warp's ring
+  int slots;     // of a warp's ring
+  int resident;  // thread blocks on a multiprocessor, by registers
 };
 
 template <typename Format>
 constexpr KnownKernel known(int (*attend)(const AttentionArguments&, int, void*)) {
-  return {is_known<Format>, attend, Format::kSlots};
+  return {is_known<Format>, attend, Format::kSlots, Format::kResident};
 }
 
 constexpr KnownKernel kKnownKernels[] = {
@@ -185,7 +186,7 @@ Choice plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& de
   }
   if (known != nullptr) {
     lay_out_ring(a, known->slots, columns);
-    resident = std::min(4, (device.shared_bytes() + 1024) / (known_attention_shared_bytes(a) + 1024));
+    resident = std::min(known->resident, (device.shared_bytes() + 1024) / (known_attention_shared_bytes(a) + 1024));
     if (resident == 0) known = nullptr;
   }
   for (; columns > 0 && known == nullptr; --columns) {  // fewer rows at once need less memory
@@ -241,7 +242,7 @@ Choice plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& de
     const bool is_seen = a.is_causal == 0 || a.query_length == 1;
     const bool is_open = a.window <= 0 || a.length - a.window <= packed;  // what no query has in its window is packed
     a.are_exact_plain = a.softcap <= 0 && a.alibi == nullptr && a.bias == nullptr && is_seen && is_open;
-    a.fast_splits = choose_splits(a.fast_units(), 0, 0, row_groups, places).fast;
+    a.fast_splits = choose_splits(a.fast_work(), 0, 0, row_groups, places).fast;
     return {columns, known};
   }
   const int64_t general = a.general_end - a.general_begin;

@@ -51,7 +51,8 @@ struct Tokens {
     if (a.factors != nullptr)
       return divide_rounded(x, a.factors[(batch * gridDim.y + head) * a.head_dim + channel]);
     if (a.cos == nullptr || channel >= 2 * a.pairs) return x;
-    const int row = static_cast<int>(slot) % a.period * a.pairs;
+    const int period = a.period > 0 ? a.period : 1;  // the compiler may divide before it knows whether keys rotate
+    const int row = static_cast<int>(slot) % period * a.pairs;
     const float other = stored(slot, partner_of(a, channel));
     return turned_back(a, x, other, channel, a.cos + row, a.sin + row);
   }

@@ -57,7 +57,7 @@ KVCACHE_DEVICE void exact_key_products(const AttentionArguments& a, const Rows& 
     for (int k = 0; k < kAtOnce; ++k) {
       for (int i = 0; i < 2; ++i) tokens[k][i] = keys.offset(slots.clamped(16 * (first + k) + 2 * g + i)) + 4 * t;
     }
-#pragma unroll 2
+#pragma unroll 4
     for (int channel = 0; channel < a.key.head_dim; channel += 16) {
       uint2 numbers[kAtOnce][2], b[kColumns];
 #pragma unroll
@@ -125,7 +125,7 @@ template <bool kIsHalf, int kColumns, int kTiles>
 KVCACHE_DEVICE void exact_value_products(const AttentionArguments& a, const Rows& rows, const SlotRange& slots,
                                          const uint2* weights, uint32_t seen,
                                          float (&o)[kColumns][kTiles][4]) {
-  constexpr int kAtOnce = 4;  // chunks whose numbers are on the way
+  constexpr int kAtOnce = 8;  // chunks whose numbers are on the way
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const ExactTokens values(a.value, rows);
 #pragma unroll 1

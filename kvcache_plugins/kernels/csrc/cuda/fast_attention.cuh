@@ -453,7 +453,7 @@ struct ExactUnit {
   SlotRange slots;
 
   KVCACHE_DEVICE ExactUnit(const AttentionArguments& a, int unit) {
-    const int mixed = a.mixed_end - a.mixed_begin, further = unit - (a.fast_end - a.fast_begin);
+    const int mixed = a.mixed_end - a.mixed_begin, further = unit - a.packed_units();
     is_mixed = further < mixed;
     block = is_mixed ? a.mixed_begin + further : a.exact_begin + further - mixed;
     slots.start = block * kBlockTokens;

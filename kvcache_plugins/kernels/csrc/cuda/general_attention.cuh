@@ -200,6 +200,7 @@ KVCACHE_DEVICE void merge_splits(const AttentionArguments& a, uint8_t* shared) {
   float* parts = weights + splits;
   float best = sink;
   wait_for_previous();
+  let_next_begin();
 #pragma unroll 4
   for (int s = thread % 32; s < splits; s += 32) best = fmaxf(best, sums[2 * s]);  // every warp alike
   for (int mask = 16; mask > 0; mask /= 2) best = fmaxf(best, shuffle_xor(best, mask));

@@ -19,7 +19,8 @@ struct Known {
   static constexpr int kUnit = kCodes + kFields * kMetadata;
   static constexpr int kSlots = kBits == 2 ? 3 : 2;  // units of a warp: as few as let more thread blocks be resident
   static constexpr int kKeySwizzle = kBits == 8 ? 4 : 3, kValueSwizzle = kBits == 8 ? 5 : kBits == 4 ? 4 : 3;
-  static constexpr int kResident = kBits == 8 ? 3 : 4;  // thread blocks on a multiprocessor, by its registers
+  // Thread blocks on a multiprocessor, by its registers: as many as its shared memory has room for.
+  static constexpr int kResident = kBits == 8 || kRotated ? 3 : 4;
   static constexpr bool kIsRotated = kRotated;
   static_assert(kGroup == 0 || (kFormat == kAffine && kBits < 8), "KIVI");
   static_assert(kUnit % 128 == 0, "units lie next to each other in shared memory");

@@ -60,10 +60,15 @@ KVCACHE_DEVICE void copy_known_unit(uint8_t* to, const uint8_t* from, const Unit
 struct SplitUnits {
   int first, last;
 
-  KVCACHE_DEVICE SplitUnits(const AttentionArguments& a, int split) {
-    const int64_t units = a.fast_units();
-    first = static_cast<int>(split * units / a.fast_splits);
-    last = static_cast<int>((split + 1) * units / a.fast_splits);
+  KVCACHE_DEVICE SplitUnits(const AttentionArguments& a, int split)
+      : first(unit_at(a, split)), last(unit_at(a, split + 1)) {}
+
+ private:
+  // The first unit of a split: all have the same work to do.
+  KVCACHE_DEVICE static int unit_at(const AttentionArguments& a, int split) {
+    const int done = static_cast<int>(split * static_cast<int64_t>(a.fast_work()) / a.fast_splits);
+    const int further = done - a.packed_units();
+    return further <= 0 ? done : a.packed_units() + (further + kExactWork - 1) / kExactWork;
   }
 };
 
