@@ -142,10 +142,14 @@ class _Rounds:
                     del answers[index]
                     self.too_large[index][length, batch_size] = str(error)
                 except WorkerError as error:
-                    if cache_config == DENSE:
-                        raise  # there would be nothing to compare with
+                    # Without it there is nothing to compare with; but CUDA graphs, which `compile` may make, refuse it,
+                    # since it keeps what they return.
+                    if cache_config == DENSE and self._options.compile is None:
+                        raise
                     del answers[index]
                     reason = f"failed at {length} tokens: {error}"
+                    if cache_config == DENSE:
+                        self.too_large[index][length, batch_size] = reason
                     entry = {"cache_config": cache_config, "reason": reason, "is_failure": True}
                     self.failures.append(entry)
                 self._progress(f"{length} tokens", advance=1)

@@ -42,6 +42,9 @@ MMA = r"(mma\S+ \{.*\}, \{)" + ", ".join([REGISTER] * 4) + r"(\}, \{.*\}, \{.*\}
 PARTED = r"mov.u32 %r99999, %tid.x; setp.gt.u32 %p99999, %r99999, 4; @%p99999 \g<0>"
 MUTATIONS = {
     "fragments of a product": Mutation("attend_8_rows", MMA, r"\1\2, \4, \3, \5\6", WRONG),
+    "fragments of exact values": Mutation(
+        "attend_kivi_2", MMA.replace("mma", r"mma\S+bf16"), r"\1\2, \4, \3, \5\6", WRONG
+    ),
     "a choice of bytes": Mutation("attend_8_rows", r"(mov\.u32\s+%r\d+), 30258;", r"\1, 21554;", WRONG),
     "a table of bits": Mutation("attend_8_rows", r"(lop3\.b32 .*), 0xEA;", r"\1, 0xF8;", WRONG),
     "halves of a pair": Mutation(
@@ -127,11 +130,27 @@ def check_attention() -> None:
 
     for name in ("kivi-2bit-block", "kivi-default"):
         torch.manual_seed(0)
-        layer = build_layer(CASES[name], 600, dtype=torch.float16, head_dim=128)
+        layer = build_layer(CASES[name], 600, dtype=torch.float16)  # of 128 channels another kernel would
         query, key, value = step(layer, 1, 4)
         got = emulation.attend(query, key, value, AttentionOptions())
         expected = attend(query.double(), key.tokens, value.tokens, AttentionOptions())
         assert relative_rms(expected, got) <= 2.5e-3, WRONG
+
+
+def check_a_format() -> None:
+    """Attention to packed keys and exact values, which the kernel of a format does, against torch."""
+    import torch
+
+    from kvcache_plugins.attention.reference import AttentionOptions, attend
+    from kvcache_plugins.testing.comparison import relative_rms
+    from tests.kernels.cuda import emulation
+    from tests.kernels.decode_cases import build_layer, step
+
+    layer = build_layer({"backend": "kivi", "nbits": 2}, 300, dtype=torch.bfloat16, head_dim=128)
+    query, key, value = step(layer, 1, 4)
+    got = emulation.attend(query, key, value, AttentionOptions())
+    expected = attend(query.double(), key.tokens, value.tokens, AttentionOptions())
+    assert relative_rms(expected, got) <= 3e-3, WRONG
 
 
 def check_a_step() -> None:
@@ -150,4 +169,4 @@ def check_a_step() -> None:
 
 
 # By the unit whose kernels are run.
-CHECKS = {"attend_8_rows": check_attention, "append_tokens": check_a_step}
+CHECKS = {"attend_8_rows": check_attention, "attend_kivi_2": check_a_format, "append_tokens": check_a_step}

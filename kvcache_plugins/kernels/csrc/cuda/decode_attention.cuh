@@ -2,7 +2,6 @@
 // row and head; a second merges what they found.
 #pragma once
 
-#include "known_formats.h"
 #include "launches.h"
 #include "level_attention.cuh"
 
@@ -30,7 +29,7 @@ KVCACHE_KERNEL(kThreads, Format::kResident) attend_known_kernel(const AttentionA
   wait_for_previous();
   const AttentionArguments known = as_known<Format>(a);
   const int split = static_cast<int>(blockIdx.y);
-  attend_fast<1, Format::kChunks, true>(known, shared, split, split);
+  attend_fast<1, Format::kChunks, Format>(known, shared, split, split);
 }
 
 // KVQuant: up to 8 query rows, values of up to `16 kTiles` channels.

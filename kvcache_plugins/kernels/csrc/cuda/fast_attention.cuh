@@ -14,6 +14,7 @@
 #include "fast_keys.cuh"
 #include "fast_values.cuh"
 #include "general_attention.cuh"
+#include "known_formats.h"
 #include "unit_ring.cuh"
 
 namespace kvcache {
@@ -164,14 +165,14 @@ KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& row
 #pragma unroll(kUnroll)
   for (int i = 0; i < 8 * kColumns / kWarps; ++i) {
     const int row = thread / 32 + i * kWarps;
-    const bool is_used = row < rows.count;
+    const bool is_used = row < rows.count;  // or zeros, for columns that nobody reads
     float largest = 0.0f;
 #pragma unroll(kUnroll)
     for (int j = 0; j < (dim + 31) / 32; ++j) {
       const int d = lane + 32 * j;
       if (is_used && d < dim) largest = fmaxf(largest, fabsf(queries.number(i, row, j, d)));
     }
-    for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
+    largest = bits_float(warp_max(float_bits(largest)));  // of numbers that are not negative
     const int exponent = exponent_of(largest, query_size(a.key));
     const float shrink = bits_float(static_cast<uint32_t>(127 - exponent) << 23);
     float sum = 0.0f;
@@ -435,14 +436,18 @@ KVCACHE_DEVICE void merge_warps(const AttentionArguments& a, const Rows& rows, c
 
 // Points a unit to the keys of a block in shared memory and multiplies them: logits in units of log 2, but for what
 // `adjust` does.
-template <int kUnroll, int kColumns>
+template <typename Format, int kUnroll, int kColumns>
 KVCACHE_DEVICE void multiply_packed_keys(const AttentionArguments& a, KeyUnit& key, const uint8_t* codes, int block,
                                          float (&products)[kColumns][4][4]) {
   key.codes = codes;
   key.scale = key.codes + a.key_copy.scale;
   key.minimum = key.codes + a.key_copy.minimum;
   key.phase = a.key.cos != nullptr ? block * kBlockTokens % a.key.period : 0;
-  multiply_keys<kUnroll>(a.key, key, products);
+  if constexpr (Format::kIsKnown) {
+    multiply_known_keys<Format, kUnroll>(key, products);
+  } else {
+    multiply_keys(a.key, key, products);
+  }
   if (a.key.scale_offset >= 0 && a.key.width == 1) place_tokens(a, key, products);
 }
 
@@ -465,7 +470,7 @@ struct ExactUnit {
 };
 
 // The newest slots, of which values are exact: this warp's units from `unit` on. `state` holds what codes stand for.
-template <bool kIsHalf, int kColumns, int kTiles>
+template <typename Format, bool kIsHalf, int kColumns, int kTiles>
 KVCACHE_DEVICE void attend_exact(const AttentionArguments& a, const Rows& rows, const UnitRing<true>& ring, int unit,
                                  int last, KeyUnit& key, WarpState<kColumns, kTiles>& state, uint2* weights) {
 #pragma unroll 1
@@ -475,7 +480,7 @@ KVCACHE_DEVICE void attend_exact(const AttentionArguments& a, const Rows& rows, 
       const ExactUnit now(a, unit);
       if (now.is_mixed) {
         const uint8_t* record = a.records.of(rows.batch, rows.head) + now.block * a.records.record_bytes;
-        multiply_packed_keys<1>(a, key, ring.fetch_keys(record), now.block, products);
+        multiply_packed_keys<Format, 1>(a, key, ring.fetch_keys(record), now.block, products);
       } else {
         exact_key_products<kIsHalf>(a, rows, now.slots, products);
       }
@@ -490,11 +495,12 @@ KVCACHE_DEVICE void attend_exact(const AttentionArguments& a, const Rows& rows, 
   }
 }
 
-// One split: units of which every fourth is a warp's. Its results go to `place` among those of all. `kIsKnown`: the
-// compiler knows the format (known_formats.h), and the newest slots are among the units.
-template <int kColumns, int kTiles, bool kIsKnown = false>
+// One split: units of which every fourth is a warp's. Its results go to `place` among those of all. `Format`: one of
+// known_formats.h, which the compiler knows; the newest slots are among the units then.
+template <int kColumns, int kTiles, typename Format = AnyFormat>
 KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, uint8_t* shared, int split, int place) {
-  constexpr int kUnroll = kIsKnown ? 4 : 1;
+  constexpr bool kIsKnown = Format::kIsKnown;
+  constexpr int kUnroll = 4;  // of known formats
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const FastMemory memory(a, kColumns);
   UnitRing<kIsKnown> ring(a, Rows::mine(a), shared, SplitUnits(a, split));
@@ -544,7 +550,7 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, uint8_t* shared, in
     if (!is_left_out) {
       if (block >= a.whole_end) clear_metadata(a.key, place_of_unit, a.tokens_of(block));
       float products[kColumns][4][4] = {};
-      multiply_packed_keys<kUnroll>(a, key, place_of_unit, block, products);
+      multiply_packed_keys<Format, kUnroll>(a, key, place_of_unit, block, products);
       if (block < a.plain_begin || block >= a.plain_end) adjust(a, block, a.tokens_of(block), products);
       weigh<true>(products, state, weights);
     }
@@ -555,7 +561,12 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, uint8_t* shared, in
       value.scale = value.codes + a.value_copy.scale;
       value.minimum = value.codes + a.value_copy.minimum;
       value.shrink = state.raise_exponent(scale_exponent<kIsKnown>(value));
-      multiply_values<kUnroll>(a.value, value, state.output, state.minima);
+      if constexpr (kIsKnown) {
+        value_products<Format::kNbits, Format::kKind, true, kTiles, Format::kValueGroups, kUnroll>(value, state.output,
+                                                                                                   state.minima);
+      } else {
+        multiply_values(a.value, value, state.output, state.minima);
+      }
     }
     if (static_cast<unsigned>(block) / kWarps % kFoldBlocks == kFoldBlocks - 1)
       fold_minima(a.value, value, state);
@@ -573,9 +584,9 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, uint8_t* shared, in
     const int unit = block - a.fast_begin;  // the first of this warp's that is no packed block
     const int last = SplitUnits(a, opaque(split)).last;
     if (a.query_dtype == kFloat16) {
-      attend_exact<true>(a, rows, ring, unit, last, key, state, weights);
+      attend_exact<Format, true>(a, rows, ring, unit, last, key, state, weights);
     } else {
-      attend_exact<false>(a, rows, ring, unit, last, key, state, weights);
+      attend_exact<Format, false>(a, rows, ring, unit, last, key, state, weights);
     }
   }
   const float* factors =

@@ -14,26 +14,36 @@ KVCACHE_DEVICE void multiply_rotated_keys(int nbits, const KeyUnit& unit, float 
   return rotated_key_products<4, kRows>(unit, c);
 }
 
-template <int kRows, bool kTogether, int kUnroll, int kColumns>
+template <int kRows, bool kTogether, int kColumns>
 KVCACHE_DEVICE void multiply_narrow_keys(int nbits, const KeyUnit& unit, float (&c)[kColumns][4][4]) {
-  if (nbits == 2) return scaled_key_products<2, kAffine, kRows, kTogether, kUnroll>(unit, c);
-  if (nbits == 3) return scaled_key_products<3, kAffine, kRows, kTogether, kUnroll>(unit, c);
-  return scaled_key_products<4, kAffine, kRows, kTogether, kUnroll>(unit, c);
+  if (nbits == 2) return scaled_key_products<2, kAffine, kRows, kTogether, 1>(unit, c);
+  if (nbits == 3) return scaled_key_products<3, kAffine, kRows, kTogether, 1>(unit, c);
+  return scaled_key_products<4, kAffine, kRows, kTogether, 1>(unit, c);
 }
 
-template <int kRows, int kUnroll, int kColumns>
+template <int kRows, int kColumns>
 KVCACHE_DEVICE void multiply_scaled_keys(int nbits, const KeyUnit& unit, float (&c)[kColumns][4][4]) {
   // of 8 bits a lane's channels are four neighbours
-  if (nbits == 8) return scaled_key_products<8, kAffine, kRows, true, kUnroll>(unit, c);
+  if (nbits == 8) return scaled_key_products<8, kAffine, kRows, true, 1>(unit, c);
   if constexpr (kRows > 0) {
-    if (unit.interleaved) return multiply_narrow_keys<kRows, true, kUnroll>(nbits, unit, c);
+    if (unit.interleaved) return multiply_narrow_keys<kRows, true>(nbits, unit, c);
   }
-  return multiply_narrow_keys<kRows, false, kUnroll>(nbits, unit, c);
+  return multiply_narrow_keys<kRows, false>(nbits, unit, c);
 }
 
-// All formats; `c` is [column][tile], products with what codes and metadata per channel stand for. `kUnroll`: of pairs
-// of steps, which is worth its instructions where there is code for one format alone.
-template <int kUnroll, int kColumns>
+// Those of a format of known_formats.h; `c` is [column][tile], products with what codes and metadata per channel stand
+// for. `kUnroll`: of pairs of steps, which is worth its instructions where there is code for one format alone.
+template <typename Format, int kUnroll, int kColumns>
+KVCACHE_DEVICE void multiply_known_keys(const KeyUnit& unit, float (&c)[kColumns][4][4]) {
+  if constexpr (Format::kIsRotated) {
+    rotated_key_products<Format::kNbits, Format::kKeyRows == 4 ? 4 : 2>(unit, c);
+  } else {
+    scaled_key_products<Format::kNbits, Format::kKind, Format::kKeyRows, Format::kNbits == 8, kUnroll>(unit, c);
+  }
+}
+
+// All formats.
+template <int kColumns>
 KVCACHE_DEVICE void multiply_keys(const Side& side, const KeyUnit& unit, float (&c)[kColumns][4][4]) {
   if (side.cos != nullptr) {
     if (unit.tile_shift == 0) return multiply_rotated_keys<4>(side.nbits, unit, c);
@@ -41,14 +51,14 @@ KVCACHE_DEVICE void multiply_keys(const Side& side, const KeyUnit& unit, float (
   }
   if (side.width > 1 && side.format == kSymmetric) return grouped_key_products(unit, side.width, c);
   if (side.width > 1) {
-    if (unit.tile_shift == 0) return multiply_scaled_keys<4, kUnroll>(side.nbits, unit, c);
-    if (unit.tile_shift == 1) return multiply_scaled_keys<2, kUnroll>(side.nbits, unit, c);
-    return multiply_scaled_keys<1, kUnroll>(side.nbits, unit, c);
+    if (unit.tile_shift == 0) return multiply_scaled_keys<4>(side.nbits, unit, c);
+    if (unit.tile_shift == 1) return multiply_scaled_keys<2>(side.nbits, unit, c);
+    return multiply_scaled_keys<1>(side.nbits, unit, c);
   }
-  if (side.format == kSymmetric) return scaled_key_products<8, kSymmetric, 0, true, kUnroll>(unit, c);
-  if (side.format == kE4M3) return scaled_key_products<8, kE4M3, 0, true, kUnroll>(unit, c);
-  if (side.format == kE5M2) return scaled_key_products<8, kE5M2, 0, true, kUnroll>(unit, c);
-  return multiply_scaled_keys<0, kUnroll>(side.nbits, unit, c);
+  if (side.format == kSymmetric) return scaled_key_products<8, kSymmetric, 0, true, 1>(unit, c);
+  if (side.format == kE4M3) return scaled_key_products<8, kE4M3, 0, true, 1>(unit, c);
+  if (side.format == kE5M2) return scaled_key_products<8, kE5M2, 0, true, 1>(unit, c);
+  return multiply_scaled_keys<0>(side.nbits, unit, c);
 }
 
 }  // namespace kvcache

@@ -257,47 +257,46 @@ KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][k
 }
 
 // As many chunks as `unit` has, and as many numbers of every token.
-template <int kBits, int kFormat, int kChunks, int kUnroll, int kColumns, int kTiles>
+template <int kBits, int kFormat, int kChunks, int kColumns, int kTiles>
 KVCACHE_DEVICE void multiply_known_values(const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
                                           float (&minima)[kColumns][4]) {
   if constexpr (kBits < 8) {
-    if (unit.groups == 2) return value_products<kBits, kFormat, true, kChunks, 2, kUnroll>(unit, o, minima);
-    if (unit.groups == 4) return value_products<kBits, kFormat, true, kChunks, 4, kUnroll>(unit, o, minima);
+    if (unit.groups == 2) return value_products<kBits, kFormat, true, kChunks, 2, 1>(unit, o, minima);
+    if (unit.groups == 4) return value_products<kBits, kFormat, true, kChunks, 4, 1>(unit, o, minima);
     if constexpr (kChunks >= 8) {
-      if (unit.groups == 8) return value_products<kBits, kFormat, true, kChunks, 8, kUnroll>(unit, o, minima);
+      if (unit.groups == 8) return value_products<kBits, kFormat, true, kChunks, 8, 1>(unit, o, minima);
     }
   }
-  value_products<kBits, kFormat, true, kChunks, 1, kUnroll>(unit, o, minima);
+  value_products<kBits, kFormat, true, kChunks, 1, 1>(unit, o, minima);
 }
 
-template <int kBits, int kFormat, int kUnroll, int kColumns, int kTiles>
+template <int kBits, int kFormat, int kColumns, int kTiles>
 KVCACHE_DEVICE void multiply_aligned_values(const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
                                             float (&minima)[kColumns][4]) {
-  if (unit.groups == 0) return value_products<kBits, kFormat, true, 0, 0, kUnroll>(unit, o, minima);
+  if (unit.groups == 0) return value_products<kBits, kFormat, true, 0, 0, 1>(unit, o, minima);
   if constexpr (kTiles == 8) {
-    if (unit.chunks == 4) return multiply_known_values<kBits, kFormat, 4, kUnroll>(unit, o, minima);
+    if (unit.chunks == 4) return multiply_known_values<kBits, kFormat, 4>(unit, o, minima);
   }
-  multiply_known_values<kBits, kFormat, kTiles, kUnroll>(unit, o, minima);
+  multiply_known_values<kBits, kFormat, kTiles>(unit, o, minima);
 }
 
-// `kUnroll`: of quads, see `multiply_keys`.
-template <int kUnroll, int kColumns, int kTiles>
+template <int kColumns, int kTiles>
 KVCACHE_DEVICE void multiply_values(const Side& side, const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
                                     float (&minima)[kColumns][4]) {
   if (side.nbits == 8) {
-    if (side.format == kSymmetric) return multiply_aligned_values<8, kSymmetric, kUnroll>(unit, o, minima);
-    if (side.format == kE4M3) return multiply_aligned_values<8, kE4M3, kUnroll>(unit, o, minima);
-    if (side.format == kE5M2) return multiply_aligned_values<8, kE5M2, kUnroll>(unit, o, minima);
-    return multiply_aligned_values<8, kAffine, kUnroll>(unit, o, minima);
+    if (side.format == kSymmetric) return multiply_aligned_values<8, kSymmetric>(unit, o, minima);
+    if (side.format == kE4M3) return multiply_aligned_values<8, kE4M3>(unit, o, minima);
+    if (side.format == kE5M2) return multiply_aligned_values<8, kE5M2>(unit, o, minima);
+    return multiply_aligned_values<8, kAffine>(unit, o, minima);
   }
   if (unit.is_aligned) {
-    if (side.nbits == 4) return multiply_aligned_values<4, kAffine, kUnroll>(unit, o, minima);
-    if (side.nbits == 3) return multiply_aligned_values<3, kAffine, kUnroll>(unit, o, minima);
-    return multiply_aligned_values<2, kAffine, kUnroll>(unit, o, minima);
+    if (side.nbits == 4) return multiply_aligned_values<4, kAffine>(unit, o, minima);
+    if (side.nbits == 3) return multiply_aligned_values<3, kAffine>(unit, o, minima);
+    return multiply_aligned_values<2, kAffine>(unit, o, minima);
   }
-  if (side.nbits == 4) return value_products<4, kAffine, false, 0, 0, kUnroll>(unit, o, minima);
-  if (side.nbits == 3) return value_products<3, kAffine, false, 0, 0, kUnroll>(unit, o, minima);
-  value_products<2, kAffine, false, 0, 0, kUnroll>(unit, o, minima);
+  if (side.nbits == 4) return value_products<4, kAffine, false, 0, 0, 1>(unit, o, minima);
+  if (side.nbits == 3) return value_products<3, kAffine, false, 0, 0, 1>(unit, o, minima);
+  value_products<2, kAffine, false, 0, 0, 1>(unit, o, minima);
 }
 
 // What the accumulators of a chunk must be multiplied by, powers of two of the weights aside.

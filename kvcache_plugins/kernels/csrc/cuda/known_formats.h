@@ -11,6 +11,9 @@ namespace kvcache {
 // one scale for all channels of a token. `kRotated`: keys still need the rotation inside their block.
 template <int kBits, int kFormat, int kGroup, bool kRotated = false>
 struct Known {
+  static constexpr bool kIsKnown = true, kIsRotated = kRotated;
+  static constexpr int kNbits = kBits, kKind = kFormat;
+  static constexpr int kKeyRows = kGroup > 0 ? kBlockTokens / kGroup : 0;  // of metadata per channel in a block
   static constexpr int kChannels = 128, kChunks = kChannels / 16;
   static constexpr int kCodes = kBlockTokens * kChannels * kBits / 8;
   static constexpr int kValueGroups = kGroup > 0 ? kChannels / kGroup : 1;
@@ -21,7 +24,6 @@ struct Known {
   static constexpr int kKeySwizzle = kBits == 8 ? 4 : 3, kValueSwizzle = kBits == 8 ? 5 : kBits == 4 ? 4 : 3;
   // Thread blocks on a multiprocessor, by its registers: as many as its shared memory has room for.
   static constexpr int kResident = kBits == 8 || kRotated ? 3 : 4;
-  static constexpr bool kIsRotated = kRotated;
   static_assert(kGroup == 0 || (kFormat == kAffine && kBits < 8), "KIVI");
   static_assert(kUnit % 128 == 0, "units lie next to each other in shared memory");
 
@@ -85,6 +87,11 @@ struct Known {
     visit(copy.step_bits[3], swizzle_bits(3 * UnitCopy::kStepBytes, swizzle));
     visit(copy.further_bits, swizzle_bits(4 * UnitCopy::kStepBytes, swizzle));
   }
+};
+
+// What a kernel for all formats knows.
+struct AnyFormat {
+  static constexpr bool kIsKnown = false;
 };
 
 using Int8 = Known<8, kSymmetric, 0>;
