@@ -31,7 +31,8 @@ __all__ = ["measure_generation"]
 def measure_generation(options: GenerationOptions, progress: Progress = silent) -> dict[str, Any]:
     """Generate with every cache at every length and batch size.
 
-    A cache that fails is noted under `skipped`, as `is_failure`; the dense cache stops the run. A point that
+    A cache that fails is noted under `skipped`, as `is_failure`; the dense cache stops the run, or, of a
+    compiled model, becomes a result with `fits` false. A point that
     needs more memory than there is becomes a result with `fits` false and a `reason`.
 
     Args:
@@ -111,7 +112,8 @@ class _Rounds:
 
     Attributes:
         failures (`list[dict]`): Entries for `skipped`.
-        too_large (`list[dict]`): Of every cache the points, length and batch size, that did not fit, and why.
+        too_large (`list[dict]`): Of every cache the points, length and batch size, that did not fit, and why;
+            or, of the dense one, that did not compile.
     """
 
     def __init__(
@@ -142,16 +144,18 @@ class _Rounds:
                     del answers[index]
                     self.too_large[index][length, batch_size] = str(error)
                 except WorkerError as error:
-                    # Without it there is nothing to compare with; but CUDA graphs, which `compile` may make, refuse it,
-                    # since it keeps what they return.
-                    if cache_config == DENSE and self._options.compile is None:
+                    # Without it there is nothing to compare with. But CUDA graphs, which `compile` may make,
+                    # refuse it: it keeps what they return.
+                    is_dense = cache_config == DENSE
+                    if is_dense and self._options.compile is None:
                         raise
                     del answers[index]
                     reason = f"failed at {length} tokens: {error}"
-                    if cache_config == DENSE:
+                    if is_dense:
                         self.too_large[index][length, batch_size] = reason
-                    entry = {"cache_config": cache_config, "reason": reason, "is_failure": True}
-                    self.failures.append(entry)
+                    else:
+                        entry = {"cache_config": cache_config, "reason": reason, "is_failure": True}
+                        self.failures.append(entry)
                 self._progress(f"{length} tokens", advance=1)
         return answers
 

@@ -418,6 +418,28 @@ def test_a_failure_of_the_dense_cache_stops_the_run(monkeypatch: pytest.MonkeyPa
         generation_speed.measure_generation(options)
 
 
+def test_a_dense_cache_that_does_not_compile_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It keeps what CUDA graphs return, which torch refuses."""
+
+    def answer(job: dict[str, Any]) -> dict[str, Any]:
+        if job["cache_config"]["backend"] == "dense":
+            raise generation_speed.WorkerError("dense ended with 1: has been overwritten")
+        return _answer(job)
+
+    monkeypatch.setattr(generation_speed, "run_job", answer)
+    arguments = ["--lengths", "64", "--compile", "reduce-overhead", "--output", str(tmp_path)]
+    assert main(["bench", "generate", *arguments, *_caches({"backend": "int8"})]) == 0
+    document = read_results(tmp_path)
+    dense, int8 = document["results"]
+    reason = "failed at 64 tokens: dense ended with 1: has been overwritten"
+    assert (dense["fits"], dense["reason"], dense["ms_per_token"]) == (False, reason, None)
+    assert (int8["ms_per_token"], int8["ratio_to_dense"]) == (5, None)
+    assert document["skipped"] == []
+    assert reason in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_point_that_does_not_fit_is_a_result_and_stops_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
