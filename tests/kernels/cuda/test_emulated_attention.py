@@ -80,7 +80,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 def attend_by_both(
     query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """By the kernel of a format, then by the one for all, which does not multiply exact tokens by tensor cores."""
+    """By the kernel of a format, then by the one for all, which has no tensor cores for exact tokens."""
     before = emulation.products()
     known = check(query, key, value, options)
     between = emulation.products()

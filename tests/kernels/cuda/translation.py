@@ -20,7 +20,7 @@ from tests.kernels.cuda import emulation, kept
 
 __all__ = ["ARCHITECTURES", "Translation", "known_architectures", "translated"]
 
-# Architectures, and the virtual one through which each is compiled: nothing in the sources tells newer ones apart.
+# Architectures, and the virtual one through which each is compiled: the sources do not tell newer ones apart.
 ARCHITECTURES = {"80": "80", "90": "90", "100": "90", "120": "90"}
 _INTERPRETED = "90"
 _FLAGS = ["-std=c++17", *CUDA_FLAGS, "-Xcompiler", "-fPIC", "-Xptxas", "-v", "-Werror", "all-warnings"]
