@@ -33,8 +33,8 @@ struct Side {
   const float *channel_scale, *channel_offset;  // [1 or batch][heads][head_dim]
   int64_t channel_batch_stride;
   const double* inv_freq;
-  const int64_t* positions;     // [batch]
-  const int32_t* outliers;      // [batch][blocks][capacity]
+  const int64_t* positions;       // [batch]
+  const int32_t* outliers;        // [batch][blocks][capacity]
   const int16_t* outlier_starts;  // [batch][blocks][heads + 1]
   int64_t outlier_blocks, outlier_capacity;
   int32_t dtype;  // of segments and sinks
@@ -59,7 +59,7 @@ struct Records {
 struct UnitCopy {
   static constexpr int kSteps = 4, kStepBytes = 512;  // what a loop copies at once; what a warp copies at once
   int32_t codes_offset, code_bytes, bytes, swizzle;
-  int32_t scale, minimum;  // where these lie from the codes on, if there are any
+  int32_t scale, minimum;                   // where these lie from the codes on, if there are any
   int32_t step_bits[kSteps], further_bits;  // `swizzle_bits` of every step, and of as many steps together
 };
 
@@ -85,14 +85,14 @@ struct AttentionArguments {
   const float *sink_logits, *alibi;  // of every query head
   int32_t are_sinks_of_queries;      // sink logits are of every query: [batch][query head][query token]
   // The plan: which thread block attends to which 64-slot blocks.
-  int32_t fast_begin, fast_end, fast_splits;           // packed blocks, by tensor cores
-  int64_t fast_stop;                                   // their last slots may be left to `general`: those from here on
-  int32_t whole_end;               // blocks from here on hold slots that are left to it
-  int32_t plain_begin, plain_end;  // products of these blocks are logits: nothing is hidden, added or capped
+  int32_t fast_begin, fast_end, fast_splits;  // packed blocks, by tensor cores
+  int64_t fast_stop;                          // their last slots may be left to `general`: those from here on
+  int32_t whole_end;                          // blocks from here on hold slots that are left to it
+  int32_t plain_begin, plain_end;             // products of these blocks are logits: nothing is hidden, added or capped
   int32_t general_begin, general_end, general_splits;  // everything else
   int32_t sink_splits;  // 1 if one more thread block attends to what `fast` leaves out because it holds sinks
-  // Where the fast path attends to the newest slots as well: blocks whose keys are packed and values exact, and blocks of
-  // exact keys, from slot `exact_start` on; `fast_splits` then share all three kinds, and nothing is `general`.
+  // Where the fast path attends to the newest slots as well: blocks whose keys are packed and values exact, and blocks
+  // of exact keys, from slot `exact_start` on; `fast_splits` then share all three kinds, and nothing is `general`.
   int32_t mixed_begin, mixed_end, exact_begin, exact_end;
   int64_t exact_start;
   int32_t are_exact_plain;  // as with `plain_end`, of these
@@ -139,7 +139,7 @@ struct GatherArguments {
   uint8_t* to;
   int64_t to_batch_stride, to_head_stride;
   Fields key, value;
-  const int64_t* index;  // [batch][heads][count]
+  const int64_t* index;   // [batch][heads][count]
   int64_t count, length;  // slots from `length` on, or negative ones, are taken as zero,
   int32_t* fault;         // and set this to 1
 };
@@ -163,7 +163,7 @@ struct EncodeArguments {
   int32_t dtype, is_key, nbits, format, head_dim, padded_dim, group_tokens, width, metadata_bytes, interleaved;
   int32_t codes_offset, scale_offset, minimum_offset;
   int64_t start, count;
-  const float *cos, *sin;  // [period][pairs]: a key of slot t is first rotated back by row t % period; or null
+  const float *cos, *sin;           // [period][pairs]: a key of slot t is first rotated back by row t % period; or null
   int32_t period, pairs, is_fused;  // whether its sums of products are rounded once
   const float* factors;             // [batch][heads][head_dim] by which numbers are divided instead; or null
   int32_t* overflow;                // set to 1 where metadata do not fit fp16

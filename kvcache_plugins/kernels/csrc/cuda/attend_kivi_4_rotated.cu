@@ -2,6 +2,8 @@
 
 namespace kvcache {
 
-int attend_kivi_4_rotated(const AttentionArguments& a, int batch, void* stream) { return launch_known<Kivi4Rotated>(a, batch, stream); }
+int attend_kivi_4_rotated(const AttentionArguments& a, int batch, void* stream) {
+  return launch_known<Kivi4Rotated>(a, batch, stream);
+}
 
 }  // namespace kvcache

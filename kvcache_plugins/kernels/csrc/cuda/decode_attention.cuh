@@ -66,7 +66,8 @@ inline dim3 attention_grid(const AttentionArguments& a, int batch) {
 
 template <typename Format>
 int launch_known(const AttentionArguments& a, int batch, void* stream) {
-  return launch_early<attend_known_kernel<Format>>(attention_grid(a, batch), kThreads, known_shared_bytes(a), stream, a);
+  return launch_early<attend_known_kernel<Format>>(attention_grid(a, batch), kThreads, known_shared_bytes(a), stream,
+                                                   a);
 }
 
 }  // namespace kvcache

@@ -48,8 +48,7 @@ struct Tokens {
   // What is encoded: divided by the factor of its channel, or its rotation undone.
   KVCACHE_DEVICE float at(int64_t slot, int channel) const {
     const float x = stored(slot, channel);
-    if (a.factors != nullptr)
-      return divide_rounded(x, a.factors[(batch * gridDim.y + head) * a.head_dim + channel]);
+    if (a.factors != nullptr) return divide_rounded(x, a.factors[(batch * gridDim.y + head) * a.head_dim + channel]);
     if (a.cos == nullptr || channel >= 2 * a.pairs) return x;
     const int period = a.period > 0 ? a.period : 1;  // the compiler may divide before it knows whether keys rotate
     const int row = static_cast<int>(slot) % period * a.pairs;

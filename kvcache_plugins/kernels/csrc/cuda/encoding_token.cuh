@@ -32,7 +32,8 @@ struct TokenWords {
     if (a_.is_key != 0) {
       const int parts = 4 >> shift_, upper = n % 2;
       for (int i = 0; i < parts; ++i) {
-        const int pair = n / 2 * parts + i, channel = a_.interleaved != 0 ? 2 * pair + upper : pair + upper * (dim_ / 2);
+        const int pair = n / 2 * parts + i,
+                  channel = a_.interleaved != 0 ? 2 * pair + upper : pair + upper * (dim_ / 2);
         found |= (codes[channel] >> drop & mask) << bits_ * (4 * i + token_ / 16);
       }
       return found;

@@ -48,7 +48,8 @@ KVCACHE_DEVICE void exact_key_products(const AttentionArguments& a, const Rows& 
   for (int n = 0; n < kColumns; ++n) {
     const int row = 8 * n + g < rows.count ? 8 * n + g : 0;  // nobody reads what becomes of rows beyond
     queries[n] = static_cast<const uint16_t*>(a.query) + rows.batch * a.query_batch_stride +
-                 rows.query_head(a, row) * a.query_head_stride + rows.query_token(a, row) * a.query_token_stride + 4 * t;
+                 rows.query_head(a, row) * a.query_head_stride + rows.query_token(a, row) * a.query_token_stride +
+                 4 * t;
   }
 #pragma unroll
   for (int first = 0; first < 4; first += kAtOnce) {
@@ -107,7 +108,8 @@ KVCACHE_DEVICE uint32_t hide_others(const SlotRange& slots, float (&c)[kColumns]
     }
   }
   for (int mask = 1; mask < 4; mask *= 2) mine |= float_bits(shuffle_xor(bits_float(mine), mask));
-  const uint32_t even = float_bits(shuffle(bits_float(mine), 8 * t)), odd = float_bits(shuffle(bits_float(mine), 8 * t + 4));
+  const uint32_t even = float_bits(shuffle(bits_float(mine), 8 * t)),
+                 odd = float_bits(shuffle(bits_float(mine), 8 * t + 4));
   return even | odd << 2;
 }
 
@@ -116,15 +118,15 @@ KVCACHE_DEVICE void split_weights(uint32_t pair, uint32_t& high, uint32_t& low) 
   const float even = half_low(pair), odd = half_high(pair);
   const uint32_t even_bits = float_bits(even), odd_bits = float_bits(odd);
   high = permute_bytes(even_bits, odd_bits, 0x7632);
-  const float even_left = even - bits_float(even_bits & 0xFFFF0000u), odd_left = odd - bits_float(odd_bits & 0xFFFF0000u);
+  const float even_left = even - bits_float(even_bits & 0xFFFF0000u),
+              odd_left = odd - bits_float(odd_bits & 0xFFFF0000u);
   low = permute_bytes(float_bits(even_left), float_bits(odd_left), 0x7632);
 }
 
 // o[column][chunk] += values * weights; values of slots that no row sees may be anything.
 template <bool kIsHalf, int kColumns, int kTiles>
 KVCACHE_DEVICE void exact_value_products(const AttentionArguments& a, const Rows& rows, const SlotRange& slots,
-                                         const uint2* weights, uint32_t seen,
-                                         float (&o)[kColumns][kTiles][4]) {
+                                         const uint2* weights, uint32_t seen, float (&o)[kColumns][kTiles][4]) {
   constexpr int kAtOnce = 8;  // chunks whose numbers are on the way
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const ExactTokens values(a.value, rows);
@@ -157,10 +159,9 @@ KVCACHE_DEVICE void exact_value_products(const AttentionArguments& a, const Rows
       }
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
-        const uint32_t of[4] = {permute_bytes(numbers[u][0], numbers[u][1], 0x5410),
-                                permute_bytes(numbers[u][0], numbers[u][1], 0x7632),
-                                permute_bytes(numbers[u][2], numbers[u][3], 0x5410),
-                                permute_bytes(numbers[u][2], numbers[u][3], 0x7632)};
+        const uint32_t of[4] = {
+            permute_bytes(numbers[u][0], numbers[u][1], 0x5410), permute_bytes(numbers[u][0], numbers[u][1], 0x7632),
+            permute_bytes(numbers[u][2], numbers[u][3], 0x5410), permute_bytes(numbers[u][2], numbers[u][3], 0x7632)};
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
           multiply_exact<kIsHalf>(o[n][first + u], of, high[n].x, high[n].y);

@@ -21,8 +21,8 @@ namespace kvcache {
 
 constexpr float kWeightScale = 256.0f;  // of weights in fp16, against subnormal numbers
 constexpr float kWeightShift = 8.0f;
-constexpr float kSlack = 3.0f;          // by which the maximum of a row is taken larger than it is
-constexpr int kFoldBlocks = 4;          // of a warp, from one `fold_minima` to the next
+constexpr float kSlack = 3.0f;  // by which the maximum of a row is taken larger than it is
+constexpr int kFoldBlocks = 4;  // of a warp, from one `fold_minima` to the next
 constexpr float kLn2 = 0.69314718055994531f;
 
 // One warp's state: this lane's columns are query rows 8n + 2t and 8n + 2t + 1.
@@ -126,7 +126,8 @@ struct ReadQueries {
         rows(rows),
         factors(a.key.factors == nullptr
                     ? nullptr
-                    : a.key.factors + (static_cast<int64_t>(rows.batch) * a.records.heads + rows.head) * a.key.head_dim) {}
+                    : a.key.factors +
+                          (static_cast<int64_t>(rows.batch) * a.records.heads + rows.head) * a.key.head_dim) {}
   KVCACHE_DEVICE float number(int, int row, int, int channel) const {
     return rows.query(a, row, channel) * (factors != nullptr ? factors[channel] : 1.0f);
   }
@@ -261,8 +262,8 @@ KVCACHE_DEVICE void place_tokens(const AttentionArguments& a, const KeyUnit& uni
   }
 }
 
-// Applies to logits what is more than a product: masks, biases, and that slots end before `end`. All biases of a row are asked for
-// before one is waited for. Columns without a row do as the first row: nobody reads what becomes of them.
+// Applies to logits what is more than a product: masks, biases, and that slots end before `end`. All biases of a row
+// are asked for before one is waited for. Columns without a row do as the first row: nobody reads what becomes of them.
 template <int kColumns>
 KVCACHE_DEVICE void adjust(const AttentionArguments& a, int block, int end, float (&c)[kColumns][4][4]) {
   constexpr int kAtOnce = 2;  // tiles whose biases are on the way
@@ -315,7 +316,8 @@ KVCACHE_DEVICE void weigh(float (&c)[kColumns][4][4], WarpState<kColumns, kTiles
       for (int i = 0; i < 4; ++i) best[i % 2] = fmaxf(best[i % 2], c[n][k][i]);
     }
     // Once some blocks have been seen, it is rare that one holds a larger logit.
-    if (warp_any(best[0] > state.best[n][0] || best[1] > state.best[n][1])) state.template raise_best<kHasMinima>(n, best);
+    if (warp_any(best[0] > state.best[n][0] || best[1] > state.best[n][1]))
+      state.template raise_best<kHasMinima>(n, best);
     float shift[2];  // subtracted from logits
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
@@ -386,7 +388,7 @@ KVCACHE_DEVICE void merge_warps(const AttentionArguments& a, const Rows& rows, c
   const int value_dim = a.value.head_dim, stride = merge_stride(value_dim);
   float* const bests = reinterpret_cast<float*>(ring);  // [warp][row]
   float* const totals = bests + kWarps * kRows;
-  float* const outputs = totals + kWarps * kRows;       // [warp][row][stride]
+  float* const outputs = totals + kWarps * kRows;  // [warp][row][stride]
   let_next_begin();
   block_barrier();  // every warp is done with the copies
 #pragma unroll
@@ -568,8 +570,7 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, uint8_t* shared, in
         multiply_values(a.value, value, state.output, state.minima);
       }
     }
-    if (static_cast<unsigned>(block) / kWarps % kFoldBlocks == kFoldBlocks - 1)
-      fold_minima(a.value, value, state);
+    if (static_cast<unsigned>(block) / kWarps % kFoldBlocks == kFoldBlocks - 1) fold_minima(a.value, value, state);
   }
   copy_wait<0>();
 

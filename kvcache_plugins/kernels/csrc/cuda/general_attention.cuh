@@ -186,8 +186,9 @@ static_assert(kMergeThreads >= kMaxHeadDim, "a channel has a thread");
 // Bytes of dynamic shared memory of the merge.
 inline int merge_bytes(const AttentionArguments& a) { return 4 * (a.splits() + kMergeThreads); }
 
-// Merges the splits of one query row, a thread block each, which may begin before they have ended; sink logits are weights without a value. The splits are
-// shared out among the threads of a channel, so that their loads are on the way together.
+// Merges the splits of one query row, a thread block each, which may begin before they have ended; sink logits are
+// weights without a value. The splits are shared out among the threads of a channel, so that their loads are on the way
+// together.
 KVCACHE_DEVICE void merge_splits(const AttentionArguments& a, uint8_t* shared) {
   const int value_dim = a.value.head_dim, splits = a.splits(), thread = static_cast<int>(threadIdx.x);
   const int64_t row = blockIdx.x;  // batch, kv head, head of the group, query token

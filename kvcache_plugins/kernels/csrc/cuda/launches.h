@@ -19,7 +19,7 @@ int attend_kivi_4_wide_rotated(const AttentionArguments& a, int batch, void* str
 int attend_kivi_2_rotated(const AttentionArguments& a, int batch, void* stream);
 int attend_16_rows(const AttentionArguments& a, int batch, void* stream);
 int attend_8_rows_wide(const AttentionArguments& a, int batch, void* stream);  // of up to 256
-int attend_levels(const AttentionArguments& a, int batch, void* stream);  // KVQuant, of up to 128 channels
+int attend_levels(const AttentionArguments& a, int batch, void* stream);       // KVQuant, of up to 128 channels
 int attend_levels_wide(const AttentionArguments& a, int batch, void* stream);
 int attend_general_rows(const AttentionArguments& a, int batch, void* stream);
 int merge_rows(const AttentionArguments& a, int batch, void* stream);

@@ -88,8 +88,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
 
   UnitRing<false> ring(a, rows, shared, SplitUnits(a, split));
   uint2* const weights = reinterpret_cast<uint2*>(shared + memory.weights) + warp * 128;
-  uint32_t* const angles =
-      reinterpret_cast<uint32_t*>(shared + memory.angles + warp * FastMemory::aligned(4 * pairs));
+  uint32_t* const angles = reinterpret_cast<uint32_t*>(shared + memory.angles + warp * FastMemory::aligned(4 * pairs));
   const uint64_t* const frequencies = reinterpret_cast<const uint64_t*>(shared + memory.frequencies);
   const float* const row_scale = reinterpret_cast<const float*>(shared + memory.row_scale);
   const int64_t position = a.key.positions != nullptr ? a.key.positions[rows.batch] : 0;

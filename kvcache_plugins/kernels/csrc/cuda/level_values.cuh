@@ -70,8 +70,7 @@ KVCACHE_DEVICE void write_value_patch(const LevelValueUnit& value, const Outlier
                                       const PatchEntry (&entries)[kEntries], int which, bool is_cleared) {
   const auto write = [&](const PatchEntry& entry) {
     if (entry.patch == which)
-      *reinterpret_cast<uint16_t*>(value.patches + entry.place) =
-          is_cleared ? 0 : static_cast<uint16_t>(entry.number);
+      *reinterpret_cast<uint16_t*>(value.patches + entry.place) = is_cleared ? 0 : static_cast<uint16_t>(entry.number);
   };
 #pragma unroll
   for (int i = 0; i < kEntries; ++i) write(entries[i]);
@@ -148,7 +147,7 @@ KVCACHE_DEVICE void level_value_products(const LevelValueUnit& value, const Outl
                                          float (&o)[kTiles][4], float (&minima)[4]) {
   if (value.unit.chunks % 4 != 0) return level_value_products<kBits, Words::kAny>(value, list, o, minima);
   if (kBits < 4 && value.unit.chunks % 8 != 0)
-    return level_value_products<kBits, kBits < 4 ? Words::kFours : Words::kWhole>(value, list, o, minima);
+    return level_value_products < kBits, kBits<4 ? Words::kFours : Words::kWhole>(value, list, o, minima);
   return level_value_products<kBits, Words::kWhole>(value, list, o, minima);
 }
 

@@ -20,7 +20,8 @@ namespace kvcache {
 // Rows of scales of up to 2 leave queries of up to 2^14 in the range of fp16; beyond, the small ones are taken. Scales
 // of 2 to 4 bits are not as small, and meet small queries alone.
 KVCACHE_DEVICE bool has_large_scales(const KeyUnit& unit, int rows) {
-  const uint32_t seen = fold_field<true, false>(unit.scale, rows * unit.dim, [](uint32_t x, uint32_t y) { return x | y; });
+  const uint32_t seen =
+      fold_field<true, false>(unit.scale, rows * unit.dim, [](uint32_t x, uint32_t y) { return x | y; });
   return warp_any((seen & 0x40004000u) != 0);  // the highest bit of an exponent: 2 or more
 }
 
@@ -121,8 +122,8 @@ struct LaneChannels {
   }
 };
 
-// `kRows`: of metadata per channel in a block, 0 for none; `kTogether`: see LaneChannels; `kUnroll`: pairs of steps in a
-// row. `c` is [column][tile].
+// `kRows`: of metadata per channel in a block, 0 for none; `kTogether`: see LaneChannels; `kUnroll`: pairs of steps in
+// a row. `c` is [column][tile].
 template <int kBits, int kFormat, int kRows, bool kTogether, int kUnroll, int kColumns>
 KVCACHE_DEVICE void scaled_key_products(const KeyUnit& unit, float (&c)[kColumns][4][4]) {
   const int lane = opaque_lane(), g = lane / 4, t = lane % 4, row_bytes = 2 * unit.dim;
