@@ -91,7 +91,7 @@ MUTATIONS = {
     ),
     "results over the copies": Mutation(
         "fast_attention.cuh",
-        "  block_barrier();                                      // every warp is done",
+        "  block_barrier();  // every warp is done",
         "  //",
         "attend_8_rows",
         "8 rows",

@@ -256,8 +256,9 @@ MOVING = {
     "outliers of values": Moving("value_list_kernel", partial(encode_levels, VALUES), reads=1.6, writes=7.5),
     "search": Moving("search_kernel", partial(encode, CODES["int8"], KEYS)),
     # one token's codes lie in many sectors
-    "append int8": Moving("append_kernel", partial(append, CODES["int8"]), reads=1.75, writes=2.75),
-    "append 4bit": Moving("append_kernel", partial(append, CODES["4bit-token"]), reads=2.05, writes=3.4),
+    # numbers are read once, without a word too many; words that are completed lie apart
+    "append int8": Moving("append_kernel", partial(append, CODES["int8"]), reads=2.05, writes=2.75),
+    "append 4bit": Moving("append_kernel", partial(append, CODES["4bit-token"]), reads=2.4, writes=3.4),
     "append 2bit g32": Moving(
         "append_kernel", partial(append, CODES["2bit-channel-g32"]), reads=4.4, shared=1.5
     ),

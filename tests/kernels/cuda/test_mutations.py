@@ -11,13 +11,18 @@ from tests.kernels import fresh_process
 from tests.kernels.cuda import emulation
 
 WEIGHTS = "0x7632)};\n    }"
-BARRIER = "    warp_barrier();  // every"
+WAIT = "      copy_wait<0>();\n    } else"
+BARRIER = "    warp_barrier();  // every lane's copies"
+KEYS, VALUES = "16 * (first + k) + 2 * g + i", "16 * k + 4 * t + i"
 # What is broken: file, text, replacement.
 MUTATIONS = {
     "a tile of the keys": ("fast_lanes.cuh", "bits = word >> (k / 2 * 8);", "bits = word;"),
     "the tokens of the weights": ("fast_attention.cuh", WEIGHTS, WEIGHTS.replace("7632", "5410")),
-    "a unit used before it is there": ("unit_ring.cuh", "copy_wait<0>();", "copy_wait<1>();"),
-    "a missing barrier": ("unit_ring.cuh", BARRIER, "    if (used_ > 0) warp_barrier();  // every"),
+    "a unit used before it is there": ("unit_ring.cuh", WAIT, WAIT.replace("0", "1")),
+    "a missing barrier": ("unit_ring.cuh", BARRIER, BARRIER.replace("warp", "if (used_ > 0) warp")),
+    "the slot of an exact key": ("exact_tokens.cuh", KEYS, KEYS.replace("+ i", "+ 1 - i")),
+    "the slot of an exact value": ("exact_tokens.cuh", VALUES, VALUES.replace("+ i", "")),
+    "the lower part of a weight": ("exact_tokens.cuh", "const float even = half_low(pair)", "const float even = 0"),
     "sums of smaller logits": ("fast_attention.cuh", "total[n][column] *= decay[column];", ""),
     "a pair of channels": ("scaled_keys.cuh", "(first, second, 0x7632)", "(first, second, 0x5410)"),
     "a scale per channel": ("key_units.cuh", "0x7654u : 0x7632u", "0x7654u : 0x5410u"),
@@ -53,10 +58,12 @@ from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.testing.comparison import relative_rms
 
 worst = 0.0
-for name in ("kivi-default", "kivi-2bit-block", "kivi-4bit-block-g128", "kvquant-k4v2"):
-    for dtype in (torch.float16, torch.float32):
+known = {"backend": "kivi", "nbits": 2}
+for case in ("kivi-default", "kivi-2bit-block", "kivi-4bit-block-g128", "kvquant-k4v2", known):
+    for dtype in (torch.float16, torch.float32 if isinstance(case, str) else torch.bfloat16):
         torch.manual_seed(0)
-        layer = build_layer(CASES[name], 600, dtype=dtype, head_dim=128)
+        options = CASES[case] if isinstance(case, str) else case
+        layer = build_layer(options, 600, dtype=dtype, head_dim=128)
         query, key, value = step(layer, 1, 4)
         got = emulation.attend(query, key, value, AttentionOptions())
         expected = attend(query.double(), key.tokens, value.tokens, AttentionOptions())
@@ -104,7 +111,7 @@ SCRIPTS = {"append_tokens": STEPS, "encode_levels": LEVELS}
 def unit_of(file: str) -> str:
     """The only unit that is compiled with a broken header: one whose kernels use it."""
     units = dict.fromkeys(("encode_levels", "level_encoding", "largest"), "encode_levels")
-    units |= {"enc": "append_tokens", "level": "attend_levels", "decode": "attend_general"}
+    units |= {"exact": "attend_kivi_2", "enc": "append_tokens", "level": "attend_levels", "decode": "attend_general"}
     return next((unit for start, unit in units.items() if file.startswith(start)), "attend_8_rows")
 
 
