@@ -23,7 +23,7 @@ from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
 from .layers.checking import changing, check_in_step
 from .layers.compiled import CompiledLayers, CompiledUpdates
-from .layers.counting import dense_size, tensors_in
+from .layers.counting import bytes_of, dense_size, host_tensors, owned_tensors
 from .layers.crossing import with_cross_attention
 from .layers.indexed import with_indexer
 from .layers.offloading import Shelf
@@ -269,8 +269,7 @@ class KVCache(SavedCache, CompiledUpdates):
 
     def kv_bytes(self) -> int:
         """Bytes of every live tensor the cache owns: capacity, not what is in use."""
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._tensors()}
-        return sum(storages.values())
+        return bytes_of(self._tensors())
 
     def report(self) -> CacheReport:
         """Return the state of the cache as a [`CacheReport`]; `print` it for a table."""
@@ -294,7 +293,7 @@ class KVCache(SavedCache, CompiledUpdates):
             values=sum(values for values, _ in sizes),
             kernel_reasons={layer.layer_idx: reason for layer in packed if (reason := _why_torch(layer))},
             whole_prompt_reason=self.whole_prompt_reason,
-            host_bytes=self._host_bytes() if self.config.offload else None,
+            host_bytes=bytes_of(host_tensors(self.layers)) if self.config.offload else None,
             dropped_outliers=sum(layer.dropped_outliers for layer in packed),
         )
 
@@ -379,17 +378,11 @@ class KVCache(SavedCache, CompiledUpdates):
     def _describe(self, model: nn.Module | None) -> list[LayerFacts]:
         return describe_layers(model, self.model_config, self._plans)
 
-    def _host_bytes(self) -> int:
-        return sum(layer.records.host_bytes for layer in self.packed_layers if layer.is_initialized)
-
     def _tensors(self) -> Iterator[Tensor]:
         if self._shelf is not None:
             yield from self._shelf.tensors()
         for layer in self.layers:
-            if isinstance(layer, PackedLayer):
-                yield from layer.tensors().values()
-            else:
-                yield from tensors_in(vars(layer))
+            yield from owned_tensors(layer)
 
 
 def _why_torch(layer: PackedLayer) -> str | None:

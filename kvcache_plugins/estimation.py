@@ -12,7 +12,7 @@ from .building import build_cache
 from .config import check_length, plain
 from .encoder_decoder import layers_of
 from .layers.base import PackedLayer
-from .layers.counting import tensors_in
+from .layers.counting import bytes_of, owned_tensors
 from .layers.offloading import SLOTS
 from .models.decoder import decoder_config, has_encoder, split_model_or_config
 from .models.layer_plan import (
@@ -113,11 +113,10 @@ def estimate(
     for layer_idx, layer in enumerate(layers[len(plans) :]):
         layer.update(*states.of(encoder_key_value_heads(config, layer_idx), encoder_tokens or 0))
         fed.append(layer)
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors_of(fed)}
     packed = (layer for layer in fed if isinstance(layer, PackedLayer))
     offloaded = sorted(layer.records.data.nbytes for layer in packed if layer.shelf is not None)
     in_turn = offloaded[-SLOTS:] if len(offloaded) > 1 else []
-    return sum(storages.values()) + sum(in_turn)
+    return bytes_of(tensor for layer in fed for tensor in owned_tensors(layer)) + sum(in_turn)
 
 
 def _count(name: str, value: Any) -> int:
@@ -179,8 +178,3 @@ class _States:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(self.batch_size, *shape, dtype=self.dtype, device="meta")
-
-
-def _tensors_of(layers: list[Any]) -> Iterator[Tensor]:
-    for layer in layers:
-        yield from layer.tensors().values() if isinstance(layer, PackedLayer) else tensors_in(vars(layer))

@@ -151,7 +151,6 @@ def first_sinks(view: StreamView, *sides: Side) -> Tensor | None:
     return starts.masked_fill(starts + padding.sink_length <= 0, _BEYOND) if padding.dropped else starts
 
 
-@lru_cache(maxsize=256)
 def _of_heads(static_scale: Tensor, heads: int) -> Tensor:
     """A scale for each head, fp32 `(heads,)`."""
     with torch.inference_mode(False):

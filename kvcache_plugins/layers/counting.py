@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from .base import PackedLayer
 
-__all__ = ["dense_size", "tensors_in"]
+__all__ = ["bytes_of", "dense_size", "host_tensors", "owned_tensors", "tensors_in"]
 
 
 def dense_size(layer: Any) -> tuple[int, int]:
@@ -33,6 +33,25 @@ def dense_size(layer: Any) -> tuple[int, int]:
             values += tensor.numel()
             num_bytes += tensor.numel() * tensor.dtype.itemsize
     return values, num_bytes
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory that tensors lie in, each once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def owned_tensors(layer: Any) -> Iterable[Tensor]:
+    """Every tensor of a layer, packed or not."""
+    return layer.tensors().values() if isinstance(layer, PackedLayer) else tensors_in(vars(layer))
+
+
+def host_tensors(layers: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield those tensors of layers on a GPU that rest in the host's memory."""
+    for layer in layers:
+        device = getattr(layer, "device", None)  # of tokens that came
+        if device is not None and device.type != "cpu":
+            yield from (tensor for tensor in owned_tensors(layer) if tensor.device.type == "cpu")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

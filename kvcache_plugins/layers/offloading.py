@@ -278,10 +278,6 @@ class OffloadedRecords(Records):
         found["records_young"] = None if self._young is None else self._young[1]
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self._host is None else self._host.untyped_storage().nbytes()
-
     def at_rest(self) -> Tensor:
         self.leave()
         if self.device.type != "cpu":

@@ -147,11 +147,6 @@ class Records:
         """The bytes, in memory that no other layer will come to lie in."""
         return self.data
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes that wait in the host's memory for their turn on a GPU."""
-        return 0
-
     def ensure(self, num_tokens: int, final_tokens: int | None = None) -> None:
         """Make room for `num_tokens`, at most once more if the `final_tokens` of a run are known and near.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ from torch import Tensor
 
 from kvcache_plugins import ArtifactError, build_cache
 from kvcache_plugins.artifacts.scales import Scales, save_scales
+from kvcache_plugins.attention.description import describe
 from kvcache_plugins.backends.int8 import Int8Config, Int8Layer
 from kvcache_plugins.cache import KVCache
 from kvcache_plugins.kernels import loader
+from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import BackendConformance
 from kvcache_plugins.testing.comparison import relative_rms
@@ -102,6 +106,18 @@ def test_the_kernels_read_it(config: dict[str, Any]) -> None:
         used.append({layer.kernel for layer in cache.packed_layers})
     assert used == [{"cpu"}, {"torch"}]
     assert relative_rms(logits[1], logits[0]) < 1e-4
+
+
+def test_what_the_kernels_read_of_scales_goes_with_the_cache(config: dict[str, Any]) -> None:
+    layer = filled(config, *states(70))
+    handle = layer.update(*states(1))[0]
+    assert isinstance(handle, KVHandle)
+    side = describe(handle.tokens)
+    assert side is not None and side.static_scale is not None
+    scales = weakref.ref(side.static_scale)
+    del layer, handle, side
+    gc.collect()
+    assert scales() is None
 
 
 def test_it_is_saved_and_found_again(config: dict[str, Any], tmp_path: Path) -> None:

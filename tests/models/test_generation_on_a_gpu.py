@@ -22,6 +22,7 @@ from kvcache_plugins.cache import KVCache
 from kvcache_plugins.errors import KernelUnavailableError, UnsupportedOperationError
 from kvcache_plugins.estimation import estimate
 from kvcache_plugins.kernels import cuda_loader, loader
+from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing.generation import SCENARIOS, padded_prompt, run_scenario
 from kvcache_plugins.testing.models import tiny_model
@@ -127,10 +128,30 @@ def test_latents_are_decoded_by_the_kernels(name: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["bart", "t5", "t5gemma2"])
 @pytest.mark.parametrize("name", ["int8", "kivi-2bit-block", "kvquant"])
-def test_both_halves_are_read_by_the_kernels(name: str, architecture: str) -> None:
-    """Steps over 150 tokens of an encoder and 78 of text, whose logits are those of the CPU."""
+def test_both_halves_are_read_by_the_kernels(
+    name: str, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps over 150 tokens of an encoder and 78 of text, whose logits are those of the CPU.
+
+    Over the same records: of numbers that differ by 1e-6 a few are encoded as the next code, and one code
+    moves logits of these models by up to 6e-3.
+    """
     model, given, tokens = encoder_decoder(architecture), source(architecture), target(78)
-    logits = []
+    logits, written, differing = [], [], []
+    update = PackedLayer.update
+
+    def update_alike(layer: PackedLayer, *args: Any, **kwargs: Any) -> Any:
+        read, own = update(layer, *args, **kwargs), layer.tensors()
+        if layer.device.type == "cpu":
+            written.append({part: tensor.clone() for part, tensor in own.items()})
+            return read
+        expected = written.pop(0)
+        differing.append((own["records"].cpu() != expected["records"]).float().mean())
+        for part, tensor in own.items():
+            tensor.copy_(expected[part])
+        return read
+
+    monkeypatch.setattr(PackedLayer, "update", update_alike)
     for device in ("cpu", "cuda"):
         placed = {key: tensor.to(device) for key, tensor in given.items()}
         own = copy.deepcopy(model).to(device)
@@ -140,6 +161,8 @@ def test_both_halves_are_read_by_the_kernels(name: str, architecture: str) -> No
         assert report.fallback_reads == 0
         assert set(report.cross_attention.kernel) == {device}
     torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
+    # 1 % of the bytes where states differ by 1e-6, and 5 % where they differ by 2e-3
+    assert not written and torch.stack(differing).nan_to_num().max() < 0.02
 
 
 @pytest.mark.parametrize("name", ["int8", "kivi-2bit-block", "keydiff-int8"])
@@ -262,7 +285,11 @@ def test_what_an_offloaded_cache_has_on_the_gpu_is_counted_and_given_back(deeper
     def on_gpu() -> int:
         report = cache.report()
         on_gpu = report.kv_bytes - (report.host_bytes or 0)
-        assert torch.cuda.memory_allocated() - before == pytest.approx(on_gpu, rel=0.02)
+        storages = [tensor.untyped_storage() for tensor in cache._tensors() if tensor.is_cuda]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}.values()
+        assert sum(sizes) == on_gpu
+        # torch's allocator takes whole units of 512 bytes; the newest key of one row, in both heads, has 128
+        assert torch.cuda.memory_allocated() - before == sum(-(-size // 512) * 512 for size in sizes)
         return on_gpu
 
     with torch.no_grad():
@@ -278,7 +305,7 @@ def test_what_an_offloaded_cache_has_on_the_gpu_is_counted_and_given_back(deeper
     assert on_gpu() == pytest.approx(of_four / 4, rel=0.1)
     for layer in cache.layers:
         layer.offload()
-    assert torch.cuda.memory_allocated() == before
+    assert on_gpu() == 0 and torch.cuda.memory_allocated() == before
     cache.reset()
     assert torch.cuda.memory_allocated() == before
     assert cache.kv_bytes() == 0

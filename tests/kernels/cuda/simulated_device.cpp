@@ -59,10 +59,12 @@ void release(void* context) {
   delete block;
 }
 
+// Memory is given, and counted, in units of 512 bytes, as torch's allocator for GPUs does.
 struct Memory final : c10::Allocator {
-  c10::DataPtr allocate(size_t size) override {
+  c10::DataPtr allocate(size_t wanted) override {
+    const size_t size = (wanted + 511) / 512 * 512;
     const c10::DeviceIndex index = current_device;
-    auto* block = new Block{std::aligned_alloc(512, (size + 512) / 512 * 512), size, index};
+    auto* block = new Block{std::aligned_alloc(512, size + 512), size, index};
     const int64_t now = allocated[index] += size;
     most_allocated[index] = std::max<int64_t>(most_allocated[index], now);
     return {block->data, block, &release, c10::Device(simulated, index)};

@@ -109,7 +109,7 @@ def test_what_waits_is_told() -> None:
         "a copy from the host": lambda: torch.tensor([1.0, 2.0], device="cuda"),
         "places": mask.nonzero,
         "a mask": lambda: numbers[mask],
-        "numbers for a mask": lambda: numbers.index_put_((mask,), numbers[:3]),
+        "numbers for a mask": lambda: numbers.index_put_((mask,), numbers[:3].clone()),
         "indices of the host": lambda: numbers[elsewhere],
         "counts": lambda: torch.bincount(numbers),
         "repeats": lambda: numbers.repeat_interleave(numbers),
