@@ -14,7 +14,7 @@ struct Splits {
   int32_t fast;
 };
 
-// Times, in that which a warp of the fast path takes for a block. Estimates, not measured.
+// Times, in that which a warp of the fast path takes for a block. Estimates.
 constexpr double kBeginTime = 1;  // to begin and to be merged
 constexpr double kTileTime = 2;   // of a block of the general path, which a thread block's warps read together
 constexpr int64_t kMostGeneralSplits = 128;

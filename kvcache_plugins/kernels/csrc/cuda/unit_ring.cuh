@@ -73,7 +73,8 @@ struct SplitUnits {
 };
 
 // The blocks of one warp, every fourth of its thread block's range, as units: the keys of a block, then their values,
-// then those of the next. They take turns in two or three places in shared memory.
+// then those of the next. They take turns in two or three places in shared memory. To ask for a further one, as far as
+// the cache, made attention to 8 bits 14 % slower on an H200, and to 4 bits 11 to 14 %.
 template <bool kIsKnown>
 class UnitRing {
  public:
@@ -91,10 +92,7 @@ class UnitRing {
   KVCACHE_DEVICE void begin_copies() const {
     if (begin < end) start(record_, a_.key_copy, 0);
     copy_commit();
-    if (a_.unit_slots == 2) {
-      if (kAsksAhead && begin < end) ask_for(record_, a_.value_copy);
-      return;
-    }
+    if (a_.unit_slots == 2) return;
     if (begin < end) start(record_, a_.value_copy, a_.unit_bytes);
     copy_commit();
   }
@@ -115,10 +113,8 @@ class UnitRing {
       if (has_next) start(record_ + stride, kAreKeys ? a_.key_copy : a_.value_copy, place);
     } else if (kAreKeys) {
       start(record_, a_.value_copy, place);
-      if (kAsksAhead && has_next) ask_for(record_ + stride, a_.key_copy);
     } else if (has_next) {
       start(record_ + stride, a_.key_copy, place);
-      if (kAsksAhead) ask_for(record_ + stride, a_.value_copy);
     }
     copy_commit();
     if (!kAreKeys) record_ += stride;
@@ -142,16 +138,6 @@ class UnitRing {
   uint8_t* places_;
   int used_ = 0;  // the next place to be used, in bytes; the one before it is the next to be filled
 
-  // Whether the unit behind the one that is copied is asked for, too, so that it comes as far as the cache.
-  static constexpr bool kAsksAhead = kIsKnown;
-
-  KVCACHE_DEVICE void ask_for(const uint8_t* record, const UnitCopy& copy) const {
-    const int line = 128 * opaque_lane();
-    const uint8_t* const from = record + copy.codes_offset + line / 128 * (128 - 16);  // lanes lie 16 bytes apart
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (i * 4096 + line < copy.bytes) prefetch(from + i * 4096);
-  }
   KVCACHE_DEVICE void start(const uint8_t* record, const UnitCopy& copy, int place) const {
     if (kIsKnown) {
       copy_known_unit(places_ + place, record + copy.codes_offset, copy);
