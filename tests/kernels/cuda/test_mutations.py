@@ -22,7 +22,11 @@ MUTATIONS = {
     "a missing barrier": ("unit_ring.cuh", BARRIER, BARRIER.replace("warp", "if (used_ > 0) warp")),
     "the slot of an exact key": ("exact_tokens.cuh", KEYS, KEYS.replace("+ i", "+ 1 - i")),
     "the slot of an exact value": ("exact_tokens.cuh", VALUES, VALUES.replace("+ i", "")),
-    "the lower part of a weight": ("exact_tokens.cuh", "const float even = half_low(pair)", "const float even = 0"),
+    "a half of a pair of weights": (
+        "exact_tokens.cuh",
+        "const float even = half_low(pair)",
+        "const float even = 0",
+    ),
     "sums of smaller logits": ("fast_attention.cuh", "total[n][column] *= decay[column];", ""),
     "a pair of channels": ("scaled_keys.cuh", "(first, second, 0x7632)", "(first, second, 0x5410)"),
     "a scale per channel": ("key_units.cuh", "0x7654u : 0x7632u", "0x7654u : 0x5410u"),
@@ -111,7 +115,12 @@ SCRIPTS = {"append_tokens": STEPS, "encode_levels": LEVELS}
 def unit_of(file: str) -> str:
     """The only unit that is compiled with a broken header: one whose kernels use it."""
     units = dict.fromkeys(("encode_levels", "level_encoding", "largest"), "encode_levels")
-    units |= {"exact": "attend_kivi_2", "enc": "append_tokens", "level": "attend_levels", "decode": "attend_general"}
+    units |= {
+        "exact": "attend_kivi_2",
+        "enc": "append_tokens",
+        "level": "attend_levels",
+        "decode": "attend_general",
+    }
     return next((unit for start, unit in units.items() if file.startswith(start)), "attend_8_rows")
 
 
