@@ -68,7 +68,7 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
             if index in answers:
                 any_answer = answers[index][0]
                 rows.append(row | _measured(answers[index]))
-            elif (reason := rounds.too_large[index].get((length, batch_size))) is not None:
+            elif (reason := rounds.reason(index, length, batch_size)) is not None:
                 rows.append(row | dict.fromkeys(_MEASURED) | {"fits": False, "reason": reason})
         results += _compare(rows, 8 * getattr(torch, DTYPES[options.dtype]).itemsize)
     if any_answer is None:
@@ -112,8 +112,8 @@ class _Rounds:
 
     Attributes:
         failures (`list[dict]`): Entries for `skipped`.
-        too_large (`list[dict]`): Of every cache the points, length and batch size, that did not fit, and why;
-            or, of the dense one, that did not compile.
+        too_large (`list[dict]`): Of every cache the points, length and batch size, that did not fit, and why.
+        not_compiled (`dict`): Points at which the dense cache of a compiled model failed, and why.
     """
 
     def __init__(
@@ -127,6 +127,14 @@ class _Rounds:
         self._cache_configs = cache_configs
         self.failures: list[dict[str, Any]] = []
         self.too_large: list[dict[tuple[int, int], str]] = [{} for _ in cache_configs]
+        self.not_compiled: dict[tuple[int, int], str] = {}
+
+    def reason(self, index: int, length: int, batch_size: int) -> str | None:
+        """Why a cache has no answer at a point but a row."""
+        point = length, batch_size
+        if (reason := self.too_large[index].get(point)) is not None or self._cache_configs[index] != DENSE:
+            return reason
+        return self.not_compiled.get(point)
 
     def run(self, length: int, batch_size: int, peaks: list[int | None]) -> dict[int, list[dict[str, Any]]]:
         """Return the answers at a point, by the places of the caches; of those alone that always gave one.
@@ -152,7 +160,7 @@ class _Rounds:
                     del answers[index]
                     reason = f"failed at {length} tokens: {error}"
                     if is_dense:
-                        self.too_large[index][length, batch_size] = reason
+                        self.not_compiled[length, batch_size] = reason
                     else:
                         entry = {"cache_config": cache_config, "reason": reason, "is_failure": True}
                         self.failures.append(entry)

@@ -123,7 +123,8 @@ KVCACHE_DEVICE void split_weights(uint32_t pair, uint32_t& high, uint32_t& low) 
   low = permute_bytes(float_bits(even_left), float_bits(odd_left), 0x7632);
 }
 
-// o[column][chunk] += values * weights; values of slots that no row sees may be anything.
+// o[column][chunk] += values * weights; values of slots that no row sees may be anything. One that is not finite
+// reaches all rows if any of them sees its slot, as in dense attention with a mask.
 template <bool kIsHalf, int kColumns, int kTiles>
 KVCACHE_DEVICE void exact_value_products(const AttentionArguments& a, const Rows& rows, const SlotRange& slots,
                                          const uint2* weights, uint32_t seen, float (&o)[kColumns][kTiles][4]) {

@@ -4,11 +4,11 @@
 // values of a block travel as two units, contiguous bytes of its record, through a ring of two or three places in
 // shared memory: the others are on the way while one is worked on. Queries are fp16 numbers, scaled by a power of two
 // per row so that none of weight is lost; products are summed in fp32. Bound: the bytes of the records, as long as at
-// least 30 KB a multiprocessor are on the way (two units of 4 to 8 KB per warp, 8 to 16 warps). On an H200 (32 query and
-// 8 key-value heads of 128, 8 sequences of 32k tokens, bf16) the kernels of known_formats.h read 8 bits with 95 to 99 %
-// of the bandwidth of a copy and 4 bits with 85 to 92 %; 2 bits, with 69 %, are bound by instructions and what they wait
-// for: by count in the machine code some 900 a block and warp. The kernels for all formats have 1.3 to 2 times as many,
-// and wait for them. A mask or another bias takes some 410 more (as PTX).
+// least 30 KB a multiprocessor are on the way (two units of 4 to 8 KB per warp, 8 to 16 warps). On an H200 (32 query
+// and 8 key-value heads of 128, 8 sequences of 32k tokens, bf16) the kernels of known_formats.h read 8 bits with 95 to
+// 99 % of the bandwidth of a copy and 4 bits with 85 to 92 %; 2 bits, with 69 %, are bound by instructions and what
+// these wait for: by count in the machine code some 900 a block and warp. The kernels for all formats have 1.3 to 2
+// times as many, and wait for them. A mask or another bias takes some 410 more (as PTX).
 #pragma once
 
 #include "exact_tokens.cuh"
@@ -22,7 +22,9 @@ namespace kvcache {
 
 constexpr float kWeightScale = 256.0f;  // of weights in fp16, against subnormal numbers
 constexpr float kWeightShift = 8.0f;
-constexpr float kSlack = 3.0f;  // by which the maximum of a row is taken larger than it is
+// By which the maximum of a row is taken larger than it is: weights below 2^-30 of the largest, instead of 2^-33, are
+// then too small for fp16.
+constexpr float kSlack = 3.0f;
 constexpr int kFoldBlocks = 4;  // of a warp, from one `fold_minima` to the next
 constexpr float kLn2 = 0.69314718055994531f;
 

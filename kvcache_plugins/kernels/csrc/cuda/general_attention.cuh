@@ -5,8 +5,8 @@
 // A thread block takes 64 slots at a time, of wide heads 32: keys to a tile in shared memory, logits, weights, values
 // to the same tile, products. Both products read a tile row by row or column by column without bank conflicts, for two
 // query rows at a time. Bound: for every slot and query row, one multiply-add per channel and key, and one per channel
-// and value, for two of which three numbers are loaded from shared memory. On an H200 most of its time goes into waiting
-// for instructions: a thread block takes some 25 to 80 us for one or two tiles.
+// and value, for two of which three numbers are loaded from shared memory. On an H200 most of its time goes into
+// waiting for instructions: a thread block takes some 25 to 80 us for one or two tiles.
 #pragma once
 
 #include "decoding.cuh"
@@ -197,12 +197,12 @@ KVCACHE_DEVICE void merge_splits(const AttentionArguments& a, uint8_t* shared) {
   const int64_t place = a.are_sinks_of_queries ? row : query_head;  // of its sink logit
   const float* sums = a.partial_sums + 2 * row * splits;
   const float* outputs = a.partial_outputs + row * splits * value_dim;
-  const float sink = a.sink_logits != nullptr ? a.sink_logits[place] * kLog2E : -infinity();
   float* weights = reinterpret_cast<float*>(shared);
   float* parts = weights + splits;
-  float best = sink;
   wait_for_previous();
   let_next_begin();
+  const float sink = a.sink_logits != nullptr ? a.sink_logits[place] * kLog2E : -infinity();
+  float best = sink;
 #pragma unroll 4
   for (int s = thread % 32; s < splits; s += 32) best = fmaxf(best, sums[2 * s]);  // every warp alike
   for (int mask = 16; mask > 0; mask /= 2) best = fmaxf(best, shuffle_xor(best, mask));

@@ -147,7 +147,7 @@ KVCACHE_DEVICE void level_value_products(const LevelValueUnit& value, const Outl
                                          float (&o)[kTiles][4], float (&minima)[4]) {
   if (value.unit.chunks % 4 != 0) return level_value_products<kBits, Words::kAny>(value, list, o, minima);
   if (kBits < 4 && value.unit.chunks % 8 != 0)
-    return level_value_products < kBits, kBits<4 ? Words::kFours : Words::kWhole>(value, list, o, minima);
+    return level_value_products<kBits, (kBits < 4) ? Words::kFours : Words::kWhole>(value, list, o, minima);
   return level_value_products<kBits, Words::kWhole>(value, list, o, minima);
 }
 

@@ -129,7 +129,8 @@ KVCACHE_DEVICE int opaque(int number) {
 KVCACHE_DEVICE int opaque_lane() { return opaque(static_cast<int>(threadIdx.x) % 32); }
 KVCACHE_DEVICE void warp_barrier() { __syncwarp(); }
 KVCACHE_DEVICE void block_barrier() { __syncthreads(); }
-// Lets a kernel that is launched by `launch_early` behind this one begin, once all thread blocks have come here or ended.
+// Lets a kernel that is launched by `launch_early` behind this one begin, once all thread blocks have come here or
+// ended.
 KVCACHE_DEVICE void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -241,14 +242,31 @@ int launch(dim3 grid, int threads, int shared_bytes, void* stream, const Argumen
   return cudaGetLastError();
 }
 
-// The same for a kernel that calls `wait_for_previous`: on GPUs that can, its launch does not wait for the kernel before
-// it on the stream, so that its thread blocks are in place when that one ends.
+// Whether the code of a kernel on the current device waits in `wait_for_previous`: that of a build for older GPUs,
+// which the driver has translated, does not. Nor do drivers before CUDA 12.3 record such launches in graphs. Asked once
+// for a kernel and a device.
+template <auto kKernel>
+bool may_begin_early() {
+  static uint64_t asked = 0, may = 0;  // a bit of every device
+  int device = 0, driver = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= 64) return false;
+  const uint64_t bit = uint64_t{1} << device;
+  if ((__atomic_load_n(&asked, __ATOMIC_ACQUIRE) & bit) == 0) {
+    cudaFuncAttributes attributes{};
+    const bool is_known = cudaDriverGetVersion(&driver) == cudaSuccess &&
+                          cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)) == cudaSuccess;
+    if (!is_known) cudaGetLastError();
+    if (is_known && driver >= 12030 && attributes.ptxVersion >= 90) __atomic_fetch_or(&may, bit, __ATOMIC_RELEASE);
+    __atomic_fetch_or(&asked, bit, __ATOMIC_RELEASE);
+  }
+  return (__atomic_load_n(&may, __ATOMIC_ACQUIRE) & bit) != 0;
+}
+
+// Launches a kernel that calls `wait_for_previous`: where it can, its launch does not wait for the kernel before it on
+// the stream, so that its thread blocks are in place when that one ends.
 template <auto kKernel, typename Arguments>
 int launch_early(dim3 grid, int threads, int shared_bytes, void* stream, const Arguments& arguments) {
-  int device = 0, major = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (status != cudaSuccess || major < 9) return launch<kKernel>(grid, threads, shared_bytes, stream, arguments);
+  if (!may_begin_early<kKernel>()) return launch<kKernel>(grid, threads, shared_bytes, stream, arguments);
   if (shared_bytes > 0) {
     const int refused = let_share_memory<kKernel>();
     if (refused != cudaSuccess) return refused;
@@ -265,7 +283,9 @@ int launch_early(dim3 grid, int threads, int shared_bytes, void* stream, const A
   config.numAttrs = 1;
   Arguments copy = arguments;
   void* pointers[] = {&copy};
-  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), pointers);
+  const cudaError_t status = cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), pointers);
+  if (status != cudaSuccess) cudaGetLastError();  // reported here, and not to whoever asks next
+  return status;
 }
 
 #endif

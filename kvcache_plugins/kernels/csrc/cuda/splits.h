@@ -1,4 +1,5 @@
-// How many thread blocks share the slots of a row and head. Arithmetic of the host alone, which tests compile by itself.
+// How many thread blocks share the slots of a row and head. Arithmetic of the host alone, which tests compile by
+// itself.
 #pragma once
 
 #include <algorithm>

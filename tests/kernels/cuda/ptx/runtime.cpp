@@ -11,7 +11,6 @@ using ptx::dim3;
 // Values of the CUDA headers.
 constexpr int kSuccess = 0, kInvalidValue = 1;
 constexpr int kMostSharedBytes = 97;       // cudaDevAttrMaxSharedMemoryPerBlockOptin
-constexpr int kMajor = 75;                 // cudaDevAttrComputeCapabilityMajor
 constexpr int kSharedBytesOfFunction = 8;  // cudaFuncAttributeMaxDynamicSharedMemorySize
 
 struct Function {
@@ -103,9 +102,23 @@ int cudaLaunchKernelExC(const LaunchConfiguration* given, const void* function, 
   return cudaLaunchKernel(function, given->grid, given->threads, arguments, given->shared_bytes, nullptr);
 }
 
+// As cudaFuncAttributes begins.
+struct FunctionAttributes {
+  size_t bytes[3];
+  int most_threads, registers, ptx_version;
+};
+int cudaFuncGetAttributes(FunctionAttributes* attributes, const void*) {
+  attributes->ptx_version = 90;
+  return kSuccess;
+}
+int cudaDriverGetVersion(int* version) {
+  *version = 13000;
+  return kSuccess;
+}
+
 int cudaDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == kMajor ? 9 : 232448;
-  return attribute == kMostSharedBytes || attribute == kMajor ? kSuccess : kInvalidValue;
+  *value = 232448;
+  return attribute == kMostSharedBytes ? kSuccess : kInvalidValue;
 }
 int cudaFuncSetAttribute(const void* function, int attribute, int value) {
   if (attribute != kSharedBytesOfFunction) return kSuccess;
