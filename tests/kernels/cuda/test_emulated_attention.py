@@ -92,8 +92,7 @@ def attend_by_both(
     return known, general
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("length", [257, 700])
+@pytest.mark.parametrize(("length", "dtype"), [(257, torch.float16), (500, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_kernel_of_a_format_gives_the_numbers_of_the_one_for_all(
     name: str, length: int, dtype: torch.dtype
@@ -114,9 +113,8 @@ def test_every_format_has_a_kernel_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("options", LOGIT_OPTIONS, ids=str)
-@pytest.mark.parametrize("name", ["int4", "kivi-2"])
-def test_a_kernel_of_a_format_takes_every_option(name: str, options: dict[str, Any]) -> None:
-    layer = build_layer(KNOWN[name], 700, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+def test_a_kernel_of_a_format_takes_every_option(options: dict[str, Any]) -> None:
+    layer = build_layer(KNOWN["kivi-2"], 400, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
     query, key, value = step(layer, 2, 4)
     known, general = attend_by_both(query, key, value, attention_options(options, 2, key.shape[2]))
     assert relative_rms(general.double(), known) <= BOUNDS[torch.bfloat16]
