@@ -208,6 +208,17 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 # -- eager attention
 
 
+@pytest.fixture(scope="module")
+def cuda_kernels() -> Iterator[None]:
+    """The CUDA kernels serve the first GPU, checked in this process alone, before a test patches anything."""
+    from kvcache_plugins.kernels import cuda_loader
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVCACHE_CUDA_KERNELS", "1")
+        assert cuda_loader.try_load(torch.device("cuda", 0)), cuda_loader.status().reason
+        yield
+
+
 @pytest.fixture
 def eager_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The eager attention of models multiplies decoded tensors, as something to compare with."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +65,8 @@ LENGTHS = (180, 140)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVCACHE_CUDA_KERNELS", "1")
-        assert cuda_loader.try_load(torch.device("cuda", 0)), cuda_loader.status().reason
-        yield
+def kernels(cuda_kernels: None) -> None:
+    pass
 
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"

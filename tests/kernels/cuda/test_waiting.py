@@ -20,7 +20,6 @@ from transformers import AutoConfig
 from kvcache_plugins import build_cache, list_backends
 from kvcache_plugins.backends.kvquant import NORMAL_FLOAT
 from kvcache_plugins.eviction.layer import EvictingLayer
-from kvcache_plugins.kernels import cuda_loader
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import get_backend
@@ -52,11 +51,8 @@ LENGTH = 300
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVCACHE_CUDA_KERNELS", "1")
-        assert cuda_loader.try_load(torch.device("cuda", 0)), cuda_loader.status().reason
-        yield
+def kernels(cuda_kernels: None) -> None:
+    pass
 
 
 @contextmanager

@@ -5,8 +5,9 @@
 // A thread block takes 64 slots at a time, of wide heads 32: keys to a tile in shared memory, logits, weights, values
 // to the same tile, products. Both products read a tile row by row or column by column without bank conflicts, for two
 // query rows at a time. Bound: for every slot and query row, one multiply-add per channel and key, and one per channel
-// and value, for two of which three numbers are loaded from shared memory. On an H200 most of its time goes into
-// waiting for instructions: a thread block takes some 25 to 80 us for one or two tiles.
+// and value, for two of which three numbers are loaded from shared memory. On an H200, by sampling
+// of warps, most of its time goes into waiting for instructions: some 70 to 90 us of a thread block for one or two
+// tiles, beside those of the fast path.
 #pragma once
 
 #include "decoding.cuh"
