@@ -53,14 +53,15 @@ if __name__ == "__main__":
     runpy.run_path(sys.argv[0], run_name="__main__")
 PYTHON
 
-# run NAME SECONDS LINES command...: everything is logged, the last lines are shown; $status is how it ended
+# run NAME SECONDS LINES command...: everything is logged, the last lines are shown; $status is how it ended, and $part
+# holds what it printed
 run() {
-  local name=$1 limit=$2 lines=$3 begun=$SECONDS part
+  local name=$1 limit=$2 lines=$3 begun=$SECONDS
   shift 3
   local left=$((LIMIT - SECONDS))
   [ "$left" -lt 15 ] && { echo "== $name: no time left"; failed=1; status=1; return; }
   [ "$left" -lt "$limit" ] && limit=$left
-  part=$WORK/output
+  part=$WORK/output.$BASHPID
   timeout -s INT -k 10 "$limit" "$@" > "$part" 2>&1 # interrupted, Python says where it was, and pytest what failed
   status=$?
   [ "$status" -ne 0 ] && failed=1
@@ -137,17 +138,18 @@ compiled() {
 
 tests() {
   serve tests || return
-  local plugin=()
+  local plugin=() workers=()
   [ "$kernels" = deviate ] && plugin=(-p kvcache_unchecked)
+  "$PYTHON" -c "import xdist" 2> "$WORK/none" && workers=(-n 4) # it is Python that they wait for
   run tests 400 60 env KVCACHE_REQUIRE_CUDA=1 "$PYTHON" -m pytest -m cuda -v --tb=short --durations=15 --maxfail=60 \
-    -p no:cacheprovider ${plugin[@]+"${plugin[@]}"} tests/kernels/cuda/test_device.py tests/kernels/cuda/test_waiting.py \
+    -p no:cacheprovider ${workers[@]+"${workers[@]}"} ${plugin[@]+"${plugin[@]}"} tests/kernels/cuda/test_device.py tests/kernels/cuda/test_waiting.py \
     tests/evaluation/test_benchmark_device.py tests/retaining/test_heads.py tests/models/test_generation_on_a_gpu.py
 }
 
 # library: the build, in $library
 library() {
   run library 200 1 "$PYTHON" -c "from kvcache_plugins.kernels import cuda_loader; print(cuda_loader.build())"
-  library=$(tail -n 1 "$WORK/output")
+  library=$(tail -n 1 "$part")
   [ -f "$library" ] || { echo "== there is no build"; failed=1; return 1; }
 }
 
@@ -163,10 +165,19 @@ sanitizer() {
     "$PYTHON" -m kvcache_plugins.kernels.cuda_trial "$library"
 }
 
+# All tools at once, which takes as long as the slowest; each with a log of its own, so that they are told in order.
 sanitize() {
   library || return
-  local tool
-  for tool in memcheck racecheck synccheck initcheck; do sanitizer "$tool" 180; done
+  local tool tools="memcheck racecheck synccheck initcheck" processes=()
+  for tool in $tools; do
+    (LOG=$WORK/$tool.log failed=0; sanitizer "$tool" 180 > "$WORK/$tool.shown"; exit "$failed") &
+    processes+=($!)
+  done
+  for process in "${processes[@]}"; do wait "$process" || failed=1; done
+  for tool in $tools; do
+    cat "$WORK/$tool.shown"
+    cat "$WORK/$tool.log" >> "$LOG"
+  done
 }
 
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv,noheader

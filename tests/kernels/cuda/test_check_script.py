@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 STAGES = ("build", "attention", "generate", "compiled", "tests", "sanitize")
 PYTHON = """#!/bin/bash
 echo "$*" | head -n 2 | tr '\\n' ' ' >> "$PLAYED/calls"
@@ -20,12 +21,20 @@ esac
 """
 SANITIZER = """#!/bin/bash
 echo "sanitizer $*" >> "$PLAYED/calls"
+for _ in {1..200}; do
+  [ "$(grep -c ^sanitizer "$PLAYED/calls")" -ge "$PLAYED_TOOLS" ] && break
+  sleep 0.05
+done
+[ "$(grep -c ^sanitizer "$PLAYED/calls")" -ge "$PLAYED_TOOLS" ] || exit 8 # it was alone
+case "$*" in *"$PLAYED_FAULT"*) echo "1 error"; exit 9 ;; esac
 """
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="a script of the shell")
 
 
-def run(tmp_path: Path, *stages: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def run(
+    tmp_path: Path, *stages: str, status: int = 0, tools: int = 4, fault: str = "none"
+) -> subprocess.CompletedProcess[str]:
     for name, text in {"python": PYTHON, "compute-sanitizer": SANITIZER, "nvidia-smi": "#!/bin/sh\n"}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -36,6 +45,8 @@ def run(tmp_path: Path, *stages: str, status: int = 0) -> subprocess.CompletedPr
         "CUDA_HOME": str(tmp_path),
         "PLAYED": str(tmp_path),
         "PLAYED_STATUS": str(status),
+        "PLAYED_TOOLS": str(tools),
+        "PLAYED_FAULT": fault,
     }
     return subprocess.run(
         ["bash", str(ROOT / "scripts" / "check_cuda.sh"), *stages],
@@ -64,11 +75,21 @@ def test_every_stage(tmp_path: Path) -> None:
         (f"--output {tmp_path}/out/{name} " in c, "--compile" in c)
         for name, c in zip(("generate", "compiled"), calls(tmp_path, "benchmark.py generate"), strict=True)
     ] == [(True, False), (True, True)]
-    assert len(calls(tmp_path, "-m pytest -m cuda")) == 1
+    assert ["-n 4" in call for call in calls(tmp_path, "-m pytest -m cuda")] == [True]
     assert not calls(tmp_path, "kvcache_unchecked")
-    tools = [line.split("--tool ")[1].split()[0] for line in calls(tmp_path, "sanitizer")]
-    assert tools == ["memcheck", "racecheck", "synccheck", "initcheck"]
+    assert sorted(line.split("--tool ")[1].split()[0] for line in calls(tmp_path, "sanitizer")) == sorted(
+        TOOLS
+    )
     assert "== tests: status 0" in (tmp_path / "out" / "check.log").read_text()
+
+
+def test_the_sanitizers_run_at_once_and_are_told_in_order(tmp_path: Path) -> None:
+    done = run(tmp_path, "sanitize", fault="racecheck")
+    assert done.returncode == 1
+    for told in (done.stdout, (tmp_path / "out" / "check.log").read_text()):
+        lines = [line.split(", ")[0] for line in told.splitlines() if "check: status" in line]
+        assert lines == [f"== {tool}: status {9 if tool == 'racecheck' else 0}" for tool in TOOLS]
+        assert told.count("1 error") == 1
 
 
 def test_formats_that_are_right_are_measured_beside_some_that_deviate(tmp_path: Path) -> None:
@@ -82,7 +103,7 @@ def test_formats_that_are_right_are_measured_beside_some_that_deviate(tmp_path: 
 
 
 def test_a_kernel_that_breaks_is_looked_at_and_nothing_else_is_run(tmp_path: Path) -> None:
-    done = run(tmp_path, "build", "attention", "generate", "tests", status=1)
+    done = run(tmp_path, "build", "attention", "generate", "tests", status=1, tools=1)
     assert done.returncode == 1
     assert ["--tool memcheck" in line for line in calls(tmp_path, "sanitizer")] == [True]
     assert not calls(tmp_path, "benchmark.py") + calls(tmp_path, "-m pytest")
