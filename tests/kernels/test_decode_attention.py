@@ -59,6 +59,19 @@ def test_static_scales(isa: str, options: dict[str, Any], scheme: str, tmp_path:
     check(*step(layer, 3, 4), AttentionOptions(is_causal=True))
 
 
+@pytest.mark.parametrize("fraction", [0.001, 0.01, 0.03, 0.1])
+@pytest.mark.parametrize("group", [1, 4, 5])
+def test_lists_of_outliers(isa: str, group: int, fraction: float) -> None:
+    """Of a few entries to some hundreds, which kernels take in vectors and batches, and of one row to two passes."""
+    options = CASES["kvquant-default"] | {"outlier_fraction": fraction, "residual_length": 0}
+    for interleaved in (False, True):
+        layer = build_layer(options, 260, head_dim=112, interleaved=interleaved)
+        lists = layer.key_stream_.outliers, layer.value_stream_.outliers
+        longest = [int(each.starts.diff(dim=-1).max()) for each in lists if each is not None]
+        assert len(longest) == 2 and min(longest) > fraction * 64 * 112 / 2
+        check(*step(layer, 1, group), AttentionOptions())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_half_precision_queries(isa: str, name: str, dtype: torch.dtype) -> None:

@@ -70,7 +70,7 @@ def test_head_sizes(isa: str, key_dim: int, value_dim: int) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             torch.manual_seed(group)
             layer = build_layer(KVQUANT, LENGTH, head_dim=key_dim, value_dim=value_dim, dtype=dtype)
-            query, key, value = step(layer, 11, group)
+            query, key, value = step(layer, 13, group)
             if dtype == torch.float32:
                 check(query, key, value, AttentionOptions(is_causal=True))
             elif key_dim == value_dim:

@@ -148,7 +148,7 @@ inline void prepare_turned_query(const Side& key, const Query<R>& query, TurnedQ
 
 // The codes of 16 tokens, two channels each: nibble group k of pair `pair`, in the low bits of 16-bit lanes.
 template <int B>
-inline __m512i word_codes(const uint8_t* codes, int pair, int k, int padded_dim) {
+[[gnu::always_inline]] inline __m512i word_codes(const uint8_t* codes, int pair, int k, int padded_dim) {
   if (B == 4) return shift_right(_mm512_loadu_si512(codes + 64 * pair), 4 * k);
   const __m512i low = _mm512_loadu_si512(codes + 64 * (pair / 2));
   const __m512i two = shift_right(low, 2 * k + 8 * (pair % 2));

@@ -23,10 +23,9 @@ namespace kvcache {
 namespace avx512 {
 namespace {
 
-// Query rows up to which levels are decoded anew for every four of them. The ranges and the rotation of keys and the
-// outliers of a block take more time than the products of four rows; a tile has them done once, and costs as much as
-// two to three such passes.
-constexpr int kMostLevelRows = 8;
+// Query rows up to which levels are decoded anew for every four of them: a tile, which has that done once, costs as much
+// as three such passes (Zen 5).
+constexpr int kMostLevelRows = 12;
 
 bool is_better_decoded(const Task& task) {
   const bool has_levels = (task.weights == nullptr && task.key.format == kNonUniform) ||
@@ -279,11 +278,30 @@ class Decoder {
 
   void add_outliers(int64_t start, Pass<R>& pass, const float (*weights)[kBlockTokens]) {
     const OutlierList list = outliers_of(value_, start);
-    for (const int32_t* entry = list.begin; entry < list.end; ++entry) {
-      const Outlier outlier(*entry);
-      for (int r = 0; r < R; ++r)
-        pass.softmax.output[r][outlier.channel] += weights[r][outlier.token] * outlier.residual;
+    if (list.begin >= list.end) return;
+    const float* rows[R];
+    float* out[R];
+    for (int r = 0; r < R; ++r) {
+      rows[r] = weights[r];
+      out[r] = pass.softmax.output[r];
     }
+    RowSums<R, kBlockTokens> by_token;
+    RowSums<R, kMaxHeadDim> by_channel;
+    by_token.take(rows, kBlockTokens);
+    by_channel.clear(value_.padded_dim);
+    const int last = value_.padded_dim - 1;  // whatever the list holds
+    for_batches(list, [&](const int32_t* entries, int count) {
+      alignas(64) uint32_t token[kBatch], channel[kBatch];
+      alignas(64) float residual[kBatch];
+      for (int i = 0; i < count; i += kLanes) {
+        const OutlierVector outliers(entries + i, count - i);
+        _mm512_store_si512(token + i, outliers.token);
+        _mm512_store_si512(channel + i, _mm512_min_epi32(outliers.channel, _mm512_set1_epi32(last)));
+        _mm512_store_ps(residual + i, outliers.residual);
+      }
+      for (int i = 0; i < count; ++i) by_channel.add(channel[i], residual[i], by_token.at(token[i]));
+    });
+    by_channel.move_to(out, value_.padded_dim);
   }
 
   template <int PARTS>
