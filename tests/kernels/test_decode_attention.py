@@ -62,7 +62,7 @@ def test_static_scales(isa: str, options: dict[str, Any], scheme: str, tmp_path:
 @pytest.mark.parametrize("fraction", [0.001, 0.01, 0.03, 0.1])
 @pytest.mark.parametrize("group", [1, 4, 5])
 def test_lists_of_outliers(isa: str, group: int, fraction: float) -> None:
-    """Of a few entries to some hundreds, which kernels take in vectors and batches, and of one row to two passes."""
+    """Of a few entries to some hundreds, taken in vectors and batches; for one row and for two passes."""
     options = CASES["kvquant-default"] | {"outlier_fraction": fraction, "residual_length": 0}
     for interleaved in (False, True):
         layer = build_layer(options, 260, head_dim=112, interleaved=interleaved)

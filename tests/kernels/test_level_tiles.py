@@ -1,4 +1,4 @@
-"""Many query rows over KVQuant's levels, which AVX-512 decodes once for all, against the reference."""
+"""Many query rows over KVQuant's levels and KIVI's groups, which AVX-512 decodes once for all."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "has_fast_passes", lambda dtype: True)
 
 
-def check_half_precision(query: Tensor, key: KVHandle, value: KVHandle, hidden: Tensor | None = None) -> None:
-    """As near to the reference as dense attention over bf16 is, and a fifth."""
+def check_half_precision(
+    query: Tensor, key: KVHandle, value: KVHandle, hidden: Tensor | None = None, *, most: float = 1.2
+) -> None:
+    """As near to the reference as dense attention over bf16 is, times `most`."""
     length, count = key.shape[2], query.shape[2]
     mask = torch.arange(length) <= torch.arange(length - count, length)[:, None]
     mask = mask[None, None] if hidden is None else mask & ~hidden
@@ -47,7 +49,7 @@ def check_half_precision(query: Tensor, key: KVHandle, value: KVHandle, hidden: 
     expected = attend(query.double(), key.tokens, value.tokens, options)
     dense = key.tokens.dense(torch.bfloat16), value.tokens.dense(torch.bfloat16)
     plain = F.scaled_dot_product_attention(query, *dense, attn_mask=mask, enable_gqa=True)
-    check(query, key, value, options, 1.2 * relative_rms(expected, plain))
+    check(query, key, value, options, most * relative_rms(expected, plain))
 
 
 @pytest.mark.parametrize(("group", "count"), [(1, 9), (4, 2), (4, 3), (5, 2), (3, 8), (1, 64), (4, 33)])
@@ -60,6 +62,19 @@ def test_rows(isa: str, nbits: int, group: int, count: int) -> None:
         check(*step(layer, count, group), AttentionOptions(is_causal=True))
         layer = build_layer(options, LENGTH, interleaved=interleaved, dtype=torch.bfloat16)
         check_half_precision(*step(layer, count, group))
+
+
+@pytest.mark.parametrize(("group", "count"), [(4, 4), (1, 17), (4, 8), (3, 11), (4, 33)])
+@pytest.mark.parametrize("rope_mode", ["post", "block"])
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+def test_rows_over_groups(isa: str, nbits: int, rope_mode: str, group: int, count: int) -> None:
+    """The same of KIVI, in fp32 as well, where nothing but levels is decoded once."""
+    options = {"backend": "kivi", "nbits": nbits, "rope_mode": rope_mode, "residual_length": 64}
+    for head_dim, interleaved in ((64, False), (96, True)):
+        given = {"head_dim": head_dim, "interleaved": interleaved}
+        check(*step(build_layer(options, LENGTH, **given), count, group), AttentionOptions(is_causal=True))
+        layer = build_layer(options, LENGTH, dtype=torch.bfloat16, **given)
+        check_half_precision(*step(layer, count, group), most=2.0)
 
 
 @pytest.mark.parametrize(
