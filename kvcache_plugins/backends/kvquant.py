@@ -26,7 +26,7 @@ from ..registry import register_backend
 __all__ = ["NORMAL_FLOAT", "KVQuantCache", "KVQuantConfig", "KVQuantLayer"]
 
 NORMAL_FLOAT = "normal_float"
-"""Value of `calibration` for levels of a normal distribution, and ranges from a row's own first tokens."""
+"""Value of `calibration` for levels of a normal distribution, and ranges from a row's first tokens but sinks."""
 
 _OUTLIER_FRACTION = 0.01
 _WARMUP_TOKENS = 128
@@ -48,7 +48,8 @@ class KVQuantConfig(BitsConfig):
         outlier_fraction (`float`, *optional*): Share of numbers kept beside their codes. If not given, the
             artifact's, whose ranges depend on it so that no other is accepted; without an artifact, 0.01.
         calibration (`str`): Directory or hub id of an artifact of `kvcache-plugins calibrate`, or
-            `"normal_float"` to do without.
+            `"normal_float"` to do without: levels of a normal distribution, and ranges of keys from the first
+            128 real tokens of every row behind its sinks, so nothing is packed before those are seen.
     """
 
     nbits: int = 3

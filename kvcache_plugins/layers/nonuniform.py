@@ -98,7 +98,7 @@ class ChannelNonUniformCodec(NonUniformCodec):
     Outliers are the numbers of a block whose codes lack most, wherever in their range they lie: what is far
     beyond its end, and then what falls between distant levels. The paper keeps every number outside of its
     range, of which some lack little, and has none left for the others. Without calibrated ranges, each row's
-    are taken from its own first tokens.
+    are taken from its own first tokens behind its sinks.
 
     Args:
         nbits (`int`), codebook (`torch.Tensor`), levels (`torch.Tensor`, *optional*), side (`int`): As above.
