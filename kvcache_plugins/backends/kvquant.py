@@ -26,7 +26,7 @@ from ..registry import register_backend
 __all__ = ["NORMAL_FLOAT", "KVQuantCache", "KVQuantConfig", "KVQuantLayer"]
 
 NORMAL_FLOAT = "normal_float"
-"""Value of `calibration` for levels of a normal distribution, and ranges from a row's first tokens but sinks."""
+"""Value of `calibration` for levels of a normal distribution, and ranges from a row's own first tokens."""
 
 _OUTLIER_FRACTION = 0.01
 _WARMUP_TOKENS = 128

@@ -91,12 +91,14 @@ class HeadwiseLayer(EvictingLayer):
             group, most tokens first. This layer then holds nothing by itself.
         is_part (`bool`): Whether this is one of them.
         is_asked (`bool`): Whether something will be evicted, for which it must look at the queries.
+        mean_budget (`int`): Tokens that the heads of the layer keep, on average, where something is evicted.
     """
 
     scored_after = "attention"
     config: HeadwiseConfig
     parts: tuple[HeadPart, ...] = ()
     is_part = is_asked = False
+    _asked_budget = 0
 
     def _take(self, key_states: Tensor, value_states: Tensor, has_drafts: bool) -> tuple[Tensor, Tensor]:
         if not self.parts:
@@ -114,7 +116,7 @@ class HeadwiseLayer(EvictingLayer):
     def _postpone(self, phase: str, has_drafts: bool) -> None:
         super()._postpone(phase, has_drafts)
         for _, layer in self.parts:
-            layer.is_asked = self._exceeds(phase)
+            layer.is_asked, layer._asked_budget = self._exceeds(phase), self.mean_budget
 
     def attended(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
         """Evict, if that is due: the groups have seen their queries."""
@@ -227,6 +229,13 @@ class HeadwiseLayer(EvictingLayer):
         if not self.parts:  # written out: a compiler does not find properties by `super`
             return self.key_stream_.length if self.is_initialized else 0
         return max(layer.stored_length for _, layer in self.parts)
+
+    @property
+    def mean_budget(self) -> int:
+        if self.is_part:  # its own is what its heads were given
+            return self._asked_budget
+        assert self._budget is not None
+        return self._budget
 
     @property
     def mean_held(self) -> int:

@@ -78,7 +78,7 @@ class Codec(ABC):
         nbits (`int`): Bits per code, one of `CODE_BITS`.
         granularity (`Granularity`): What shares a scale.
         metadata_names (`tuple[str, ...]`): Names of the metadata tensors.
-        warmup_tokens (`int`): Real tokens of every row, its sinks not counted, that must have been seen before
+        warmup_tokens (`int`): Real tokens of every row, beside its sinks, that must have been seen before
             the first is encoded.
         outlier_capacity (`int`): Outliers kept of a block of a row, over all its heads; 0 for none.
     """
@@ -138,8 +138,8 @@ class Codec(ABC):
 
         Args:
             states (`torch.Tensor` of shape `(B, H, T, D)`): fp32 values from slot 0 on.
-            valid (`torch.Tensor` of shape `(B, T)`): The first `warmup_tokens` real tokens of every row behind
-                its sinks, which are never encoded.
+            valid (`torch.Tensor` of shape `(B, T)`): The first `warmup_tokens` real tokens of every row
+                behind its sinks, which are never encoded.
         """
 
     def batch_state(self) -> dict[str, Tensor]:

@@ -182,9 +182,7 @@ class Int4Oracle(FakeQuantizer):
     ) -> torch.Tensor:
         if self.smooth == 0.0:
             return asymmetric(keys[:, :, :count], self.key_bits, axis=-1).dequantized
-        factors = smoothing_factors(
-            keys[:, :, :first_encoding_length], valid, self.smooth, self.sink_length
-        )
+        factors = smoothing_factors(keys[:, :, :first_encoding_length], valid, self.smooth, self.sink_length)
         smoothed = keys[:, :, :count].to(torch.float32) / factors
         return asymmetric(smoothed, self.key_bits, axis=-1).dequantized * factors
 
@@ -358,8 +356,8 @@ def smoothing_factors(
 ) -> torch.Tensor:
     """Per-channel divisors `max|K| ** exponent` over 64 real tokens, equal within a rotary pair.
 
-    They are the first that are divided by them: those behind the sinks. The two channels `(i, i + D / 2)` of a pair share the larger maximum, so that dividing commutes with the
-    rotation.
+    They are the first that are divided by them: those behind the sinks. The two channels `(i, i + D / 2)` of
+    a pair share the larger maximum, so that dividing commutes with the rotation.
 
     Args:
         keys: `torch.Tensor` of shape `(B, H, T, D)`.
