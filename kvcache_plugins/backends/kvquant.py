@@ -30,7 +30,7 @@ NORMAL_FLOAT = "normal_float"
 
 _OUTLIER_FRACTION = 0.01
 _WARMUP_TOKENS = 128
-_SQNR_DB = {2: 3.0, 3: 12.0, 4: 17.0}  # of NormalFloat; 2 bits leave it [-1, -0.34, 0, 1]
+_SQNR_DB = {2: 3.0, 3: 12.0, 4: 17.0}  # of NormalFloat; 2 bits leave it [-1, 0, 0.34, 1]
 
 
 @dataclass(frozen=True, kw_only=True)
