@@ -134,7 +134,7 @@ def test_the_first_layer_equals_a_loop_over_chunks(
 def test_convolution_sees_the_units_in_the_order_of_the_published_code(
     weights_file: str, pads: list[int] | None
 ) -> None:
-    # Its cache is [heavy ; pooled], to which a chunk is appended; what is not heavy is convolved in that order.
+    # Its cache is [heavy ; pooled], to which a chunk is appended; the rest is convolved in this order.
     pool = {"kind": "conv", "weights": weights_file, "fraction": POOLED / BUDGET}
     options = {"pool": pool, "sink_length": 0, "local_length": 0, "stabilizer_length": 0}
     cache, length, width = build_cache(model_of(), {"backend": "knorm", "budget": BUDGET, **options}), 160, 16

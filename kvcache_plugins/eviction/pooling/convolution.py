@@ -46,7 +46,7 @@ def pooled_last(scores: Tensor, positions: Tensor) -> Tensor:
 
 
 def _in_their_order(rest: Tensor, positions: Tensor) -> Tensor:
-    """Put the slots `rest` `(B, H, s)` as LoCoCo has them: what stayed last time, pooled units, new tokens."""
+    """Put slots `rest` `(B, H, s)` as LoCoCo has them: what stayed last time, pooled units, new tokens."""
     held = positions.gather(2, rest)
     is_unit, pooled_at = held < 0, held.neg().clamp_min(0).amax(2, keepdim=True)
     place = torch.where(is_unit, 1, torch.where(held < pooled_at, 0, 2))
@@ -69,9 +69,9 @@ def pool_evicted(
 
     The best `count - M` units stay. Of the `s` others, in the order of the text but that pooled units come
     behind what stayed when they were made, `x = [k; v]` gives `W = softmax(relu(conv(x)))`, `(M, s)`, and
-    `R`, `(M, s)`, picks the `M` best of them in their order. Pooled are `K' = W' K` and `V' = W' V` with `W' =
-    (1 - gamma) R + gamma W`. They stand before what stays, after the sinks. A row whose real tokens all fit
-    keeps them as they are, behind its pads. All arithmetic is fp32.
+    `R`, `(M, s)`, picks the `M` best of them in their order. Pooled are `K' = W' K` and `V' = W' V` with
+    `W' = (1 - gamma) R + gamma W`. They stand before what stays, after the sinks. A row whose real tokens all
+    fit keeps them as they are, behind its pads. All arithmetic is fp32.
 
     Args:
         keys (`torch.Tensor` of shape `(B, H, m, D)`): All keys held, as attention reads them.
