@@ -35,11 +35,11 @@ class HeadwiseConfig(EvictingConfig):
     """Options of backends whose scores can be compared between heads; see [`EvictingConfig`].
 
     Args:
-        head_floor (`float`, *optional*): Least part of `budget` that every key-value head keeps, 0 to 1. The
-            rest of what the heads of a layer keep goes to those that score highest (as kvpress has
-            Ada-KV, with 0.2; in its authors' code every head keeps 0.2 of an equal share, and 0.8 of what it
-            would have of all); rows of a batch share alike, and under tensor parallelism the heads of one
-            process. Every head keeps `budget` if not given.
+        head_floor (`float`, *optional*): Least part of `budget` that every key-value head keeps, 0 to 1, and
+            no less than what is protected and one token. The rest of what the heads of a layer keep goes to
+            those that score highest (as kvpress has Ada-KV, with 0.2; in its authors' code every head keeps
+            0.2 of an equal share, and 0.8 of what it would have of all); rows of a batch share alike, and
+            under tensor parallelism the heads of one process. Every head keeps `budget` if not given.
 
     Heads that share are put into groups, four at most, and every further group is a call of its own: 0.11 ms
     a layer and token on a core of a Zen 5 processor. What sharing gains depends on the scores. With the
