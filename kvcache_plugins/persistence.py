@@ -7,7 +7,8 @@ checksums of the tensors: a flipped bit would otherwise be read as another key o
 
 An artifact that the options name (a calibration, retaining heads) is not copied. Where it lies is written as
 an absolute path, too, and what codes are read by (levels, ranges, scales) as checksums: codes of a
-calibration that has been replaced meanwhile would be read as other keys and values.
+calibration that has been replaced meanwhile, or of levels that this package had in an earlier version, would
+be read as other keys and values.
 """
 
 from __future__ import annotations
@@ -152,8 +153,14 @@ def load_cache(
                 _check_lengths(layer)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ArtifactError(f"{folder} does not hold all of layer {layer_idx}: {error!r}.") from error
-        sums = _static_sums(layer)
-        if facts["layers"][layer_idx].get(_STATIC_SUMS, sums) != sums:  # absent in those of earlier versions
+        sums, saved_sums = _static_sums(layer), facts["layers"][layer_idx].get(_STATIC_SUMS)
+        if sums and saved_sums != sums and not _is_calibrated(layer):
+            raise ArtifactError(
+                f"{folder}: layer {layer_idx} was packed by other levels than this version has for these "
+                f"options, or does not say by which; its codes would be read as other keys and values. "
+                "Allowed is the version that saved it."
+            )
+        if saved_sums not in (None, sums):  # absent in those of earlier versions
             raise ArtifactError(
                 f"{folder}: layer {layer_idx} was packed with another calibration than is now in "
                 f"{sorted(named_artifacts(options))}. Allowed is the one it was packed with."
@@ -182,7 +189,7 @@ def _check_sums(path: Path, tensors: dict[str, Tensor], sums: Any) -> None:
 
 
 def _static_sums(layer: Any) -> dict[str, int]:
-    """Checksums of what an artifact gave a layer to read its codes by; nothing for one that holds none."""
+    """Checksums of what a layer reads its codes by and does not save; nothing for one that holds none."""
     if not isinstance(layer, PackedLayer) or not layer.is_initialized:
         return {}
     return {
@@ -191,6 +198,13 @@ def _static_sums(layer: Any) -> dict[str, int]:
         for stream in part.streams
         for name, tensor in stream.codec.static_state().items()
     }
+
+
+def _is_calibrated(layer: PackedLayer) -> bool:
+    """Whether what a layer reads its codes by comes from an artifact, and not from this package."""
+    config: Any = layer.config
+    stored = config.storage_config() if hasattr(config, "storage_config") else None
+    return bool((stored or config).is_calibrated)
 
 
 def _check_lengths(layer: PackedLayer) -> None:

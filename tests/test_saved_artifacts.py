@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from kvcache_plugins import ArtifactError, KVCache, build_cache
 from kvcache_plugins.artifacts.codebooks import load_codebooks, save_codebooks
 from kvcache_plugins.artifacts.scales import load_scales, save_scales
+from kvcache_plugins.backends import kvquant
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.quantizers.nonuniform import normal_float_codebook
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "models" / "tiny-llama-books"
 BUNDLED = f"{MODEL}-kvquant3"
@@ -124,3 +126,39 @@ def test_damaged_paths(saved: KVCache) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"artifact_paths": 5}))
     with pytest.raises(ArtifactError, match=r"cache/cache\.json"):
         KVCache.from_pretrained("cache", model())
+
+
+OWN_LEVELS: dict[str, dict[str, Any]] = {
+    "kvquant": KVQUANT | {"calibration": "normal_float"},
+    "storage": USES["storage"] | {"storage": KVQUANT | {"calibration": "normal_float"}},
+}
+
+
+def _mirrored(nbits: int) -> Tensor:
+    return -normal_float_codebook(nbits).flip(0)
+
+
+@pytest.mark.parametrize("says_by_which", [True, False], ids=["other levels", "unknown levels"])
+@pytest.mark.parametrize("name", OWN_LEVELS)
+def test_saved_by_other_levels_of_this_package(
+    name: str, says_by_which: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as earlier:  # which had those of a normal distribution the other way round
+        if says_by_which:
+            earlier.setattr(kvquant, "normal_float_codebook", _mirrored)
+        made = build_cache(model(), OWN_LEVELS[name]).bind(model())
+        read(made, 256, seed=0)
+        made.save_pretrained(tmp_path)
+    if not says_by_which:
+        path = tmp_path / "cache.json"
+        path.write_text(path.read_text().replace('"artifact_checksums', '"other_checksums'))
+    with pytest.raises(ArtifactError, match=r"layer 0 was packed by other levels than this version has"):
+        KVCache.from_pretrained(tmp_path, model())
+
+
+@pytest.mark.parametrize("name", OWN_LEVELS)
+def test_saved_by_the_levels_of_this_package(name: str, tmp_path: Path) -> None:
+    made = build_cache(model(), OWN_LEVELS[name]).bind(model())
+    read(made, 256, seed=0)
+    made.save_pretrained(tmp_path)
+    assert_loads(str(tmp_path), made)

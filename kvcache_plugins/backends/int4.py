@@ -16,8 +16,8 @@ from ..registry import register_backend
 __all__ = ["Int4Cache", "Int4Config", "Int4Layer"]
 
 _SMOOTHING_WINDOW = 64
-"""First real tokens of a row from which the smoothing factors are taken: all of them are still exact when the
-first token is packed with the default window, so the factors do not depend on how the prompt was fed."""
+"""First real tokens of a row, behind its sinks, from which the smoothing factors are taken: nothing is packed
+before all of them are there, so the factors do not depend on how the prompt was fed."""
 _LARGE_BIAS = 5.0
 """Key bias from which per-token codes of 4 bits are visibly worse: unit-variance keys with six channels
 biased by 10 have four times the logit error of per-channel codes, by 100 forty times."""
@@ -32,8 +32,8 @@ class Int4Config(BitsConfig):
         key_bits (`int`, *optional*), value_bits (`int`, *optional*): Override `nbits`.
         residual_length (`int`): Newest tokens kept exact.
         smooth (`float`): SmoothAttention's exponent in [0, 1] for the keys; 0 is off, QServe uses 0.5. The
-            factors come from the first 64 real tokens of every row, so nothing is packed before those are
-            seen.
+            factors come from the first 64 real tokens of every row behind its sinks, so nothing is packed
+            before those are seen.
     """
 
     residual_length: int = 64

@@ -30,7 +30,7 @@ NORMAL_FLOAT = "normal_float"
 
 _OUTLIER_FRACTION = 0.01
 _WARMUP_TOKENS = 128
-_SQNR_DB = {2: 3.0, 3: 12.0, 4: 17.0}  # of NormalFloat; 2 bits leave it [-1, -0.34, 0, 1]
+_SQNR_DB = {2: 3.0, 3: 12.0, 4: 17.0}  # of NormalFloat; 2 bits leave it [-1, 0, 0.34, 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,8 @@ class KVQuantConfig(BitsConfig):
         outlier_fraction (`float`, *optional*): Share of numbers kept beside their codes. If not given, the
             artifact's, whose ranges depend on it so that no other is accepted; without an artifact, 0.01.
         calibration (`str`): Directory or hub id of an artifact of `kvcache-plugins calibrate`, or
-            `"normal_float"` to do without.
+            `"normal_float"` to do without: levels of a normal distribution, and ranges of keys from the first
+            128 real tokens of every row behind its sinks, so nothing is packed before those are seen.
     """
 
     nbits: int = 3

@@ -81,8 +81,8 @@ class KVzipCache(TokenWatchingCache):
     Paper: KVzip, arXiv 2505.23416.
     Deviates: a chunk of a prompt is repeated when it has been read, and before anything of it goes, which
         bounds memory; with `chunk_size=None` all of the prompt is, as in the paper. Layers keep equally many
-        tokens, and heads do without `head_floor`. No words ask for the repetition unless `repeat_prompt`
-        does.
+        tokens, and heads do without `head_floor`. The newest tokens are protected (stabilizers and local),
+        which the paper does not do. No words ask for the repetition unless `repeat_prompt` does.
     Cost: 8 bytes per token and head beside the storage, 4 per token that was not judged; what exceeds the
         budget is read twice, and so is every further chunk: 4096 tokens took 2.3 times as long as with
         `snapkv`, 1.9 times as with the dense cache (two layers of Llama 3 8B's shape, two CPU cores). All

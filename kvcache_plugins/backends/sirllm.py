@@ -30,7 +30,8 @@ class SirLLMConfig(EvictingConfig):
 
     Args:
         sink_length (`int`): First real tokens never evicted.
-        decay (`float`): Factor on all scores at the end of every prompt, so that later turns weigh more.
+        decay (`float`): Factor on the scores of all that is held, prompts and answers, when a later turn is
+            read, so that later turns weigh more.
     """
 
     sink_length: int = 4
@@ -59,9 +60,16 @@ class SirLLMLayer(EvictingLayer):
         with storing():
             newest = self.ledger.scores[:, :, -surprisal.shape[1] :]
             newest.copy_(surprisal.to(newest.device)[:, None].expand_as(newest))
-            if self._due == "prompt" and self.config.decay < 1.0:
-                self.ledger.scores.mul_(self.config.decay)
+            if self.config.decay < 1.0 and self._begins_turn(surprisal.shape[1]):
+                self.ledger.scores[:, :, : -surprisal.shape[1]].mul_(self.config.decay)
         self.evict_due()
+
+    def _begins_turn(self, count: int) -> bool:
+        """Whether the newest `count` tokens are the first of a later prompt, or all of it, drafts or not."""
+        seen = self.cumulative_length - count
+        if self.prompt_length is not None and seen < self.prompt_length:
+            return self._turn_length > 0 and seen <= self.prompt_length - self._turn_length
+        return seen > 0 and self._due == "prompt"  # nobody said that one would come
 
 
 @register_backend("sirllm")
@@ -71,7 +79,9 @@ class SirLLMCache(CallWatchingCache):
     Paper: SirLLM, arXiv 2405.12528.
     Deviates: a token's surprisal is taken where it was predicted (the published code reads the logits one
         token late); the first token of a text counts as much as the most surprising of its call, and so does
-        the first after drafted tokens were rejected.
+        the first after drafted tokens were rejected. The newest tokens are protected between the chunks of a
+        prompt (stabilizers) and from its end on (local), where the published code fills up with the newest
+        what sinks and the most surprising leave of its cache.
     Cost: 8 bytes per token and head beside the storage; the language-model head on every token of a prompt,
         and twice on generated ones. All layers evict after the forward, so the peak is a budget and a chunk
         in every layer.

@@ -55,8 +55,8 @@ def normalised_levels(histogram: Histogram, codebook: NDArray[np.float64]) -> ND
     """Return levels that give decoded numbers the mean and deviation of the exact ones (Q-Norm).
 
     `levels = (s1 / s2) codebook + m1 - m2 s1 / s2`, where `m1`, `s1` are mean and deviation of the exact
-    numbers without outliers, and `m2`, `s2` of the same numbers as the codebook has them (KVQuant, section
-    3.6 of its first version). Numbers are not weighted here.
+    numbers without outliers, and `m2`, `s2` of the same numbers as the codebook has them (KVQuant, in its
+    first version). Numbers are not weighted here.
 
     Args:
         histogram (`Histogram`): Of the exact numbers.

@@ -35,10 +35,11 @@ class HeadwiseConfig(EvictingConfig):
     """Options of backends whose scores can be compared between heads; see [`EvictingConfig`].
 
     Args:
-        head_floor (`float`, *optional*): Least part of `budget` that every key-value head keeps, 0 to 1. The
-            rest of what the heads of a layer keep goes to those that score highest (Ada-KV, which takes
-            0.2); rows of a batch share alike, and under tensor parallelism the heads of one process. Every
-            head keeps `budget` if not given.
+        head_floor (`float`, *optional*): Least part of `budget` that every key-value head keeps, 0 to 1, and
+            no less than what is protected and one token. The rest of what the heads of a layer keep goes to
+            those that score highest (as kvpress has Ada-KV, with 0.2; in its authors' code every head keeps
+            0.2 of an equal share, and 0.8 of what it would have of all); rows of a batch share alike, and
+            under tensor parallelism the heads of one process. Every head keeps `budget` if not given.
 
     Heads that share are put into groups, four at most, and every further group is a call of its own: 0.11 ms
     a layer and token on a core of a Zen 5 processor. What sharing gains depends on the scores. With the
@@ -91,12 +92,14 @@ class HeadwiseLayer(EvictingLayer):
             group, most tokens first. This layer then holds nothing by itself.
         is_part (`bool`): Whether this is one of them.
         is_asked (`bool`): Whether something will be evicted, for which it must look at the queries.
+        mean_budget (`int`): Tokens that the heads of the layer keep, on average, where something is evicted.
     """
 
     scored_after = "attention"
     config: HeadwiseConfig
     parts: tuple[HeadPart, ...] = ()
     is_part = is_asked = False
+    _asked_budget = 0
 
     def _take(self, key_states: Tensor, value_states: Tensor, has_drafts: bool) -> tuple[Tensor, Tensor]:
         if not self.parts:
@@ -114,7 +117,7 @@ class HeadwiseLayer(EvictingLayer):
     def _postpone(self, phase: str, has_drafts: bool) -> None:
         super()._postpone(phase, has_drafts)
         for _, layer in self.parts:
-            layer.is_asked = self._exceeds(phase)
+            layer.is_asked, layer._asked_budget = self._exceeds(phase), self.mean_budget
 
     def attended(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
         """Evict, if that is due: the groups have seen their queries."""
@@ -227,6 +230,13 @@ class HeadwiseLayer(EvictingLayer):
         if not self.parts:  # written out: a compiler does not find properties by `super`
             return self.key_stream_.length if self.is_initialized else 0
         return max(layer.stored_length for _, layer in self.parts)
+
+    @property
+    def mean_budget(self) -> int:
+        if self.is_part:  # its own is what its heads were given
+            return self._asked_budget
+        assert self._budget is not None
+        return self._budget
 
     @property
     def mean_held(self) -> int:

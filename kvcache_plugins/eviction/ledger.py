@@ -36,7 +36,7 @@ class Ledger:
 
     @property
     def positions(self) -> Tensor:
-        """int32 `(B, H, m)`: index in the text, left pads included."""
+        """int32 `(B, H, m)`: index in the text, left pads included; of pooled units, negative numbers."""
         return self._positions.view()[..., 0]
 
     def append(self, scores: Tensor, first_position: int) -> None:

@@ -78,7 +78,8 @@ class Codec(ABC):
         nbits (`int`): Bits per code, one of `CODE_BITS`.
         granularity (`Granularity`): What shares a scale.
         metadata_names (`tuple[str, ...]`): Names of the metadata tensors.
-        warmup_tokens (`int`): Real tokens of every row that must have been seen before the first is encoded.
+        warmup_tokens (`int`): Real tokens of every row, beside its sinks, that must have been seen before
+            the first is encoded.
         outlier_capacity (`int`): Outliers kept of a block of a row, over all its heads; 0 for none.
     """
 
@@ -137,7 +138,8 @@ class Codec(ABC):
 
         Args:
             states (`torch.Tensor` of shape `(B, H, T, D)`): fp32 values from slot 0 on.
-            valid (`torch.Tensor` of shape `(B, T)`): The first `warmup_tokens` real tokens of every row.
+            valid (`torch.Tensor` of shape `(B, T)`): The first `warmup_tokens` real tokens of every row
+                behind its sinks, which are never encoded.
         """
 
     def batch_state(self) -> dict[str, Tensor]:
@@ -322,9 +324,9 @@ class RotatedCodec(WrappedCodec):
 class ScaledCodec(WrappedCodec):
     """Channels divided by a factor learnt from the first tokens: SmoothAttention (QServe, section 4.2).
 
-    `lambda_c = max |K_c|^exponent` over the first `warmup_tokens` real tokens of a row, the same for both
-    channels of a rotary pair, because the rotation moves magnitude between them. Dividing K and multiplying Q
-    by `lambda` leaves the scores as they are, so this is a property of the storage alone.
+    `lambda_c = max |K_c|^exponent` over the first `warmup_tokens` real tokens of a row behind its sinks, the
+    same for both channels of a rotary pair, because the rotation moves magnitude between them. Dividing K and
+    multiplying Q by `lambda` leaves the scores as they are, so this is a property of the storage alone.
     """
 
     def __init__(self, inner: Codec, exponent: float, rotary: Rotary | None, warmup_tokens: int) -> None:

@@ -54,6 +54,8 @@ class CrossAttentionLayer(ShownLayer):
         """Have every row begin at its first real token, if all have what the codecs learn from."""
         pads, columns = left_padding(real_tokens.to(self.device))
         learning = max(stream.codec.warmup_tokens for stream in self.streams)
+        if learning:
+            learning += self.padding.sink_length  # which are exact, so nothing is learnt of them
         if pads is not None and int(pads.max()) + learning <= real_tokens.shape[1]:
             self.padding.set(pads, columns)
 

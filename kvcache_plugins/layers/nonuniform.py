@@ -93,12 +93,12 @@ class NonUniformCodec(Codec):
 
 
 class ChannelNonUniformCodec(NonUniformCodec):
-    """Keys: one static range per channel, calibrated before any token is seen (KVQuant, 3.1 and 3.4).
+    """Keys: one static range per channel, calibrated before any token is seen (KVQuant).
 
     Outliers are the numbers of a block whose codes lack most, wherever in their range they lie: what is far
     beyond its end, and then what falls between distant levels. The paper keeps every number outside of its
     range, of which some lack little, and has none left for the others. Without calibrated ranges, each row's
-    are taken from its own first tokens.
+    are taken from its own first tokens behind its sinks.
 
     Args:
         nbits (`int`), codebook (`torch.Tensor`), levels (`torch.Tensor`, *optional*), side (`int`): As above.
@@ -189,7 +189,7 @@ class ChannelNonUniformCodec(NonUniformCodec):
 
 
 class TokenNonUniformCodec(NonUniformCodec):
-    """Values: one range per token, over all of its heads, from the token itself (KVQuant, 3.2 and 3.4).
+    """Values: one range per token, over all of its heads, from the token itself (KVQuant).
 
     The `side` largest and the `side` smallest numbers of a token are outliers, of equal ones the first; the
     range is that of the others.
@@ -230,7 +230,7 @@ class TokenNonUniformCodec(NonUniformCodec):
 
 
 class UnrotatedCodec(WrappedCodec):
-    """Keys as they were before the rotary embedding: each is turned back by its own position (KVQuant, 3.1).
+    """Keys as they were before the rotary embedding: each is turned back by its own position (KVQuant).
 
     The position of a slot is its distance from the row's first real token. The map is exactly orthogonal and
     used both ways, so nothing is lost to a model's own rounding of angles.

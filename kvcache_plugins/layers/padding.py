@@ -102,9 +102,13 @@ class Padding:
         return slots >= self.starts(states)[:, None] + self.sink_length
 
     def first_tokens(self, count: int, states: Tensor) -> Tensor:
-        """Which tokens of `states` `(B, H, n, D)`, from slot 0, are the first `count` real ones: `(B, n)`."""
+        """Which tokens of `states` `(B, H, n, D)`, from slot 0, are the first `count` behind pads and sinks.
+
+        Returns:
+            `torch.Tensor`: bool `(B, n)`.
+        """
         slots = torch.arange(states.shape[2], device=states.device)
-        begin = self.starts(states)[:, None]
+        begin = self.starts(states)[:, None] + self.sink_length
         return (slots >= begin) & (slots < begin + count)
 
     def read_sinks(self, states: Tensor, start: int, sinks: Tensor) -> None:

@@ -248,7 +248,7 @@ class Stream:
 
     def due(self, seen: int) -> int:
         """Return how many tokens should be packed after `seen`, never fewer than already are."""
-        if not self.is_calibrated and seen < self.padding.longest + self.codec.warmup_tokens:
+        if not self.is_calibrated and seen < self._learning_stop:
             return self.packed_length
         due = self.spec.packed_length(seen)
         return due if due > self.packed_length else self.packed_length
@@ -297,10 +297,14 @@ class Stream:
                 part = states[:, :, begin - low : end - low].float()
                 self._write(begin, self.codec.encode(part, begin, self.padding.plain_mask(begin, part)))
 
+    @property
+    def _learning_stop(self) -> int:
+        """The slot behind those that the codec learns from, in the row where they come last."""
+        return self.padding.first_plain_slot + self.codec.warmup_tokens
+
     def calibrate(self, source: StreamView) -> None:
         """Let the codec learn from the first tokens of `source`, which begins at slot 0."""
-        window = self.padding.longest + self.codec.warmup_tokens
-        states = source.read(0, window).float()
+        states = source.read(0, self._learning_stop).float()
         self.codec.calibrate(states, self.padding.first_tokens(self.codec.warmup_tokens, states))
         self.is_calibrated = True
 

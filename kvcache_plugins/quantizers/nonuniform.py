@@ -1,4 +1,4 @@
-"""Non-uniform quantizer: a codebook of levels in `[-1, 1]`, scaled and shifted per vector (KVQuant, 3.3).
+"""Non-uniform quantizer: a codebook of levels in `[-1, 1]`, scaled and shifted per vector (nuqX of KVQuant).
 
     u = (x - offset) / scale      code = nearest level to u      x' = levels[code] * scale + offset
 
@@ -21,20 +21,20 @@ _LARGEST_QUANTILE = 0.9677083
 def normal_float_codebook(nbits: int) -> Tensor:
     """Return levels that divide a normal distribution evenly: NormalFloat (QLoRA, arXiv 2305.14314, 3).
 
-    Half of the levels are negative and half are not, with a single zero; each side is stretched to end at -1
-    and 1.
+    Half of the levels are positive and half are not, with a single zero; each side is stretched to end at -1
+    and 1. Those of 4 bits are the 16 numbers of NF4, up to rounding.
 
     Args:
-        nbits (`int`): Bits per code.
+        nbits (`int`): Bits per code, 2 or more.
 
     Returns:
         `torch.Tensor` of shape `(2 ** nbits,)`: fp32, increasing.
     """
     half = 2 ** (nbits - 1)
-    negative = torch.linspace(1 - _LARGEST_QUANTILE, 0.5, half + 1, dtype=torch.float64, device="cpu")[:-1]
-    positive = torch.linspace(0.5, _LARGEST_QUANTILE, half, dtype=torch.float64, device="cpu")
-    low, high = torch.special.ndtri(negative), torch.special.ndtri(positive)
-    return torch.cat([low / low[0].abs(), high / high[-1].clamp_min(1e-12)]).float()
+    up_to_zero = torch.linspace(1 - _LARGEST_QUANTILE, 0.5, half, dtype=torch.float64, device="cpu")
+    positive = torch.linspace(0.5, _LARGEST_QUANTILE, half + 1, dtype=torch.float64, device="cpu")[1:]
+    low, high = torch.special.ndtri(up_to_zero), torch.special.ndtri(positive)
+    return torch.cat([low / low[0].abs(), high / high[-1]]).float()
 
 
 def boundaries_of(codebook: Tensor) -> Tensor:

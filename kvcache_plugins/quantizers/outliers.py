@@ -1,4 +1,4 @@
-"""Outliers kept beside the codes: sparse lists, one for every 64-token block of a row (KVQuant, 3.4).
+"""Outliers kept beside the codes: sparse lists, one for every 64-token block of a row (KVQuant).
 
 An outlier is stored as what its code lacks, `x - x'`, so dense and sparse add up to the exact number (to
 fp16), and leaving one out costs precision and not sense. A block's list runs over all kv heads and is sorted

@@ -117,6 +117,12 @@ def test_wrong_options(backend: str, name: str) -> None:
         ("snapkv", {"window_length": 0}, r"window_length must be an integer >= 1, got 0"),
         ("snapkv", {"kernel_size": 4}, r"kernel_size must be odd, got 4"),
         ("snapkv", {"kernel_size": 0}, r"kernel_size must be an integer >= 1, got 0"),
+        (
+            "snapkv",
+            {"budget": 8, "sink_length": 4},
+            r"budget must exceed what is protected: 4 sinks and 4 newest tokens \(window_length\); got a "
+            "budget of 8",
+        ),
         ("h2o", {"normalize": 1}, r"normalize must be true or false, got 1"),
         ("expected_attention", {"future_length": 0}, r"future_length must be an integer >= 1, got 0"),
         ("expected_attention", {"epsilon": -0.1}, r"epsilon must be a number in \[0.0, 1.0\], got -0.1"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvcache_plugins.backends.snapkv import SnapKVConfig
 from tests.eviction.feeding import bound_cache, feed, ids, mask_of, model_of, real_positions
 from tests.reference.eviction import Call, Policy, run_with_evictions
 
@@ -242,3 +243,32 @@ def test_only_queries_of_the_layer_itself_count_where_others_read_its_keys() -> 
     torch.testing.assert_close(layer.ledger.scores, received, atol=1e-4, rtol=0.0)
     feed(model, cache, tokens[:, :16], [16])
     assert layer.held_length == 40
+
+
+@pytest.mark.parametrize(
+    ("budget", "window", "kernel"), [(32, 16, 5), (48, 16, 7), (33, 16, 5), (60, 3, 3), (24, 12, 1)]
+)
+@torch.no_grad()
+def test_snapkv_of_a_whole_prompt_is_the_published_rule(budget: int, window: int, kernel: int) -> None:
+    # Of what lies before the window, the best by its pooled attention; and the window.
+    model, tokens = model_of("llama", "eager"), ids(90, 2)
+    options = {"window_length": window, "kernel_size": kernel, "local_length": 0, "chunk_size": None}
+    cache = bound_cache(model, {"backend": "snapkv", "budget": budget, **options}, 90)
+    feed(model, cache, tokens, [90])
+    attentions = model(tokens, output_attentions=True, use_cache=False).attentions  # type: ignore[operator]
+    for layer, weights in zip(cache.evicting_layers, attentions, strict=True):
+        votes = weights[:, :, -window:, :-window].sum(2)
+        votes = votes.unflatten(1, (layer.num_heads, -1)).sum(2)
+        padded = torch.nn.functional.pad(votes, (kernel // 2, kernel // 2))
+        best = padded.unfold(2, kernel, 1).sum(-1).topk(budget - window).indices.sort().values
+        expected = torch.cat([best, torch.arange(90 - window, 90).expand(*best.shape[:2], -1)], dim=2)
+        assert torch.equal(layer.ledger.positions.long(), expected)
+
+
+@pytest.mark.parametrize(("budget", "window"), [(24, 12), (127, 63), (128, 64), (512, 64)])
+def test_how_much_snapkv_protects(budget: int, window: int) -> None:
+    config = SnapKVConfig(budget=budget)
+    assert config.protected_at("chunk", budget) == max(window, budget // 8)
+    assert config.protected_at("prompt", budget, turn_length=100) == max(window, min(100, budget // 4))
+    assert config.protected_at("decode", budget) == budget // 8
+    assert SnapKVConfig(budget=budget, local_length=13).protected_at("prompt", budget) == max(13, window)

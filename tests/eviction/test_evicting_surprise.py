@@ -23,8 +23,11 @@ POLICY = Policy("given", 24, sinks=4, stabilizers=3, local=3)
 def _brute_force(
     model: Any, tokens: Tensor, calls: list[Call], pads: list[int] | None, policy: Policy, decay: float
 ) -> tuple[Tensor, Survivors]:
-    worth, stop = torch.zeros(tokens.shape), 0
+    worth, stop, before = torch.zeros(tokens.shape), 0, ""
     for count, phase in calls:
+        if before == "decode" and phase != "decode":  # all that was said so far, before the next turn is read
+            worth *= decay
+        before = phase
         logits, _ = run_with_evictions(model, tokens, calls, policy, pads, worth)
         start, stop = stop, stop + count
         surprise = (
@@ -34,8 +37,6 @@ def _brute_force(
         for row, pad in enumerate(pads or [0] * len(tokens)):
             if start <= pad < stop:  # nothing predicted it
                 worth[row, pad] = worth[row, pad + 1 : stop].amax() if pad + 1 < stop else 0.0
-        if phase == "prompt":
-            worth[:, :stop] *= decay
     return run_with_evictions(model, tokens, calls, policy, pads, worth)
 
 
@@ -104,3 +105,24 @@ def test_a_second_turn(decay: float, pads: list[int] | None) -> None:
 def test_the_first_token_counts_as_the_most_surprising_of_its_call(pads: list[int] | None) -> None:
     # Nothing protects it here; in a padded row it is the first after the pads.
     _compare([*PROMPT, *DECODE], pads, policy=replace(POLICY, sinks=0), sink_length=0)
+
+
+def test_drafts_change_nothing_of_what_decays() -> None:
+    # Four come with the end of either prompt, and all of them are right.
+    model, tokens, found = _model("llama"), ids(96), []
+    for has_drafts in (False, True):
+        config = {"backend": "sirllm", "budget": 60, "decay": 0.3, "chunk_size": None}
+        cache = bound_cache(model, config, 50)
+        for prompt, calls in ((50, [50, 1, 1, 1, 1] if not has_drafts else [54]), (92, [42])):
+            seen = cache.get_seq_length()
+            cache.bind(model, prompt_length=prompt)
+            if has_drafts:
+                cache.activate_past_recording()
+            feed(model, cache, tokens[:, seen : seen + sum(calls)], calls)
+            if has_drafts:
+                cache.crop(0)
+        assert cache.num_held() == 60
+        found.append(cache.evicting_layers)
+    for layer, drafted in zip(*found, strict=True):
+        assert torch.equal(layer.ledger.positions, drafted.ledger.positions)
+        torch.testing.assert_close(layer.ledger.scores, drafted.ledger.scores, atol=1e-4, rtol=0.0)

@@ -115,18 +115,62 @@ def test_the_first_layer_equals_a_loop_over_chunks(
             keys = keys.gather(2, index[..., None].expand(-1, -1, -1, keys.shape[3]))
             scores, where = scores.gather(2, index), where.gather(2, index)
         else:
-            found = pool_evicted(keys, values, scores, BUDGET, weights, **kept)
+            found = pool_evicted(keys, values, scores, BUDGET, weights, positions=where, **kept)
             keys, values = found.keys, found.values
             scores = scores.gather(2, found.index)
             where = where.gather(2, found.index)
-            scores[..., sinks : sinks + POOLED], where[..., sinks : sinks + POOLED] = lowest, -1
+            scores[..., sinks : sinks + POOLED] = lowest
+            where[..., sinks : sinks + POOLED] = -new.stop
     assert torch.equal(layer.ledger.positions, where)
     assert torch.allclose(layer.key_stream_.tail.view(), keys, atol=1e-5)
     assert torch.allclose(layer.value_stream_.tail.view(), values, atol=1e-5)
     assert torch.allclose(layer.ledger.scores, scores, atol=1e-5)
-    assert int((where == -1).sum()) == (where.shape[1] * POOLED if kind == "conv" else 0)
+    assert int((where < 0).sum()) == (where.shape[1] * POOLED if kind == "conv" else 0)
     if sinks:
         assert where[..., :sinks].tolist() == torch.arange(sinks).expand(1, where.shape[1], -1).tolist()
+
+
+@pytest.mark.parametrize("pads", [None, [0, 17]], ids=["plain", "padded"])
+def test_convolution_sees_the_units_in_the_order_of_the_published_code(
+    weights_file: str, pads: list[int] | None
+) -> None:
+    # Its cache is [heavy ; pooled], to which a chunk is appended; the rest is convolved in this order.
+    pool = {"kind": "conv", "weights": weights_file, "fraction": POOLED / BUDGET}
+    options = {"pool": pool, "sink_length": 0, "local_length": 0, "stabilizer_length": 0}
+    cache, length, width = build_cache(model_of(), {"backend": "knorm", "budget": BUDGET, **options}), 160, 16
+    layer: Any = cache.layers[0]
+    layer.bind(layer.facts, None if pads is None else torch.tensor(pads), None)
+    layer.set_prompt_length(length)
+    generator = torch.Generator().manual_seed(4)
+    assert width == _head_dim()
+    all_keys, all_values = (torch.randn(2, 2, length, width, generator=generator) for _ in range(2))
+    for start in range(0, length, 32):
+        layer.update(all_keys[:, :, start : start + 32], all_values[:, :, start : start + 32])
+    weights = load_pooling_weights(weights_file)[0]
+    heavy = BUDGET - POOLED
+    for row, head in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        units, norms = torch.zeros(0, 2 * width), torch.zeros(0)
+        for start in range(0, length, 32):
+            new = slice(max(start, (pads or [0, 0])[row]), start + 32)
+            keys, values = all_keys[row, head, new], all_values[row, head, new]
+            units = torch.cat([units, torch.cat([keys, values], dim=1)])
+            norms = torch.cat([norms, keys.norm(dim=1)])
+            if len(units) <= BUDGET:
+                continue
+            order = norms.argsort()
+            chosen = order[:heavy].sort().values
+            rest = order[heavy:].sort().values
+            best = norms[rest].argsort(stable=True)[:POOLED].sort().values
+            x = units[rest]
+            conv = torch.conv1d(x.T[None], weights.weight, weights.bias, padding=10)
+            mixture = conv.relu().softmax(2)[0] * weights.gamma
+            mixture[torch.arange(POOLED), best] += 1 - weights.gamma
+            units, norms = torch.cat([units[chosen], mixture @ x]), norms[chosen]
+            norms = torch.cat([norms, torch.full((POOLED,), 3e38)])
+        held = torch.cat([stream.tail.view()[row, head] for stream in layer.streams], dim=1)
+        is_unit = layer.ledger.positions[row, head] < 0
+        torch.testing.assert_close(held[~is_unit], units[:heavy], atol=0.0, rtol=0.0)
+        torch.testing.assert_close(held[is_unit], units[heavy:], atol=1e-4, rtol=0.0)
 
 
 @pytest.mark.parametrize("kind", ["merge", "conv"])
@@ -166,7 +210,7 @@ def test_later_turns_and_generation(weights_file: str, pooled: Callable[[Pooling
     cache = cache_of(output)
     assert cache.get_seq_length() == PROMPT + 89 and cache.num_held() <= BUDGET + 64
     for layer in cache.evicting_layers:
-        assert int((layer.ledger.positions == -1).sum(2).min()) == POOLED
+        assert int((layer.ledger.positions < 0).sum(2).min()) == POOLED
         assert bool(layer.value_stream_.tail.view().isfinite().all())
 
 

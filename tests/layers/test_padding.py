@@ -43,11 +43,12 @@ def test_plain_tokens_are_neither_pads_nor_sinks(
     assert made.first_plain_slot == max(pads) + sink_length
 
 
-@given(pads=PADS, wanted=st.integers(1, 9), count=st.integers(1, 30))
+@given(pads=PADS, sinks=st.integers(0, 3), wanted=st.integers(1, 9), count=st.integers(1, 30))
 @settings(max_examples=100, deadline=None)
-def test_first_real_tokens(pads: list[int], wanted: int, count: int) -> None:
-    mask = padding(pads).first_tokens(wanted, states(len(pads), count))
-    assert mask.tolist() == [[pad <= slot < pad + wanted for slot in range(count)] for pad in pads]
+def test_first_tokens_behind_the_sinks(pads: list[int], sinks: int, wanted: int, count: int) -> None:
+    mask = padding(pads, sinks).first_tokens(wanted, states(len(pads), count))
+    expected = [[pad + sinks <= slot < pad + sinks + wanted for slot in range(count)] for pad in pads]
+    assert mask.tolist() == expected
 
 
 @given(

@@ -110,15 +110,18 @@ class TestClosedForm:
         with pytest.raises(ValueError, match="got -1 and 32"):
             StreamSpec(codec, block_length=32, keep_recent=-1)
 
+    @pytest.mark.parametrize("sinks", [0, 3])
     @pytest.mark.parametrize("pads", [0, 5])
-    def test_nothing_is_packed_before_the_warm_up(self, pads: int) -> None:
-        layer = int4(smooth=0.5, residual_length=0)
+    def test_nothing_is_packed_before_the_warm_up(self, pads: int, sinks: int) -> None:
+        layer = int4(smooth=0.5, residual_length=0, sink_length=sinks)
         layer.padding.set(torch.tensor([0, pads]))
-        keys, values = random_states(70)
-        for seen in range(70):
-            layer.update(keys[:, :, seen : seen + 1], values[:, :, seen : seen + 1])
-            assert layer.key_stream_.packed_length == (seen + 1 if seen + 1 >= 64 + pads else 0)
-            assert layer.value_stream_.packed_length == seen + 1  # values learn nothing
+        keys, values = random_states(75)
+        for seen in range(1, 76):
+            assert layer.room(100) == 1  # values learn nothing
+            layer.update(keys[:, :, seen - 1 : seen], values[:, :, seen - 1 : seen])
+            assert layer.key_stream_.packed_length == (seen if seen >= 64 + sinks + pads else 0)
+            assert layer.value_stream_.packed_length == seen
+            assert layer.key_stream_.room(100) == max(1, 64 + sinks + pads - seen)
 
 
 # -- the bytes
@@ -294,7 +297,7 @@ LAYERS = {
     "kivi-no-window": lambda: kivi(q_group_size=16, residual_length=0, nbits=2),
     "int8": lambda: int8(residual_length=5, sink_length=1),
     "int8-tensor": lambda: int8(granularity="tensor"),
-    "int4-smooth": lambda: int4(smooth=0.5, residual_length=64),
+    "int4-smooth": lambda: int4(smooth=0.5, residual_length=64, sink_length=2),
 }
 _FED = 263
 

@@ -192,12 +192,13 @@ def test_sinks_are_the_first_real_tokens(config: dict[str, Any]) -> None:
     assert not torch.equal(keys[1, :, count : count + 9], states[0, :, count : count + 9])
 
 
-def test_rows_too_short_to_learn_from_are_packed_all_the_same() -> None:
+@pytest.mark.parametrize("pads", [240, 162])  # 128 tokens, the first of which is a sink, are one too few
+def test_rows_too_short_to_learn_from_are_packed_all_the_same(pads: int) -> None:
     """What the encoder has read does not grow, so that nothing can wait for more of it."""
     model = encoder_decoder("t5")
     states = torch.randn(2, 4, 290, 16, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(2, 290, dtype=torch.long)
-    mask[1, :240] = 0
+    mask[1, :pads] = 0
     cache = kvp.build_cache(model, {"backend": "kvquant", "calibration": "normal_float"})
     cache.bind(model, encoder_attention_mask=mask).cross_attention_cache.update(states, 2 * states, 0)
     assert cache.cross_attention_cache.layers[0].key_stream_.packed_length == 256

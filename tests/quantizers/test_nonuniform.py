@@ -63,10 +63,25 @@ def test_decoding_scales_and_shifts_the_level() -> None:
 def test_normal_float_divides_a_normal_distribution_evenly(nbits: int) -> None:
     half, last = 2 ** (nbits - 1), 1 - (1 / 32 + 1 / 30) / 2
     normal = NormalDist()
-    negative = [normal.inv_cdf(1 - last + (last - 0.5) * i / half) for i in range(half)]
-    positive = [normal.inv_cdf(0.5 + (last - 0.5) * i / (half - 1)) for i in range(half)]
-    expected = [x / -negative[0] for x in negative] + [x / positive[-1] for x in positive]
+    negative = [normal.inv_cdf(1 - last + (last - 0.5) * i / (half - 1)) for i in range(half - 1)]
+    positive = [normal.inv_cdf(0.5 + (last - 0.5) * i / half) for i in range(1, half + 1)]
+    expected = [x / -negative[0] for x in negative] + [0.0] + [x / positive[-1] for x in positive]
     codebook = normal_float_codebook(nbits)
     assert codebook.tolist() == pytest.approx(expected, abs=1e-5)
     assert codebook[0] == -1 and codebook[-1] == 1 and (codebook == 0).sum() == 1
     assert codebook.tolist() == sorted(codebook.tolist())
+
+
+def test_four_bits_are_the_published_levels() -> None:
+    # Of QLoRA's NF4, as its authors' code has them.
+    expected = [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+        0.7229568362236023, 1.0,
+    ]  # fmt: skip
+    assert normal_float_codebook(4).tolist() == pytest.approx(expected, rel=0, abs=1e-6)
+
+
+def test_two_bits_have_one_negative_level() -> None:
+    assert normal_float_codebook(2).tolist() == pytest.approx([-1.0, 0.0, 0.3379152, 1.0], rel=0, abs=1e-6)

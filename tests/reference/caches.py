@@ -182,7 +182,7 @@ class Int4Oracle(FakeQuantizer):
     ) -> torch.Tensor:
         if self.smooth == 0.0:
             return asymmetric(keys[:, :, :count], self.key_bits, axis=-1).dequantized
-        factors = smoothing_factors(keys[:, :, :first_encoding_length], valid, self.smooth)
+        factors = smoothing_factors(keys[:, :, :first_encoding_length], valid, self.smooth, self.sink_length)
         smoothed = keys[:, :, :count].to(torch.float32) / factors
         return asymmetric(smoothed, self.key_bits, axis=-1).dequantized * factors
 
@@ -351,22 +351,26 @@ def rotate_half_split(states: torch.Tensor, positions: torch.Tensor, inv_freq: t
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def smoothing_factors(keys: torch.Tensor, valid: torch.Tensor, exponent: float) -> torch.Tensor:
-    """Per-channel divisors `max|K| ** exponent` over the first 64 real tokens, equal within a rotary pair.
+def smoothing_factors(
+    keys: torch.Tensor, valid: torch.Tensor, exponent: float, sink_length: int = 0
+) -> torch.Tensor:
+    """Per-channel divisors `max|K| ** exponent` over 64 real tokens, equal within a rotary pair.
 
-    The two channels `(i, i + D / 2)` of a pair share the larger maximum, so that dividing commutes with the
-    rotation.
+    They are the first that are divided by them: those behind the sinks. The two channels `(i, i + D / 2)` of
+    a pair share the larger maximum, so that dividing commutes with the rotation.
 
     Args:
         keys: `torch.Tensor` of shape `(B, H, T, D)`.
         valid: Boolean `torch.Tensor` of shape `(B, >= T)`, False for padding.
         exponent: 0 gives ones.
+        sink_length: First real tokens of a row, which are kept exact.
 
     Returns:
         fp32 `torch.Tensor` of shape `(B, H, 1, D)`.
     """
     valid = valid[:, : keys.shape[-2]]
-    chosen = valid & (valid.cumsum(dim=-1) <= SMOOTHING_TOKENS)  # [B, T]
+    order = valid.cumsum(dim=-1)  # [B, T], 1 for the first real token
+    chosen = valid & (order > sink_length) & (order <= sink_length + SMOOTHING_TOKENS)
     magnitude = torch.where(chosen[:, None, :, None], keys.to(torch.float32).abs(), 0.0)
     maximum = magnitude.amax(dim=-2, keepdim=True)  # [B, H, 1, D]
     first, second = maximum.chunk(2, dim=-1)

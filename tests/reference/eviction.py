@@ -51,7 +51,8 @@ class Policy:
         local: Newest tokens that stay at the end of a prompt and later.
         evicts_at_decode: Whether anything goes after the prompt.
         slack: Tokens above the budget that are tolerated meanwhile.
-        window: Queries that SnapKV asks.
+        window: Queries that SnapKV asks, and whose tokens it keeps at the end of a call; at most half of the
+            budget.
         kernel: Tokens over which it averages.
         normalize: Whether H2O divides by the number of queries.
         future: Positions whose queries expected attention asks.
@@ -85,9 +86,15 @@ class Policy:
             return False
         return held > self.budget + (self.slack if phase == "decode" else 0)
 
+    @property
+    def observed(self) -> int:
+        """Tokens of SnapKV's window."""
+        return min(self.window, (self.budget or 0) // 2)
+
     def recent(self, phase: str) -> int:
         """Newest tokens that stay."""
-        return self.stabilizers if phase == "chunk" else self.local
+        newest = self.stabilizers if phase == "chunk" else self.local
+        return max(newest, self.observed) if self.method == "snapkv" and phase != "decode" else newest
 
 
 def _turns(frequencies: Tensor | None, positions: range, channels: int) -> Tensor:
@@ -234,7 +241,7 @@ class _Row:
                 ((_deviation(groups, shares), groups) for groups in _runs(order, count)),
                 key=lambda one: (round(one[0], 6), [-len(group) for group in one[1]]),
             )
-            if best is not None and best[0] - found[0] < 1.0:
+            if best is not None and round(best[0] - found[0], 6) < 1.0:
                 break
             best = found
         assert best is not None
@@ -266,8 +273,8 @@ class _Row:
             counts = {p: (new.stop - p if self.policy.normalize else 1) for h in heads for p in real[h]}
             return [{p: float(self.received[h, p]) / counts[p] for p in real[h]} for h in heads]
         if method == "snapkv":
-            newest = range(max(new.start, new.stop - self.policy.window), new.stop)
-            return [self._pooled(self._attention(h, newest).sum((0, 1)), real[h]) for h in heads]
+            window = range(max(new.start, new.stop - self.policy.observed), new.stop)
+            return [self._pooled(self._attention(h, window).sum((0, 1)), real[h], window) for h in heads]
         if method == "tova":
             newest = range(new.stop - 1, new.stop)
             total = torch.stack([self._attention(h, newest).sum((0, 1)) for h in heads]).sum(0)
@@ -313,12 +320,14 @@ class _Row:
         mean = directions.mean(0)
         return {p: -float(d @ mean / mean.norm()) for p, d in zip(real, directions, strict=True)}
 
-    def _pooled(self, received: Tensor, real: list[int]) -> dict[int, float]:
+    def _pooled(self, received: Tensor, real: list[int], window: range) -> dict[int, float]:
+        """A 1D pooling with zeros on both sides, over what comes before the window, which stays."""
         reach = self.policy.kernel // 2
-        worth = {}
-        for place, position in enumerate(real):
-            neighbours = real[max(0, place - reach) : place + reach + 1]
-            worth[position] = float(received[neighbours].mean())
+        prefix = [position for position in real if position < window.start]
+        worth = dict.fromkeys(real, math.inf)
+        for place, position in enumerate(prefix):
+            neighbours = prefix[max(0, place - reach) : place + reach + 1]
+            worth[position] = float(received[neighbours].sum()) / self.policy.kernel
         return worth
 
 

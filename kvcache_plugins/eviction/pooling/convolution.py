@@ -13,10 +13,7 @@ from ..selection import choose_slots
 from .merging import left_out
 from .weights import LayerWeights
 
-__all__ = ["POOLED_POSITION", "Pooled", "pool_evicted", "pooled_last"]
-
-POOLED_POSITION = -1
-"""Position of a unit that stands for many tokens."""
+__all__ = ["Pooled", "pool_evicted", "pooled_last"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,22 @@ class Pooled:
 
 
 def pooled_last(scores: Tensor, positions: Tensor) -> Tensor:
-    """Return scores in which pooled units have the lowest there is, so that they are pooled again first."""
-    return scores.masked_fill(positions == POOLED_POSITION, -torch.finfo(scores.dtype).max)
+    """Return scores in which pooled units have the lowest there is, so that they are pooled again first.
+
+    Args:
+        scores (`torch.Tensor` of shape `(B, H, m)`): fp32, higher is kept.
+        positions (`torch.Tensor` of shape `(B, H, m)`): Of tokens, their index in the text; of a pooled unit
+            the number of tokens that had been seen when it was made, negative.
+    """
+    return scores.masked_fill(positions < 0, -torch.finfo(scores.dtype).max)
+
+
+def _in_their_order(rest: Tensor, positions: Tensor) -> Tensor:
+    """Put slots `rest` `(B, H, s)` as LoCoCo has them: what stayed last time, pooled units, new tokens."""
+    held = positions.gather(2, rest)
+    is_unit, pooled_at = held < 0, held.neg().clamp_min(0).amax(2, keepdim=True)
+    place = torch.where(is_unit, 1, torch.where(held < pooled_at, 0, 2))
+    return rest.gather(2, (place * positions.shape[2] + rest).argsort(dim=2))
 
 
 def pool_evicted(
@@ -49,16 +60,18 @@ def pool_evicted(
     count: int,
     weights: LayerWeights,
     *,
+    positions: Tensor | None = None,
     pads: Tensor | None = None,
     sink_length: int = 0,
     recent: int = 0,
 ) -> Pooled:
     """Choose what stays, and pool the rest to `M` units.
 
-    The best `count - M` units stay. Of the `s` others, `x = [k; v]` gives `W = softmax(relu(conv(x)))`, `(M,
-    s)`, and `R`, `(M, s)`, picks the `M` best of them in their order. Pooled are `K' = W' K` and `V' = W' V`
-    with `W' = (1 - gamma) R + gamma W`. They stand before what stays, after the sinks. A row whose real
-    tokens all fit keeps them as they are, behind its pads. All arithmetic is fp32.
+    The best `count - M` units stay. Of the `s` others, in the order of the text but that pooled units come
+    behind what stayed when they were made, `x = [k; v]` gives `W = softmax(relu(conv(x)))`, `(M, s)`, and
+    `R`, `(M, s)`, picks the `M` best of them in their order. Pooled are `K' = W' K` and `V' = W' V` with
+    `W' = (1 - gamma) R + gamma W`. They stand before what stays, after the sinks. A row whose real tokens all
+    fit keeps them as they are, behind its pads. All arithmetic is fp32.
 
     Args:
         keys (`torch.Tensor` of shape `(B, H, m, D)`): All keys held, as attention reads them.
@@ -67,6 +80,8 @@ def pool_evicted(
             is (see [`pooled_last`]).
         count (`int`): Units to hold afterwards, fewer than `m`.
         weights (`LayerWeights`): With `M < count`.
+        positions (`torch.Tensor` of shape `(B, H, m)`, *optional*): Where the units are in the text (see
+            [`pooled_last`]); none of them is pooled if not given.
         pads (`torch.Tensor` of shape `(B,)`, *optional*): Leading slots of every row that are padding.
         sink_length (`int`): Slots after the pads that stay.
         recent (`int`): Newest slots that stay.
@@ -76,6 +91,8 @@ def pool_evicted(
     whole = choose_slots(scores, count, pads=pads, sink_length=sink_length, recent=recent)
     heavy = choose_slots(scores, count - pooled_length, pads=pads, sink_length=sink_length, recent=recent)
     rest = left_out(heavy, length)
+    if positions is not None:
+        rest = _in_their_order(rest, positions)
     # the best of the rest, pads among them only where all real tokens fit
     among = scores.gather(2, rest).masked_fill(rest < first[:, None, None], -torch.inf)
     # stable, because pooled units have all the same score

@@ -11,7 +11,7 @@ import torch
 from ...errors import ArtifactError
 from ..keeping import keep_slots
 from ..selection import choose_slots
-from .convolution import POOLED_POSITION, pool_evicted, pooled_last
+from .convolution import pool_evicted, pooled_last
 from .merging import merge_evicted
 from .weights import LayerWeights, load_pooling_weights
 
@@ -148,12 +148,13 @@ def keep_and_pool(layer: EvictingLayer, pooling: Pooling, count: int, recent: in
         if merged is not None:
             layer.value_stream_.tail.view().copy_(merged)
         return
-    ranks = pooled_last(ranks, layer.ledger.positions)
+    positions = layer.ledger.positions
     found = pool_evicted(
-        keys, values, ranks, count, weights, pads=pads, sink_length=sink_length, recent=recent
-    )
+        keys, values, pooled_last(ranks, positions), count, weights, positions=positions, pads=pads,
+        sink_length=sink_length, recent=recent,
+    )  # fmt: skip
     keep_slots(layer, found.index)
     layer.key_stream_.tail.view().copy_(found.keys)
     layer.value_stream_.tail.view().copy_(found.values)
-    layer.ledger.positions.masked_fill_(found.is_pooled, POOLED_POSITION)
+    layer.ledger.positions.masked_fill_(found.is_pooled, -layer.cumulative_length)
     layer.ledger.scores.masked_fill_(found.is_pooled, -torch.finfo(torch.float32).max)
