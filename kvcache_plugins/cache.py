@@ -199,8 +199,9 @@ class KVCache(SavedCache, CompiledUpdates):
         Args:
             model (`PreTrainedModel`): Whose rotary parameters and key biases to use.
             attention_mask (`torch.Tensor` of shape `(B, T)`, *optional*): Its leading zeros are left padding.
-                Other shapes say nothing of padding and are ignored. Without effect once tokens are held, or
-                if the model's first call has more tokens than the mask: it then puts a soft prompt before.
+                Masks of more dimensions say nothing of padding and are ignored. Without effect once tokens
+                are held, or if the model's first call has more tokens than the mask: it then puts a soft
+                prompt before.
             max_cache_length (`int`, *optional*): Tokens the cache will hold in the end.
             prompt_length (`int`, *optional*): Tokens, those already seen included, after which the prompt or
                 the next turn of it will have been read; matters to evicting backends.
@@ -210,7 +211,8 @@ class KVCache(SavedCache, CompiledUpdates):
 
         Raises:
             ValueError: If the model is none, or none like that which the cache was built for, or cannot use
-                the attention function it was told to; on a wrong length; or if a forward was interrupted.
+                the attention function it was told to; on a wrong length or mask; or if a forward was
+                interrupted.
             KernelUnavailableError: If `kernel="native"` cannot be met where the model is.
         """
         check_model(model)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
+from textwrap import shorten
 from typing import Any, ClassVar, TypeVar
 
 from .registry import LEGACY_OPTIONS, suggest
@@ -231,9 +232,11 @@ class BackendConfig:
         """Raise `ValueError` unless all keys name options; the message names the closest and all others."""
         for key in options:
             if key not in cls.option_names():
+                # which may be a model, or its configuration
+                given = shorten(repr(options[key]), 200, placeholder=" ...")
                 raise ValueError(
                     f"{key!r} is not an option of {cls.__name__}.{suggest(str(key), cls.option_names())} "
-                    f"Its options are {sorted(cls.option_names())}, got {key}={options[key]!r}."
+                    f"Its options are {sorted(cls.option_names())}, got {key}={given}."
                 )
 
     def to_dict(self) -> dict[str, Any]:

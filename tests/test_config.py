@@ -147,6 +147,12 @@ def test_unknown_options_are_named_with_the_closest() -> None:
         ShelfConfig.from_dict({"zzz": None})
 
 
+def test_what_is_given_to_an_unknown_option_is_told_in_a_line() -> None:
+    with pytest.raises(ValueError, match="got model=") as failure:
+        ShelfConfig.from_dict({"model": {f"layer {i}": "\n".join("abc") for i in range(100)}})
+    assert "\n" not in str(failure.value) and len(str(failure.value)) < 1000
+
+
 @pytest.mark.parametrize("config_class", CONFIGS, ids=lambda c: c.__name__)
 def test_options_survive_json(config_class: type[BackendConfig]) -> None:
     needed = NEEDED.get(config_class.__name__, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,9 +140,19 @@ def first_slots(pads: Tensor | None, device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.long, device=device) if pads is None else pads.to(device)
 
 
-def left_padding(attention_mask: Tensor | None) -> tuple[Tensor | None, int | None]:
-    """Return the pads of every row of a mask `(B, T)`, `(B,)`, and `T`; `None` of both for other masks."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+def left_padding(attention_mask: object) -> tuple[Tensor | None, int | None]:
+    """Return the pads of every row of a mask `(B, T)`, `(B,)`, and `T`; `None` of both for other masks.
+
+    Raises:
+        ValueError: If it looks like such a mask and is none: numbers that are no tensor, or of one row alone.
+    """
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        # cumsum is zero exactly over the leading zeros
+        return (attention_mask.long().cumsum(-1) == 0).sum(-1), attention_mask.shape[1]
+    if isinstance(attention_mask, (list, tuple, np.ndarray)):
+        given = f"a {type(attention_mask).__name__}"
+    elif isinstance(attention_mask, Tensor) and attention_mask.dim() < 2:
+        given = f"one of shape {tuple(attention_mask.shape)}"
+    else:  # of more dimensions, or of another kind, such as flex attention's
         return None, None
-    # cumsum is zero exactly over the leading zeros
-    return (attention_mask.long().cumsum(-1) == 0).sum(-1), attention_mask.shape[1]
+    raise ValueError(f"`attention_mask` must be a tensor of shape (batch, tokens), got {given}.")

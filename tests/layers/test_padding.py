@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcache_plugins.layers.padding import Padding
+from kvcache_plugins.layers.padding import Padding, left_padding
 
 PADS = st.lists(st.integers(0, 20), min_size=1, max_size=4)
 
@@ -106,3 +107,28 @@ def test_rows_without_padding_left_mean_no_padding() -> None:
 def test_nothing_is_done_on_the_meta_device(pads: list[int] | None) -> None:
     made = padding(pads, 2)
     made.read_sinks(torch.empty(2, 2, 5, 3, device="meta"), 0, torch.zeros(2, 2, 2, 3, device="meta"))
+
+
+def test_masks_of_rows_tell_of_their_pads() -> None:
+    pads, columns = left_padding(torch.tensor([[0, 0, 1, 0], [1, 0, 1, 1]]))
+    assert pads is not None and (pads.tolist(), columns) == ([2, 0], 4)
+
+
+@pytest.mark.parametrize("mask", [None, {"full_attention": None}, torch.ones(2, 1, 3, 3)], ids=repr)
+def test_other_masks_do_not(mask: object) -> None:
+    assert left_padding(mask) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("mask", "given"),
+    [
+        ([[0, 1]], "a list"),
+        (np.ones((1, 2)), "a ndarray"),
+        (torch.ones(3), r"one of shape \(3,\)"),
+        (torch.tensor(1), r"one of shape \(\)"),
+    ],
+    ids=str,
+)
+def test_what_looks_like_a_mask_of_rows_is_refused(mask: object, given: str) -> None:
+    with pytest.raises(ValueError, match=rf"shape \(batch, tokens\), got {given}\."):
+        left_padding(mask)
