@@ -60,7 +60,8 @@ class PositionedKeys {
         const __m512 c = _mm512_fmsub_ps(base_cos, step_cos, _mm512_mul_ps(base_sin, step_sin));
         const __m512 s = _mm512_fmadd_ps(base_cos, step_sin, _mm512_mul_ps(base_sin, step_cos));
 #pragma GCC unroll 8
-        for (int i = 0; i < kLanes && first + i < pairs_; i += kPairs) {
+        for (int i = 0; i < kLanes; i += kPairs) {
+          if (first + i >= pairs_) break;
           const __m512i which = _mm512_add_epi32(owner, _mm512_set1_epi32(i));
           const __m512 along = _mm512_mul_ps(_mm512_load_ps(query_[first + i][0]), _mm512_permutexvar_ps(which, c));
           const __m512 across = _mm512_load_ps(quarter_[first + i][0]);
