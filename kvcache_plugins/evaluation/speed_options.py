@@ -13,10 +13,12 @@ from .options import DTYPES, MOST_THREADS, Options, check_choice, check_count, c
 
 __all__ = ["COMPILE_MODES", "DTYPES", "AttentionOptions", "GenerationOptions", "SpeedOptions"]
 
-_BLOCK_ROPE: tuple[dict[str, Any], ...] = (
+_ROTATED: tuple[dict[str, Any], ...] = (
     {"backend": "kivi", "nbits": 4, "rope_mode": "block"},
     {"backend": "kivi", "nbits": 2, "rope_mode": "block"},
+    {"backend": "kvquant", "nbits": 4, "calibration": "normal_float"},
 )
+"""Keys that attention has to rotate."""
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Modes of `torch.compile`."""
 _MOST_LAYERS = 1000
@@ -81,7 +83,7 @@ class AttentionOptions(SpeedOptions):
         warm_up (`int`): Rounds before them.
     """
 
-    cache_config: Sequence[dict[str, Any]] = field(default=(*OURS, *_BLOCK_ROPE))
+    cache_config: Sequence[dict[str, Any]] = field(default=(*OURS, *_ROTATED))
     lengths: Sequence[int] = (4096, 32768)
     repeats: int = 30
     warm_up: int = 3
