@@ -132,7 +132,7 @@ def test_what_changes_logits(isa: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("kvquant")])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("kvquant", "kivi"))])
 def test_products_by_themselves(isa: str, name: str, dtype: torch.dtype) -> None:
     query, key, value = step(build_layer(CASES[name], 330, dtype=dtype), 13, 3)
     bound = {} if dtype == torch.float32 else {"bound": BFLOAT16_ERROR}
