@@ -28,6 +28,7 @@ from .layers.crossing import with_cross_attention
 from .layers.indexed import with_indexer
 from .layers.offloading import Shelf
 from .layers.padding import left_padding
+from .layers.reasons import why_exact, why_torch
 from .layers.recurrent import with_recurrent_branch
 from .layers.rows import chosen_rows, num_rows
 from .layers.storing import storing
@@ -47,8 +48,6 @@ from .report import CacheReport
 from .saved import SavedCache
 
 __all__ = ["KVCache"]
-
-_UNREAD = "nothing packed has been read yet"
 
 
 class KVCache(SavedCache, CompiledUpdates):
@@ -293,7 +292,8 @@ class KVCache(SavedCache, CompiledUpdates):
             },
             fallback_reads=sum(layer.fallback_reads for layer in packed),
             values=sum(values for values, _ in sizes),
-            kernel_reasons={layer.layer_idx: reason for layer in packed if (reason := _why_torch(layer))},
+            kernel_reasons={layer.layer_idx: reason for layer in packed if (reason := why_torch(layer))},
+            exact_layers={layer.layer_idx: reason for layer in packed if (reason := why_exact(layer))},
             whole_prompt_reason=self.whole_prompt_reason,
             host_bytes=bytes_of(host_tensors(self.layers)) if self.config.offload else None,
             dropped_outliers=sum(layer.dropped_outliers for layer in packed),
@@ -385,9 +385,3 @@ class KVCache(SavedCache, CompiledUpdates):
             yield from self._shelf.tensors()
         for layer in self.layers:
             yield from owned_tensors(layer)
-
-
-def _why_torch(layer: PackedLayer) -> str | None:
-    """Why the latest attention over packed tokens was not by a fast kernel, if it was not."""
-    is_unread = layer.kernel == "torch" and layer.config.kernel != "torch"
-    return layer.kernel_reason or (_UNREAD if is_unread else None)

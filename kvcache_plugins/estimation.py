@@ -47,14 +47,16 @@ def estimate(
     """Predict `kv_bytes()` of a cache that was given `tokens` tokens.
 
     The layers of the cache are run on the meta device, where tensors have a shape and no data, so the
-    prediction is the allocation itself rather than a formula beside it. Left padding adds 8 bytes a row. The
-    fixed-size recurrent states of linear-attention layers, which no cache option changes, are not counted;
-    nor are layers that attend to images and not to the text (Llama 3.2 Vision), nor by how much lists of
-    outliers grow when an evicting cache over KVQuant moves tokens, which depends on the tokens. Heads that
-    share a budget (`head_floor`) are taken to keep equally many; how many blocks they do not fill depends on
-    the tokens, too. With `offload`, it is what rests in the host's memory, what is kept on the GPU beside
-    it, and the two layers of codes that lie there in turn; not the blocks that the host may lack. A layer
-    that is packed alone makes room for no other, and stays on the GPU.
+    prediction is the allocation itself rather than a formula beside it. Left padding adds 8 bytes a row; and
+    where codes are learnt from the first tokens of every row (`smooth`, `"normal_float"`), keys stay exact
+    until the row with the most padding has shown them, which is not counted. The fixed-size recurrent states
+    of linear-attention layers, which no cache option changes, are not counted; nor are layers that attend to
+    images and not to the text (Llama 3.2 Vision), nor by how much lists of outliers grow when an evicting
+    cache over KVQuant moves tokens, which depends on the tokens. Heads that share a budget (`head_floor`) are
+    taken to keep equally many; how many blocks they do not fill depends on the tokens, too. With `offload`,
+    it is what rests in the host's memory, what is kept on the GPU beside it, and the two layers of codes that
+    lie there in turn; not the blocks that the host may lack. A layer that is packed alone makes room for no
+    other, and stays on the GPU.
 
     Args:
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model.

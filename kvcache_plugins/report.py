@@ -25,6 +25,8 @@ class CacheReport:
         values (`int`): Numbers (key and value entries) held.
         kernel_reasons (`dict[int, str]`): Layers whose latest attention over packed tokens was not by a fast
             kernel, with the reason; before there has been any, that there was none.
+        exact_layers (`dict[int, str]`): Layers of which keys or values are exact although some could be
+            packed, with the reason.
         whole_prompt_reason (`str`, *optional*): Why the latest prompt was read in one call, although chunks
             would have bounded memory.
         host_bytes (`int`, *optional*): Those of `kv_bytes` that rest in the host's memory, beside a GPU;
@@ -50,6 +52,7 @@ class CacheReport:
     host_bytes: int | None = None
     dropped_outliers: int = 0
     cross_attention: CacheReport | None = None
+    exact_layers: dict[int, str] = field(default_factory=dict)
 
     @property
     def memory_fraction(self) -> float:
@@ -86,7 +89,8 @@ class CacheReport:
 
     def _reasons(self) -> list[tuple[str, str]]:
         kernels = _by_reason(lambda index: self.kernel[index], self.kernel_reasons)
-        return kernels + _by_reason(lambda index: "dense", self.dense_layers)
+        exact = _by_reason(lambda index: "exact", self.exact_layers)
+        return kernels + exact + _by_reason(lambda index: "dense", self.dense_layers)
 
     def _rows_of_encoder(self) -> list[tuple[str, str]]:
         """Rows of the half that holds what a decoder reads of its encoder."""

@@ -173,3 +173,38 @@ def test_the_table_is_aligned_and_readable() -> None:
     ]
     columns = {row.index(value) for row, value in zip(str(report).splitlines(), values, strict=True)}
     assert len(columns) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "learnt_from"),
+    [
+        ({"backend": "kvquant", "calibration": "normal_float", "residual_length": 0}, 128),
+        ({"backend": "int4", "smooth": 0.5}, 64),
+        ({"backend": "knorm", "budget": 250, "storage": {"backend": "int4", "smooth": 0.5}}, 64),
+    ],
+    ids=lambda value: value["backend"] if isinstance(value, dict) else str(value),
+)
+def test_what_a_short_row_keeps_from_being_packed_is_told(options: dict[str, Any], learnt_from: int) -> None:
+    model = tiny_model("llama")
+    mask = torch.ones(2, 300, dtype=torch.long)
+    mask[0, :-3] = 0
+    cache = build_cache(model, options).bind(model, mask)
+    with torch.no_grad():
+        model(torch.randint(3, 120, (2, 300)), attention_mask=mask, **as_argument(cache))
+        sinks = cache.packed_layers[0].padding.sink_length
+        awaited = learnt_from + sinks - 3
+        reasons = cache.report().exact_layers
+        assert set(reasons) == {0, 1}
+        assert f"from the first {learnt_from} tokens of every row" in reasons[0]
+        assert re.search(rf"keys (and values )?are packed after {awaited} more$", reasons[0])
+        assert "exact layers 0-1" in str(cache.report())
+        for _ in range(awaited):
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+            model(torch.randint(3, 120, (2, 1)), attention_mask=mask, **as_argument(cache))
+    assert cache.report().exact_layers == {} and cache.packed_layers[0].key_stream_.packed_length > 0
+
+
+def test_what_is_not_yet_due_is_no_exception() -> None:
+    model = tiny_model("llama")
+    options = {"backend": "kvquant", "calibration": "normal_float"}
+    assert filled(model, options, (100,)).report().exact_layers == {}

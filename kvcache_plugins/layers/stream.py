@@ -253,6 +253,12 @@ class Stream:
         due = self.spec.packed_length(seen)
         return due if due > self.packed_length else self.packed_length
 
+    @property
+    def awaited_tokens(self) -> int:
+        """Tokens that have to come before any is packed, although some that are held could be; 0 if none."""
+        could_be_packed = not self.is_calibrated and self.spec.packed_length(self.length) > 0
+        return max(0, self._learning_stop - self.length) if could_be_packed else 0
+
     def room(self, limit: int) -> int:
         """Tokens, from 1 to `limit`, up to and including the one that makes something be packed."""
         for count in range(1, limit):
