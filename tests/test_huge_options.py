@@ -58,7 +58,11 @@ def test_where_all_tokens_are_sinks_nothing_is_lost(name: str, residual_length: 
     cache = build_cache(model(), {**config, "sink_length": HUGE})
     found = generated(cache, 180)
     assert cache.kv_bytes() < 3 * cache.report().dense_bytes
-    assert cache.packed_layers[0].streams[0].packed_length >= 64
+    keys = cache.packed_layers[0].streams[0]
+    if keys.codec.warmup_tokens:  # behind sinks
+        assert keys.packed_length == 0
+    else:
+        assert keys.packed_length >= 64
     torch.testing.assert_close(found, dense(180), atol=1e-4, rtol=1e-4)
 
 

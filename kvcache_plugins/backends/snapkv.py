@@ -34,8 +34,8 @@ class SnapKVConfig(HeadwiseConfig):
     kernel_size: int = 5
 
     def __post_init__(self) -> None:
+        check_integer(self, "window_length", self.window_length, minimum=1)  # of what a budget has to hold
         super().__post_init__()
-        check_integer(self, "window_length", self.window_length, minimum=1)
         check_integer(self, "kernel_size", self.kernel_size, minimum=1)
         if self.kernel_size % 2 == 0:
             raise ValueError(f"SnapKVConfig.kernel_size must be odd, got {self.kernel_size!r}.")
