@@ -168,7 +168,7 @@ sanitizer() {
 # All tools at once, which takes as long as the slowest; each with a log of its own, so that they are told in order.
 sanitize() {
   library || return
-  local tool tools="memcheck racecheck synccheck initcheck" processes=()
+  local tool process tools="memcheck racecheck synccheck initcheck" processes=()
   for tool in $tools; do
     (LOG=$WORK/$tool.log failed=0; sanitizer "$tool" 180 > "$WORK/$tool.shown"; exit "$failed") &
     processes+=($!)

@@ -25,6 +25,6 @@ def why_exact(layer: PackedLayer) -> str | None:
     learnt_from = max(stream.codec.warmup_tokens for stream in waiting)
     awaited = max(stream.awaited_tokens for stream in waiting)
     return (
-        f"its codes are learnt from the first {learnt_from} tokens of every row, and the row with the most "
-        f"padding has shown fewer: {sides} are packed after {awaited} more"
+        f"its codes are learnt from the first {learnt_from} tokens of every row behind its sinks, and the "
+        f"row with the most padding has shown fewer: {sides} are packed after {awaited} more"
     )

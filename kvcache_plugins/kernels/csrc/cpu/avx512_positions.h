@@ -3,10 +3,10 @@
 //
 // A position is split into a base, the same for 16 tokens, and a distance from it. The query is turned back by the
 // base, four times a block. Decoded keys are turned by the distance, and so are their ranges, once a task: a turned key
-// is two multiply-adds a channel, of the levels of both channels of a pair. Bases advance from block to block by complex
-// multiplication in double precision, so no angle is computed in the loop. Everything is in fp32. Bound: multiply-adds,
-// twelve for 32 codes and four rows; with products in bf16 there are fewer instructions, but the time was the same, and
-// the error two thirds larger (Zen 5).
+// is two multiply-adds a channel, of the levels of both channels of a pair. Bases advance from block to block by
+// complex multiplication in double precision, so no angle is computed in the loop. Everything is in fp32. Bound:
+// multiply-adds, twelve for 32 codes and four rows; with products in bf16 there are fewer instructions, but the time
+// was the same, and the error two thirds larger (Zen 5).
 #pragma once
 
 #include <cmath>
@@ -113,7 +113,7 @@ class PositionedKeys {
   // Adds what the outliers of the block contribute.
   void add_outliers(const OutlierList& list, float (*out)[kBlockTokens]) const {
     if (list.begin >= list.end) return;
-    RowSums<R, kBlockTokens> sums;
+    RowNumbers<R, kBlockTokens> sums;
     sums.clear(kBlockTokens);
     const float* const turned = turned_[0][0][0];
     for_batches(list, [&](const int32_t* entries, int count) {
@@ -141,7 +141,7 @@ class PositionedKeys {
         sums.add(token[i], along[i] * turn[0], turned + same[i], across[i] * turn[kLanes], turned + other[i]);
       }
     });
-    sums.move_to(out, kBlockTokens);
+    sums.add_to_rows(out, kBlockTokens);
   }
 
  private:
@@ -149,6 +149,7 @@ class PositionedKeys {
   struct alignas(64) Turns {
     float cos[kLanes], sin[kLanes];
   };
+  static_assert(sizeof(Turns) == 32 * sizeof(float), "a shift finds those of a pair");
   // What becomes of the two channels of a pair, so turned: of their offsets, and of each one's levels.
   struct alignas(64) Ranges {
     float offset[2][kLanes], of_first[2][kLanes], of_second[2][kLanes];
@@ -226,8 +227,8 @@ class PositionedKeys {
   const int pairs_;
   const bool is_turned_;
   int64_t next_ = -1;  // slot the bases are set for
-  // Cosines in the first, sines in the second row: of the block's first token, of the distance to the next block, and of
-  // 0, 16, 32 and 48 tokens.
+  // Cosines in the first, sines in the second row: of the block's first token, of the distance to the next block, and
+  // of 0, 16, 32 and 48 tokens.
   alignas(64) double base_[2][kMaxPairs] = {}, block_[2][kMaxPairs] = {};
   alignas(64) float steps_[4][2][kMaxPairs];
   Turns turns_[kMaxPairs];

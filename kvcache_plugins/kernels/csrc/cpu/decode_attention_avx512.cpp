@@ -23,8 +23,8 @@ namespace kvcache {
 namespace avx512 {
 namespace {
 
-// Query rows up to which blocks are decoded anew for every four of them: a tile, which has that done once, costs as much
-// as so many (Zen 5). Of KIVI's keys with bf16 queries alone: in fp32 products are most of it.
+// Query rows up to which blocks are decoded anew for every four of them: a tile, which has that done once, costs as
+// much as so many (Zen 5). Of KIVI's keys with bf16 queries alone: in fp32 products are most of it.
 constexpr int kMostLevelRows = 12, kMostTurnedRows = 16, kMostGroupedRows = 32;
 
 bool is_better_decoded(const Task& task) {
@@ -288,8 +288,8 @@ class Decoder {
       rows[r] = weights[r];
       out[r] = pass.softmax.output[r];
     }
-    RowSums<R, kBlockTokens> by_token;
-    RowSums<R, kMaxHeadDim> by_channel;
+    RowNumbers<R, kBlockTokens> by_token;
+    RowNumbers<R, kMaxHeadDim> by_channel;
     by_token.take(rows, kBlockTokens);
     by_channel.clear(value_.padded_dim);
     const int last = value_.padded_dim - 1;  // whatever the list holds
@@ -304,7 +304,7 @@ class Decoder {
       }
       for (int i = 0; i < count; ++i) by_channel.add(channel[i], residual[i], by_token.at(token[i]));
     });
-    by_channel.move_to(out, value_.padded_dim);
+    by_channel.add_to_rows(out, value_.padded_dim);
   }
 
   template <int PARTS>

@@ -6,8 +6,8 @@
 // a task, weights and tiles once a block: keys and values as those of a dense cache are. Bound: the dot products, half
 // of the time of 64 rows, of which decoding is a quarter. From 64 tokens of 16 heads over 8192 of 4 kv heads of 128
 // channels, KVQuant's 3 bits took 18 ms so and 47 decoded anew for every four rows; in fp32, 25 and 49. From 256 tokens
-// of 32 heads over 4096 of 8, KIVI's 4 bits 71 ms and 103, and with a rotation inside blocks 73 and 141 (one thread of a
-// Zen 5). Codes of 8 bits and scales per token gain less, and would lose what makes them exact.
+// of 32 heads over 4096 of 8, KIVI's 4 bits 71 ms and 103, and with a rotation inside blocks 73 and 141 (one thread of
+// a Zen 5). Codes of 8 bits and scales per token gain less, and would lose what makes them exact.
 #if defined(__x86_64__) && __has_include(<avx512bf16intrin.h>)
 #include "set_target.h"
 
