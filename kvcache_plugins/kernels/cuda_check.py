@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ from .writing_ops import gather_tokens
 __all__ = ["Sample", "find_deviation", "find_deviations", "samples"]
 
 _BLOCKS = 6
-_EXACT = 37
+_EXACT, _SINKS = 37, 5
 _HEADS, _GROUP, _ROWS = 2, 4, 2
 _CALLS = (
     (torch.bfloat16, 128, _BLOCKS, 2),
@@ -63,15 +63,13 @@ class Sample:
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Sample:
         """The same on a device, its exact tokens in `dtype`."""
-        sides = [
-            Side(
-                side.layout,
-                [segment.to(device, dtype) for segment in side.segments],
-                *(None if extra is None else extra.to(device) for extra in side.extras),
-            )
-            for side in (self.keys, self.values)
-        ]
-        return Sample(self.name, self.records.to(device), *sides)
+
+        def moved(side: Side) -> Side:
+            extras = (None if extra is None else extra.to(device) for extra in side.extras)
+            there = Side(side.layout, [segment.to(device, dtype) for segment in side.segments], *extras)
+            return there if there.sinks is None else replace(there, sinks=there.sinks.to(dtype))
+
+        return Sample(self.name, self.records.to(device), moved(self.keys), moved(self.values))
 
 
 def samples(
@@ -93,8 +91,10 @@ def samples(
         yield _sample(f"{name} per token", token, token, head_dim, blocks, dtype, generator)
     for nbits in (2, 3, 4):
         exact = list(torch.randn(2, _ROWS, _HEADS, _EXACT, head_dim, generator=generator).to(dtype))
-        levels = random_levels((_ROWS, _HEADS, blocks), nbits, head_dim, exact, generator)
-        yield Sample(f"{nbits} bit levels with outliers", *levels)
+        records, *sides = random_levels((_ROWS, _HEADS, blocks), nbits, head_dim, exact, generator)
+        if nbits == 3:  # sinks, which kernels of 128 channels attend to apart from the blocks they lie in
+            sides = [replace(side, sinks=side.segments[0][:, :, -_SINKS:].contiguous()) for side in sides]
+        yield Sample(f"{nbits} bit levels with outliers{' and sinks' * (nbits == 3)}", records, *sides)
 
 
 def find_deviation(device: torch.device) -> str | None:

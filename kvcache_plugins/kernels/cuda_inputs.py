@@ -145,8 +145,8 @@ def _fast_bytes(keys: Side, values: Side) -> int:
         return (64 if has_two_sizes else 32) * pairs + turns + ring
     has_outliers = keys.outliers is not None or values.outliers is not None
     patches = 4 * (4096 if value_dim <= 128 else 8192) if has_outliers else 0
-    turns = 32 * 16 * (pairs // 2 + 4)
-    return 128 * pairs + _aligned(8 * pairs) + 128 + turns + 4 * _aligned(4 * pairs) + patches + ring
+    turns = 16 * 16 * (pairs // 2 + 4)
+    return 128 * pairs + _aligned(8 * pairs) + 128 + turns + 4 * _aligned(8 * pairs) + patches + ring
 
 
 def _aligned(size: int) -> int:

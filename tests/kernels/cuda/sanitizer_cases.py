@@ -108,6 +108,11 @@ def levels() -> Iterator[Tensor]:
             )
             case = step(layer, 3, 2)
             yield emulation.attend(*case, AttentionOptions(is_causal=True))
+    for nbits in (2, 3, 4):  # kernels of their own
+        options = {**LEVELS, "nbits": nbits, "outlier_fraction": 0.02, "sink_length": 4}
+        padding = torch.tensor([62, 0])
+        layer = build_layer(options, 500, head_dim=128, dtype=torch.bfloat16, padding=padding)
+        yield emulation.attend(*step(layer, 1, 4), AttentionOptions(sliding_window=400))
     query, key, value = step(
         build_layer({**LEVELS, "outlier_fraction": 0.01}, 300, dtype=torch.float16), 1, 4
     )

@@ -41,7 +41,7 @@ def test_device_code_compiles(file: Path, builds: Path) -> None:
 
 def resident(stem: str) -> int:
     """Thread blocks of 128 on a multiprocessor that the plan of decode attention counts on, by registers."""
-    if stem in ("attend_int8", "attend_float8") or stem.endswith("rotated"):
+    if stem.startswith(("attend_int8", "attend_float8", "attend_kvquant")) or stem.endswith("rotated"):
         return 3
     return 4 if stem.startswith(("attend_int4", "attend_kivi")) or stem == "attend_8_rows" else 2
 

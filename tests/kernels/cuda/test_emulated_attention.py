@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from kvcache_plugins.artifacts.scales import Scales, save_scales
 from kvcache_plugins.attention.description import describe, first_sinks
 from kvcache_plugins.attention.reference import AttentionOptions, attend
+from kvcache_plugins.backends.kvquant import NORMAL_FLOAT
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.layers.windowed import with_window
 from kvcache_plugins.testing.comparison import relative_rms
@@ -73,6 +74,9 @@ KNOWN: dict[str, dict[str, Any]] = {
     "kivi-4-block": {"backend": "kivi", "nbits": 4, "rope_mode": "block"},
     "kivi-4-g64-block": {"backend": "kivi", "nbits": 4, "q_group_size": 64, "rope_mode": "block"},
     "kivi-2-block": {"backend": "kivi", "nbits": 2, "rope_mode": "block"},
+    "kvquant-2": {"backend": "kvquant", "nbits": 2, "calibration": NORMAL_FLOAT},
+    "kvquant-3": {"backend": "kvquant", "nbits": 3, "calibration": NORMAL_FLOAT, "sink_length": 5},
+    "kvquant-4": {"backend": "kvquant", "nbits": 4, "calibration": NORMAL_FLOAT, "sink_length": 0},
 }
 """Of 128 channels, those that have kernels of their own (known_formats.h)."""
 

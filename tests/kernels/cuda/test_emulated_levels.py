@@ -93,6 +93,27 @@ def test_padding(pads: tuple[int, int], query_length: int) -> None:
     check(query, key, value, AttentionOptions(mask=mask, is_causal=query_length > 1), fast=True)
 
 
+@pytest.mark.parametrize("window", [0, 150, 498])
+@pytest.mark.parametrize("pads", [(62, 0), (254, 126)])
+@pytest.mark.parametrize("nbits", [2, 3, 4])
+def test_sinks_beside_their_blocks(nbits: int, pads: tuple[int, int], window: int) -> None:
+    """In one block, in two; what is packed in their place may be anything."""
+    padding = torch.tensor(pads)
+    layer = build_layer(
+        options(nbits, sink_length=5), 500, head_dim=128, padding=padding, dtype=torch.bfloat16
+    )
+    query, key, value = step(layer, 1, 4)
+    mask = (torch.arange(key.shape[2]) >= padding[:, None])[:, None, None]
+    given = AttentionOptions(mask=mask, sliding_window=window or None)
+    expected = check(query, key, value, given, fast=True)
+    scales = describe(value.tokens).layout.scale_offset  # type: ignore[union-attr]
+    for row, first in enumerate(pads):
+        for slot in range(first, min(first + 5, key.tokens.packed_length)):
+            record = layer.records.data[row, :, slot // 64]
+            record[:, scales : scales + 256].view(torch.float16)[:, slot % 64 :: 64] = torch.inf
+    assert torch.equal(emulation.attend(query, key, value, given), expected)
+
+
 @pytest.mark.parametrize("query_length", [1, 3])
 @pytest.mark.parametrize(
     "given",
@@ -119,12 +140,15 @@ def test_options(given: dict[str, Any], query_length: int) -> None:
 # -- what only tensors show: a side that is changed after it was described
 
 
-def attend(query: Tensor, key: KVHandle, keys: Side, values: Side) -> Tensor:
+def attend(
+    query: Tensor, key: KVHandle, keys: Side, values: Side, sink_start: Tensor | None = None
+) -> Tensor:
     """What the emulated kernel gives, on its tensor cores."""
     before = emulation.products()
     sides = keys.contiguous_rows(), values.contiguous_rows(), keys.extras, values.extras
     got: Tensor = torch.ops.kvcache_emulated.decode_attention(
-        query, key.tokens.stream.records.data, *sides, None, keys.layout.integers(), values.layout.integers(),
+        query, key.tokens.stream.records.data, *sides, sink_start,
+        keys.layout.integers(), values.layout.integers(),
         query.shape[3] ** -0.5, None, False, 0, 0.0, None, None,
     )  # fmt: skip
     assert emulation.products() > before
@@ -156,6 +180,16 @@ def test_positions_of_long_contexts(position: int) -> None:
     query, key, keys, values = case(0.01)
     keys = replace(keys, positions=torch.tensor([position, position // 3]))
     assert error(query, key, keys, values) <= BOUND
+
+
+def test_sinks_of_a_row_that_has_none() -> None:
+    """They begin behind everything that is packed."""
+    query, key, keys, values = case(0.01)
+    given = [replace(side, sinks=torch.full((2, 2, 3, 128), torch.nan).half()) for side in (keys, values)]
+    without = [replace(side, sinks=None) for side in (keys, values)]
+    for start in (keys.layout.packed_length, 2**40):
+        got = attend(query, key, *given, torch.full((2,), start))
+        assert torch.equal(got, attend(query, key, *without))
 
 
 def test_lists_longer_than_registers_hold() -> None:

@@ -90,7 +90,7 @@ MUTATIONS = {
         "unit_ring.cuh", "copy_wait<1>();", "copy_wait<2>();", "attend_8_rows", "8 rows", COPY
     ),
     "results over the copies": Mutation(
-        "fast_attention.cuh",
+        "warp_state.cuh",
         "  block_barrier();  // every warp is done",
         "  //",
         "attend_8_rows",
@@ -109,7 +109,7 @@ MUTATIONS = {
         COPY,
     ),
     "a bias that has ended": Mutation(
-        "fast_attention.cuh",
+        "warp_state.cuh",
         "if (slot < end) biases",
         "if (slot < kBlockTokens) biases",
         "attend_8_rows",

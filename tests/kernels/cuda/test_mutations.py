@@ -17,7 +17,7 @@ KEYS, VALUES = "16 * (first + k) + 2 * g + i", "16 * k + 4 * t + i"
 # What is broken: file, text, replacement.
 MUTATIONS = {
     "a tile of the keys": ("fast_lanes.cuh", "bits = word >> (k / 2 * 8);", "bits = word;"),
-    "the tokens of the weights": ("fast_attention.cuh", WEIGHTS, WEIGHTS.replace("7632", "5410")),
+    "the tokens of the weights": ("warp_state.cuh", WEIGHTS, WEIGHTS.replace("7632", "5410")),
     "a unit used before it is there": ("unit_ring.cuh", WAIT, WAIT.replace("0", "1")),
     "a missing barrier": ("unit_ring.cuh", BARRIER, BARRIER.replace("warp", "if (used_ > 0) warp")),
     "the slot of an exact key": ("exact_tokens.cuh", KEYS, KEYS.replace("+ i", "+ 1 - i")),
@@ -27,12 +27,23 @@ MUTATIONS = {
         "const float even = half_low(pair)",
         "const float even = 0",
     ),
-    "sums of smaller logits": ("fast_attention.cuh", "total[n][column] *= decay[column];", ""),
+    "sums of smaller logits": ("warp_state.cuh", "total[n][column] *= decay[column];", ""),
     "a pair of channels": ("scaled_keys.cuh", "(first, second, 0x7632)", "(first, second, 0x5410)"),
     "a scale per channel": ("key_units.cuh", "0x7654u : 0x7632u", "0x7654u : 0x5410u"),
     "the order of rotations": ("rotated_keys.cuh", "unit.phase + 16 * k", "unit.phase"),
     "the upper levels": ("level_codes.cuh", "and_or(word >> 1, 0x44444444u, 0x32103210u)", "0x32103210u"),
-    "the turn of an odd token": ("level_attention.cuh", "uint64_t>(token)", "uint64_t>(token & ~1)"),
+    "the turn of an odd distance": ("level_attention.cuh", "(2 * distance + 1)", "(2 * (distance & ~1) + 1)"),
+    "the mirrored rows": ("level_keys.cuh", "return tile < 2 ? 1 : 0;", "return 0;"),
+    "the sign of a mirrored sine": (
+        "level_keys.cuh",
+        "tile < 2 ? half2_negate(high_twice(turn))",
+        "tile < 2 ? high_twice(turn)",
+    ),
+    "sinks in their block": (
+        "level_attention.cuh",
+        "hide_sinks(HiddenSinks(a, rows.batch, block), products[0]);",
+        ";",
+    ),
     "what a patch of keys leaves": ("level_keys.cuh", "entry.patch >> 1 == which", "false"),
     "the place of an outlying value": ("level_values.cuh", "(token << 1 & 2)", "0"),
     "the first new token": ("encoding.cuh", "slot >= a.newer_start", "slot > a.newer_start"),
@@ -63,7 +74,9 @@ from kvcache_plugins.testing.comparison import relative_rms
 
 worst = 0.0
 known = {"backend": "kivi", "nbits": 2}
-for case in ("kivi-default", "kivi-2bit-block", "kivi-4bit-block-g128", "kvquant-k4v2", known):
+levels = {"backend": "kvquant", "nbits": 4, "calibration": "normal_float", "sink_length": 5}
+levels["outlier_fraction"] = 0.05
+for case in ("kivi-default", "kivi-2bit-block", "kivi-4bit-block-g128", "kvquant-k4v2", known, levels):
     for dtype in (torch.float16, torch.float32 if isinstance(case, str) else torch.bfloat16):
         torch.manual_seed(0)
         options = CASES[case] if isinstance(case, str) else case
@@ -118,7 +131,7 @@ def unit_of(file: str) -> str:
     units |= {
         "exact": "attend_kivi_2",
         "enc": "append_tokens",
-        "level": "attend_levels",
+        "level": "attend_kvquant_4",
         "decode": "attend_general",
     }
     return next((unit for start, unit in units.items() if file.startswith(start)), "attend_8_rows")

@@ -91,9 +91,11 @@ struct AttentionArguments {
   int32_t plain_begin, plain_end;             // products of these blocks are logits: nothing is hidden, added or capped
   int32_t general_begin, general_end, general_splits;  // everything else
   int32_t sink_splits;  // 1 if one more thread block attends to what `fast` leaves out because it holds sinks
-  // Where the fast path attends to the newest slots as well: blocks whose keys are packed and values exact, and blocks
-  // of exact keys, from slot `exact_start` on; `fast_splits` then share all three kinds, and nothing is `general`.
+  // Where the fast path attends to exact slots as well: blocks whose keys are packed and values exact, blocks of exact
+  // keys, from slot `exact_start` on, and sinks, as if they were a block; `fast_splits` then share all of these, and
+  // nothing is `general`.
   int32_t mixed_begin, mixed_end, exact_begin, exact_end;
+  int32_t sink_units;  // 1 or 0
   int64_t exact_start;
   int32_t are_exact_plain;  // as with `plain_end`, of these
   UnitCopy key_copy, value_copy;
@@ -110,7 +112,7 @@ struct AttentionArguments {
   void* output;
 
   KVCACHE_BOTH int packed_units() const { return fast_end - fast_begin; }
-  KVCACHE_BOTH int exact_units() const { return mixed_end - mixed_begin + (exact_end - exact_begin); }
+  KVCACHE_BOTH int exact_units() const { return mixed_end - mixed_begin + (exact_end - exact_begin) + sink_units; }
   // What the fast path takes for all of them, in that which it takes for a packed block.
   KVCACHE_BOTH int fast_work() const { return packed_units() + kExactWork * exact_units(); }
   KVCACHE_BOTH int splits() const { return fast_splits + general_splits + sink_splits; }

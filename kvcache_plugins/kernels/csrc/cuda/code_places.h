@@ -59,6 +59,10 @@ KVCACHE_BOTH uint32_t read_plane(const uint8_t* plane, int bits, int dim, bool i
 // spreads them. Copies write 16 bytes at a time, loads read 8, and both stay together.
 KVCACHE_BOTH int swizzle_bits(int offset, int swizzle) { return offset << 5 >> (4 + swizzle) & 0x60; }
 KVCACHE_BOTH int swizzled(int offset, int swizzle) { return offset ^ swizzle_bits(offset, swizzle); }
+// The same for offset `step + lane` of which `spread` is swizzled(lane, swizzle), if they have no bit in common.
+KVCACHE_BOTH int swizzled_step(int step, int spread, int swizzle) {
+  return step + (spread ^ swizzle_bits(step, swizzle));
+}
 
 // A token and channel of a block.
 struct CodeOwner {

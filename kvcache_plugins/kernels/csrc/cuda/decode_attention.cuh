@@ -32,6 +32,16 @@ KVCACHE_KERNEL(kThreads, Format::kResident) attend_known_kernel(const AttentionA
   attend_fast<1, Format::kChunks, Format>(known, shared, split, split);
 }
 
+// The same of KVQuant.
+template <typename Format>
+KVCACHE_KERNEL(kThreads, Format::kResident) attend_known_levels_kernel(const AttentionArguments a) {
+  KVCACHE_SHARED(shared);
+  wait_for_previous();
+  const AttentionArguments known = as_known<Format>(a);
+  const int split = static_cast<int>(blockIdx.y);
+  attend_over_levels<Format::kChunks, Format>(known, Rows::mine(known), shared, split, split);
+}
+
 // KVQuant: up to 8 query rows, values of up to `16 kTiles` channels.
 template <int kTiles>
 KVCACHE_KERNEL(kThreads, 2) attend_levels_kernel(const AttentionArguments a) {
@@ -47,7 +57,9 @@ KVCACHE_KERNEL(kThreads, 2) attend_levels_kernel(const AttentionArguments a) {
 }
 
 // Bytes of dynamic shared memory of a kernel of known_formats.h.
-inline int known_shared_bytes(const AttentionArguments& a) { return FastMemory(a, 1).bytes; }
+inline int known_shared_bytes(const AttentionArguments& a) {
+  return a.key.format == kNonUniform ? LevelMemory(a).bytes : FastMemory(a, 1).bytes;
+}
 
 // Bytes of that of the others; `columns` 0 stands for the general one.
 inline int shared_bytes(const AttentionArguments& a, int columns) {
@@ -68,6 +80,12 @@ template <typename Format>
 int launch_known(const AttentionArguments& a, int batch, void* stream) {
   return launch_early<attend_known_kernel<Format>>(attention_grid(a, batch), kThreads, known_shared_bytes(a), stream,
                                                    a);
+}
+
+template <typename Format>
+int launch_known_levels(const AttentionArguments& a, int batch, void* stream) {
+  return launch_early<attend_known_levels_kernel<Format>>(attention_grid(a, batch), kThreads, known_shared_bytes(a),
+                                                          stream, a);
 }
 
 }  // namespace kvcache

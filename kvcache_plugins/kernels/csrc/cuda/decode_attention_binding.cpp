@@ -118,21 +118,30 @@ constexpr KnownKernel kKnownKernels[] = {
     known<Kivi4Rotated>(attend_kivi_4_rotated),
     known<Kivi4WideRotated>(attend_kivi_4_wide_rotated),
     known<Kivi2Rotated>(attend_kivi_2_rotated),
+    known<KVQuant2>(attend_kvquant_2),
+    known<KVQuant3>(attend_kvquant_3),
+    known<KVQuant4>(attend_kvquant_4),
 };
 
 // Whether the exact tokens of a side can be read as exact_tokens.cuh does: one segment of the queries' dtype, of which
-// 8 bytes are loaded at a time, and whose numbers of a row and head can be counted in 32 bits.
+// 8 bytes are loaded at a time, and whose numbers of a row and head can be counted in 32 bits; and as many sinks as fit
+// a block.
 bool is_exact_fast(const Side& side, int32_t query_dtype) {
   const Segment& s = side.segments[0];
+  if (side.sink_length > 0 && (side.sink_length > kBlockTokens || side.dtype != query_dtype || side.head_dim % 4 != 0 ||
+                               reinterpret_cast<uintptr_t>(side.sinks) % 8 != 0))
+    return false;
   if (side.num_segments == 0) return true;
   const int64_t apart = s.batch_stride | s.head_stride | s.token_stride;
   return side.num_segments == 1 && side.dtype == query_dtype && apart % 4 == 0 &&
          reinterpret_cast<uintptr_t>(s.data) % 8 == 0 && s.length * s.token_stride < int64_t{1} << 31;
 }
 
-bool are_newest_fast(const AttentionArguments& a) {
+bool are_exact_fast(const AttentionArguments& a) {
   const int64_t apart = a.query_batch_stride | a.query_head_stride | a.query_token_stride;
-  return a.key.packed_length >= a.value.packed_length && is_exact_fast(a.key, a.query_dtype) &&
+  const bool are_packed_alike = a.key.packed_length == a.value.packed_length;
+  return (are_packed_alike || (a.key.packed_length > a.value.packed_length && a.key.format != kNonUniform)) &&
+         a.key.sink_length == a.value.sink_length && is_exact_fast(a.key, a.query_dtype) &&
          is_exact_fast(a.value, a.query_dtype) && apart % 4 == 0 && reinterpret_cast<uintptr_t>(a.query) % 8 == 0;
 }
 
@@ -180,7 +189,7 @@ Choice plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& de
     a.are_values_aligned = a.value.nbits == 8 || chunks % (a.value.nbits == 4 ? 4 : 8) == 0 || a.value_groups > 0;
   }
   const KnownKernel* known = nullptr;
-  if (columns == 1 && rows <= 8 && are_newest_fast(a)) {
+  if (columns == 1 && rows <= 8 && are_exact_fast(a)) {
     for (const KnownKernel& each : kKnownKernels)
       if (each.is_served(a)) known = &each;
   }
@@ -239,6 +248,8 @@ Choice plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& de
     a.exact_end = a.length > keys ? std::max(a.exact_begin, end_before(a.length)) : a.exact_begin;
     a.exact_start = keys;
     a.general_end = a.general_begin;
+    a.sink_units = a.sink_splits;
+    a.sink_splits = 0;
     const bool is_seen = a.is_causal == 0 || a.query_length == 1;
     const bool is_open = a.window <= 0 || a.length - a.window <= packed;  // what no query has in its window is packed
     a.are_exact_plain = a.softcap <= 0 && a.alibi == nullptr && a.bias == nullptr && is_seen && is_open;

@@ -1,6 +1,7 @@
-// Attention over the newest slots by tensor cores, by one warp: keys or values that are exact, in their own dtype.
+// Attention over exact slots, the newest ones or sinks, by tensor cores, by one warp: keys or values in their own
+// dtype.
 //
-// A unit is up to 64 slots of a block. Its logits and weights have the places of those of packed blocks
+// A unit is up to 64 slots. Its logits and weights have the places of those of packed blocks
 // (fast_lanes.cuh), so that one state takes both. Numbers are loaded from device memory where they are needed: units
 // are few. Weights in fp16 are each a sum of two numbers of bf16, so that no product is rounded.
 #pragma once
@@ -9,21 +10,28 @@
 
 namespace kvcache {
 
-// Where the exact tokens of a row and head lie: in one segment, whose numbers can be counted in 32 bits.
+// Where the exact tokens of a row and head lie, whose numbers can be counted in 32 bits.
 struct ExactTokens {
   const uint16_t* first;
   int start, stride;
 
-  KVCACHE_DEVICE ExactTokens(const Side& side, const Rows& rows)
-      : first(static_cast<const uint16_t*>(side.segments[0].data) + rows.batch * side.segments[0].batch_stride +
-              rows.head * side.segments[0].head_stride),
-        start(static_cast<int>(side.segments[0].start)),
-        stride(static_cast<int>(side.segments[0].token_stride)) {}
+  // The newest ones: in one segment.
+  KVCACHE_DEVICE static ExactTokens newest(const Side& side, const Rows& rows) {
+    const Segment& segment = side.segments[0];
+    return {static_cast<const uint16_t*>(segment.data) + rows.batch * segment.batch_stride +
+                rows.head * segment.head_stride,
+            static_cast<int>(segment.start), static_cast<int>(segment.token_stride)};
+  }
+  // Sinks, from slot `start` on.
+  KVCACHE_DEVICE static ExactTokens sinks(const Side& side, const Rows& rows, int heads, int start) {
+    const int64_t row = (static_cast<int64_t>(rows.batch) * heads + rows.head) * side.sink_length;
+    return {static_cast<const uint16_t*>(side.sinks) + row * side.head_dim, start, side.head_dim};
+  }
   // How far a slot's numbers lie from the first.
   KVCACHE_DEVICE int offset(int slot) const { return (slot - start) * stride; }
 };
 
-// Slots [first, last) of a block, counted from its start.
+// Slots [first, last) of 64, counted from the first of these.
 struct SlotRange {
   int start, first, last;
 
@@ -38,11 +46,10 @@ KVCACHE_DEVICE void multiply_exact(float (&c)[4], const uint32_t (&a)[4], uint32
 
 // q.k in units of log 2, of the query rows 8n + 2t and the next: `c` is [column][tile].
 template <bool kIsHalf, int kColumns>
-KVCACHE_DEVICE void exact_key_products(const AttentionArguments& a, const Rows& rows, const SlotRange& slots,
-                                       float (&c)[kColumns][4][4]) {
+KVCACHE_DEVICE void exact_key_products(const AttentionArguments& a, const Rows& rows, const ExactTokens& keys,
+                                       const SlotRange& slots, float (&c)[kColumns][4][4]) {
   constexpr int kAtOnce = 2;  // tiles whose numbers are on the way
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  const ExactTokens keys(a.key, rows);
   const uint16_t* queries[kColumns];
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
@@ -126,11 +133,10 @@ KVCACHE_DEVICE void split_weights(uint32_t pair, uint32_t& high, uint32_t& low) 
 // o[column][chunk] += values * weights; values of slots that no row sees may be anything. One that is not finite
 // reaches all rows if any of them sees its slot, as in dense attention with a mask.
 template <bool kIsHalf, int kColumns, int kTiles>
-KVCACHE_DEVICE void exact_value_products(const AttentionArguments& a, const Rows& rows, const SlotRange& slots,
+KVCACHE_DEVICE void exact_value_products(const AttentionArguments& a, const ExactTokens& values, const SlotRange& slots,
                                          const uint2* weights, uint32_t seen, float (&o)[kColumns][kTiles][4]) {
   constexpr int kAtOnce = 8;  // chunks whose numbers are on the way
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  const ExactTokens values(a.value, rows);
 #pragma unroll 1
   for (int k = 0; k < 4; ++k) {
     int tokens[4];

@@ -7,11 +7,26 @@
 
 namespace kvcache {
 
+// What of the copies of a unit is always the same.
+template <typename Visit>
+KVCACHE_BOTH void visit_unit(UnitCopy& copy, int codes_offset, int code_bytes, int bytes, int swizzle, Visit& visit) {
+  visit(copy.codes_offset, codes_offset);
+  visit(copy.code_bytes, code_bytes);
+  visit(copy.bytes, bytes);
+  visit(copy.swizzle, swizzle);
+  static_assert(UnitCopy::kSteps == 4, "as many as are visited");
+  visit(copy.step_bits[0], swizzle_bits(0, swizzle));
+  visit(copy.step_bits[1], swizzle_bits(UnitCopy::kStepBytes, swizzle));
+  visit(copy.step_bits[2], swizzle_bits(2 * UnitCopy::kStepBytes, swizzle));
+  visit(copy.step_bits[3], swizzle_bits(3 * UnitCopy::kStepBytes, swizzle));
+  visit(copy.further_bits, swizzle_bits(4 * UnitCopy::kStepBytes, swizzle));
+}
+
 // 128 channels: of `kBits`, in KIVI's groups of `kGroup` tokens (keys) and channels (values), or, if that is 0, with
 // one scale for all channels of a token. `kRotated`: keys still need the rotation inside their block.
 template <int kBits, int kFormat, int kGroup, bool kRotated = false>
 struct Known {
-  static constexpr bool kIsKnown = true, kIsRotated = kRotated;
+  static constexpr bool kIsKnown = true, kIsRotated = kRotated, kMayHaveSinks = false;
   static constexpr int kNbits = kBits, kKind = kFormat;
   static constexpr int kKeyRows = kGroup > 0 ? kBlockTokens / kGroup : 0;  // of metadata per channel in a block
   static constexpr int kChannels = 128, kChunks = kChannels / 16;
@@ -74,18 +89,57 @@ struct Known {
   }
   template <typename Visit>
   KVCACHE_BOTH static void visit_copy(UnitCopy& copy, int codes_offset, int swizzle, Visit& visit) {
-    visit(copy.codes_offset, codes_offset);
-    visit(copy.code_bytes, kCodes);
-    visit(copy.bytes, kUnit);
-    visit(copy.swizzle, swizzle);
+    visit_unit(copy, codes_offset, kCodes, kUnit, swizzle, visit);
     visit(copy.scale, kCodes);
     if (kFields == 2) visit(copy.minimum, kCodes + kMetadata);
-    static_assert(UnitCopy::kSteps == 4, "as many as are visited");
-    visit(copy.step_bits[0], swizzle_bits(0, swizzle));
-    visit(copy.step_bits[1], swizzle_bits(UnitCopy::kStepBytes, swizzle));
-    visit(copy.step_bits[2], swizzle_bits(2 * UnitCopy::kStepBytes, swizzle));
-    visit(copy.step_bits[3], swizzle_bits(3 * UnitCopy::kStepBytes, swizzle));
-    visit(copy.further_bits, swizzle_bits(4 * UnitCopy::kStepBytes, swizzle));
+  }
+};
+
+// KVQuant's, of 128 channels and `kBits` on both sides: keys are codes alone, values have a scale and an offset per
+// token. A unit has room for either.
+template <int kBits>
+struct KnownLevels {
+  static constexpr bool kIsKnown = true, kIsRotated = false, kMayHaveSinks = true;
+  static constexpr int kNbits = kBits;
+  static constexpr int kChannels = 128, kChunks = kChannels / 16;
+  static constexpr int kCodes = kBlockTokens * kChannels * kBits / 8, kField = 2 * kBlockTokens;
+  static constexpr int kUnit = kCodes + 2 * kField;
+  static constexpr int kSlots = kBits == 2 ? 3 : 2;  // units of a warp: as many as leave room for kResident
+  static constexpr int kKeySwizzle = 3, kValueSwizzle = kBits == 4 ? 4 : 3;
+  static constexpr int kResident = 3;  // thread blocks on a multiprocessor, by its registers and shared memory
+  static_assert(kUnit % 128 == 0, "units lie next to each other in shared memory");
+
+  template <typename Visit>
+  KVCACHE_BOTH static void visit(AttentionArguments& a, Visit& visit) {
+    visit(a.records.record_bytes, kCodes + kUnit);
+    visit_side(a.key, 0, visit);
+    visit(a.key.scale_offset, -1);
+    visit(a.key.minimum_offset, -1);
+    visit(a.key.cos, nullptr);
+    visit_side(a.value, kCodes, visit);
+    visit(a.value.scale_offset, 2 * kCodes);
+    visit(a.value.minimum_offset, 2 * kCodes + kField);
+    visit(a.value.group_tokens, 1);
+    visit(a.value.width, 1);
+    visit(a.value.cos, nullptr);
+    visit_unit(a.key_copy, 0, kCodes, kCodes, kKeySwizzle, visit);
+    visit_unit(a.value_copy, kCodes, kCodes, kUnit, kValueSwizzle, visit);
+    visit(a.value_copy.scale, kCodes);
+    visit(a.value_copy.minimum, kCodes + kField);
+    visit(a.unit_bytes, kUnit);
+    visit(a.key_steps, kChunks);
+    visit(a.value_chunks, kChunks);
+  }
+
+ private:
+  template <typename Visit>
+  KVCACHE_BOTH static void visit_side(Side& side, int codes_offset, Visit& visit) {
+    visit(side.nbits, kBits);
+    visit(side.format, kNonUniform);
+    visit(side.head_dim, kChannels);
+    visit(side.padded_dim, kChannels);
+    visit(side.codes_offset, codes_offset);
+    visit(side.factors, nullptr);
   }
 };
 
@@ -103,6 +157,9 @@ using Kivi2 = Known<2, kAffine, 32>;
 using Kivi4Rotated = Known<4, kAffine, 32, true>;
 using Kivi4WideRotated = Known<4, kAffine, 64, true>;
 using Kivi2Rotated = Known<2, kAffine, 32, true>;
+using KVQuant2 = KnownLevels<2>;
+using KVQuant3 = KnownLevels<3>;
+using KVQuant4 = KnownLevels<4>;
 
 struct Setting {
   template <typename Field, typename Value>
@@ -126,6 +183,11 @@ KVCACHE_BOTH AttentionArguments as_known(AttentionArguments a) {
   const Setting visit;
   Format::visit(a, visit);
   a.sink_splits = a.general_splits = 0;
+  if (Format::kMayHaveSinks) {
+    a.mixed_end = a.mixed_begin;
+  } else {
+    a.sink_units = 0;
+  }
   a.unit_slots = Format::kSlots;
   a.warp_bytes = Format::kSlots * Format::kUnit;
   if (Format::kIsRotated && a.key.cos == nullptr) __builtin_unreachable();

@@ -17,9 +17,12 @@ int attend_kivi_2(const AttentionArguments& a, int batch, void* stream);
 int attend_kivi_4_rotated(const AttentionArguments& a, int batch, void* stream);
 int attend_kivi_4_wide_rotated(const AttentionArguments& a, int batch, void* stream);
 int attend_kivi_2_rotated(const AttentionArguments& a, int batch, void* stream);
+int attend_kvquant_2(const AttentionArguments& a, int batch, void* stream);
+int attend_kvquant_3(const AttentionArguments& a, int batch, void* stream);
+int attend_kvquant_4(const AttentionArguments& a, int batch, void* stream);
 int attend_16_rows(const AttentionArguments& a, int batch, void* stream);
 int attend_8_rows_wide(const AttentionArguments& a, int batch, void* stream);  // of up to 256
-int attend_levels(const AttentionArguments& a, int batch, void* stream);       // KVQuant, of up to 128 channels
+int attend_levels(const AttentionArguments& a, int batch, void* stream);       // any KVQuant, of up to 128 channels
 int attend_levels_wide(const AttentionArguments& a, int batch, void* stream);
 int attend_general_rows(const AttentionArguments& a, int batch, void* stream);
 int merge_rows(const AttentionArguments& a, int batch, void* stream);

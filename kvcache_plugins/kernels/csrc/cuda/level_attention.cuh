@@ -1,5 +1,6 @@
 // Decode attention over whole packed blocks of KVQuant by tensor cores, for bf16 and fp16 queries: as
-// fast_attention.cuh, of 8 query rows, with products of its own (level_keys.cuh, level_values.cuh).
+// fast_attention.cuh, of 8 query rows, with products of its own (level_keys.cuh, level_values.cuh). The kernels of
+// known_formats.h attend to the newest slots and to the sinks as well.
 #pragma once
 
 #include "fast_attention.cuh"
@@ -48,18 +49,19 @@ KVCACHE_DEVICE void prepare_level_rows(const AttentionArguments& a, const Rows& 
   }
 }
 
-// Frequencies as fractions of a turn, the turns of 64 tokens, both tables of levels, patches of zeros.
+// Frequencies of half a slot as fractions of a turn, turns, both tables of levels, patches of zeros.
 KVCACHE_DEVICE void prepare_level_tables(const AttentionArguments& a, uint8_t* shared, const LevelMemory& memory) {
   const int thread = static_cast<int>(threadIdx.x), pairs = a.key.head_dim / 2;
   uint64_t* frequencies = reinterpret_cast<uint64_t*>(shared + memory.frequencies);
   for (int i = thread; i < pairs; i += kThreads) {
     const bool is_rotating = a.key.inv_freq != nullptr && 2 * i < a.key.rotary_dim;
-    const double turns = is_rotating ? a.key.inv_freq[i] * 0.15915494309189533577 : 0.0;
+    const double turns = is_rotating ? a.key.inv_freq[i] * (0.5 * 0.15915494309189533577) : 0.0;
     frequencies[i] = static_cast<uint64_t>((turns - floor(turns)) * 18446744073709551616.0);
   }
   for (int i = thread; i < 32; i += kThreads) {
-    const Side& side = i < 16 ? a.key : a.value;
-    const uint16_t bits = i % 16 < 1 << side.nbits ? float_half(side.levels[i % 16]) : 0;
+    const int nbits = i < 16 ? a.key.nbits : a.value.nbits;
+    const float* const numbers = i < 16 ? a.key.levels : a.value.levels;
+    const uint16_t bits = i % 16 < 1 << nbits ? float_half(numbers[i % 16]) : 0;
     uint8_t* table = shared + memory.levels + i / 16 * kLevelBytes + i % 16;
     table[0] = static_cast<uint8_t>(bits);
     table[16] = static_cast<uint8_t>(bits >> 8);
@@ -68,17 +70,57 @@ KVCACHE_DEVICE void prepare_level_tables(const AttentionArguments& a, uint8_t* s
   for (int i = thread; i < kWarps * memory.patch_bytes / 4; i += kThreads) patches[i] = 0;
   block_barrier();
   uint32_t* turns = reinterpret_cast<uint32_t*>(shared + memory.turns);
-  for (int i = thread; i < kBlockTokens * pairs; i += kThreads) {
-    const int token = i / pairs, pair = i % pairs;
-    turns[token / 2 * memory.turn_row * 4 + 2 * pair + token % 2] =
-        turn_pair(frequencies[pair] * static_cast<uint64_t>(token));
+  for (int i = thread; i < 2 * kTurnRows * pairs; i += kThreads) {
+    const int distance = i / pairs, pair = i % pairs;
+    turns[distance / 2 * memory.turn_row * 4 + 2 * pair + distance % 2] =
+        turn_pair(frequencies[pair] * static_cast<uint64_t>(2 * distance + 1));
   }
 }
 
-// One split: a range of whole packed blocks, every fourth of them per warp.
-template <int kTiles>
+// Slots of a block that are sinks, which are attended to by themselves.
+struct HiddenSinks {
+  int first, last;  // counted from the block's start, and perhaps beyond it
+
+  KVCACHE_DEVICE HiddenSinks(const AttentionArguments& a, int batch, int block) {
+    const SlotRange sinks = packed_sinks(a, batch);
+    first = sinks.start - block * kBlockTokens;
+    last = first + sinks.last;
+  }
+  KVCACHE_DEVICE bool has(int slot) const { return slot >= first && slot < last; }
+  // Blocks from here on have none.
+  KVCACHE_DEVICE static int end_block(const AttentionArguments& a, int batch) {
+    const SlotRange sinks = packed_sinks(a, batch);
+    return (sinks.start + sinks.last + kBlockTokens - 1) / kBlockTokens;
+  }
+};
+
+KVCACHE_DEVICE void hide_sinks(const HiddenSinks& sinks, float (&c)[4][4]) {
+  const int g = static_cast<int>(threadIdx.x) % 32 / 4;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (sinks.has(16 * k + 2 * g + i / 2)) c[k][i] = -infinity();
+    }
+  }
+}
+
+// Sets their scales and offsets in a unit of values to zero: a weight of zero would not undo what is not a number.
+KVCACHE_DEVICE void clear_sinks(const HiddenSinks& sinks, uint8_t* scale, uint8_t* offset) {
+  for (int slot = static_cast<int>(threadIdx.x) % 32; slot < kBlockTokens; slot += 32) {
+    if (!sinks.has(slot)) continue;
+    reinterpret_cast<uint16_t*>(scale)[slot] = 0;
+    reinterpret_cast<uint16_t*>(offset)[slot] = 0;
+  }
+  warp_barrier();
+}
+
+// One split: a range of units, whole packed blocks first, of which every fourth is a warp's. `Format`: one of
+// known_formats.h, or any.
+template <int kTiles, typename Format = AnyFormat>
 KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& rows, uint8_t* shared, int split,
                                        int place) {
+  constexpr bool kIsKnown = Format::kIsKnown;
   constexpr int kEntries = kTiles == 8 ? 4 : 6;  // 128 or 192 in a warp: 1 in 100 numbers is 82 or 164
   const int warp = static_cast<int>(threadIdx.x) / 32, heads = a.records.heads, pairs = a.key.head_dim / 2;
   const LevelMemory memory(a);
@@ -86,23 +128,21 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   prepare_level_tables(a, shared, memory);
   block_barrier();
 
-  UnitRing<false> ring(a, rows, shared, SplitUnits(a, split));
+  UnitRing<kIsKnown> ring(a, rows, shared, SplitUnits(a, split));
   uint2* const weights = reinterpret_cast<uint2*>(shared + memory.weights) + warp * 128;
-  uint32_t* const angles = reinterpret_cast<uint32_t*>(shared + memory.angles + warp * FastMemory::aligned(4 * pairs));
+  uint2* const angles = reinterpret_cast<uint2*>(shared + memory.angles + warp * FastMemory::aligned(8 * pairs));
   const uint64_t* const frequencies = reinterpret_cast<const uint64_t*>(shared + memory.frequencies);
   const float* const row_scale = reinterpret_cast<const float*>(shared + memory.row_scale);
-  const int64_t position = a.key.positions != nullptr ? a.key.positions[rows.batch] : 0;
 
   LevelKeyUnit key{};
   key.table = shared + memory.levels;
   key.queries = reinterpret_cast<const uint4*>(shared + memory.queries);
   key.turns = reinterpret_cast<const uint4*>(shared + memory.turns);
   key.turn_row = memory.turn_row;
-  key.angles = angles;
+  key.angles = reinterpret_cast<const uint4*>(angles);
   key.patches = shared + memory.patches + warp * memory.patch_bytes;
   key.steps = a.key_steps;
   key.dim = a.key.head_dim;
-  key.swizzle = a.key_copy.swizzle;
   key.interleaved = a.key.interleaved != 0;
   LevelValueUnit value{};
   value.table = key.table + kLevelBytes;
@@ -122,36 +162,47 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   OutlierBounds key_bounds(a.key, rows, heads, ring.begin, ring.begin < ring.end);
   OutlierBounds value_bounds(a.value, rows, heads, ring.begin, ring.begin < ring.end);
   OutlierList<kEntries> of_keys, of_values;
-  of_keys.load(a.key, key_bounds);
-  for (int block = ring.begin; block < ring.end; block += kWarps) {
-    const bool is_left_out = holds_sinks(a, rows.batch, block), has_next = block + kWarps < ring.end;
+  of_keys.load(a.key, rows, ring.begin, key_bounds);
+  const int sinks_end = kIsKnown && a.sink_units > 0 ? HiddenSinks::end_block(a, rows.batch) : 0;
+  int block = ring.begin;
+  for (; block < ring.end; block += kWarps) {
+    const bool is_left_out = !kIsKnown && holds_sinks(a, rows.batch, block), has_next = block + kWarps < ring.end;
     key_bounds = OutlierBounds(a.key, rows, heads, block + kWarps, has_next);
-    const int64_t start = static_cast<int64_t>(block) * kBlockTokens;
-    turn_block(frequencies, start + position, pairs, angles);
-    key.codes = ring.next<true>(block);  // its barrier also shows every lane the angles
+    const int64_t first = a.key.positions != nullptr ? a.key.positions[rows.batch] : 0;  // of slot 0
+    turn_block(frequencies, first + static_cast<int64_t>(block) * kBlockTokens, pairs, angles);
+    key.codes = ring.template next<true>(block);  // its barrier also shows every lane the angles
     if (!is_left_out) {
       float products[1][4][4] = {};
-      multiply_level_keys(a.key, key, of_keys, products[0]);
-      of_values.load(a.value, value_bounds);
+      multiply_level_keys<Format>(a.key, key, of_keys, products[0]);
+      of_values.load(a.value, rows, block, value_bounds);
       scale_rows(row_scale, products);
-      if (block < a.plain_begin || block >= a.plain_end) adjust(a, block, a.tokens_of(block), products);
+      if (block < a.plain_begin || block >= a.plain_end) adjust(a, block * kBlockTokens, a.tokens_of(block), products);
+      if (block < sinks_end) hide_sinks(HiddenSinks(a, rows.batch, block), products[0]);
       weigh<true>(products, state, weights);
     }
-    of_keys.load(a.key, key_bounds);
+    of_keys.load(a.key, rows, block + kWarps, key_bounds);
     value_bounds = OutlierBounds(a.value, rows, heads, block + kWarps, has_next);
-    value.unit.codes = ring.next<false>(block);  // its barrier also shows every lane the weights
+    uint8_t* const codes = ring.template next<false>(block);  // its barrier also shows every lane the weights
+    value.unit.codes = codes;
     if (!is_left_out) {
-      value.unit.scale = value.unit.codes + a.value_copy.scale;
-      value.unit.minimum = value.unit.codes + a.value_copy.minimum;
+      value.unit.scale = codes + a.value_copy.scale;
+      value.unit.minimum = codes + a.value_copy.minimum;
+      if (block < sinks_end)
+        clear_sinks(HiddenSinks(a, rows.batch, block), codes + a.value_copy.scale, codes + a.value_copy.minimum);
       value.unit.shrink = state.raise_exponent(needed_exponent(value.unit, of_values.largest()));
-      multiply_level_values(a.value, value, of_values, state.output[0], state.minima[0]);
+      multiply_level_values<Format>(a.value, value, of_values, state.output[0], state.minima[0]);
     }
   }
   copy_wait<0>();
   move_minima(value.unit, state, [](int) { return 1.0f; });
   const float grow = bits_float(static_cast<uint32_t>(127 + state.exponent) << 23);
   state.template scale<true>(0, grow, grow);
-  merge_warps(a, rows, nullptr, shared, state, place);
+  const Rows mine = Rows::mine_again(a);
+  if constexpr (kIsKnown) {
+    const int unit = block - a.fast_begin;  // the first of this warp's that is no packed block
+    attend_exact(a, mine, unit, SplitUnits(a, opaque(split)).last, state, weights, [](int, float(&)[1][4][4]) {});
+  }
+  merge_warps(a, mine, nullptr, shared, state, place);
 }
 
 }  // namespace kvcache

@@ -12,6 +12,7 @@
 namespace kvcache {
 
 constexpr int kLevelBytes = 32;  // of a table: 16 lower bytes, 16 upper ones
+constexpr int kTurnRows = kBlockTokens / 4;  // of the turns of half a block, two tokens each
 
 template <int kBits>
 struct LevelTable {
@@ -106,8 +107,8 @@ struct LevelMemory {
     levels = frequencies + FastMemory::aligned(8 * pairs);
     turns = levels + FastMemory::aligned(2 * kLevelBytes);
     turn_row = pairs / 2 + 4;
-    angles = turns + kBlockTokens / 2 * turn_row * 16;
-    weights = angles + kWarps * FastMemory::aligned(4 * pairs);
+    angles = turns + kTurnRows * turn_row * 16;
+    weights = angles + kWarps * FastMemory::aligned(8 * pairs);
     patches = weights + kWarps * 1024;
     // two steps of the keys, a tile of the values
     patch_bytes = a.key.outliers == nullptr && a.value.outliers == nullptr ? 0

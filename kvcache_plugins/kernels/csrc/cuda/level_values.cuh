@@ -1,7 +1,7 @@
 // p.v of 64 packed tokens on the tensor core, by one warp, where values are levels of a table with a scale and an
 // offset per token, and outliers beside them. Scales are multiplied into the weights and offsets are one more row, as
-// in fast_values.cuh. By count, not measured: 2.3 instructions per code of 2 bits, 2.8 of 3, 3.8 of 4; 1.1 more where
-// one number in a hundred is an outlier.
+// in fast_values.cuh. By count in the machine code for sm_90, not measured, of 128 channels: 2.0 instructions per code
+// of 2 bits, 2.7 of 3, 3.5 of 4; 0.6 more where one number in a hundred is an outlier.
 #pragma once
 
 #include "fast_values.cuh"
@@ -28,21 +28,30 @@ KVCACHE_DEVICE int needed_exponent(const ValueUnit& unit, uint32_t listed) {
   return exponent < -14 ? -14 : exponent > 14 ? 14 : exponent;
 }
 
+// How the chunks of a token fill words: whole ones, a power of two of them; whole ones; a multiple of four chunks; or
+// anyhow.
+enum class Words { kPower, kWhole, kFours, kAny };
+
 // Codes of four chunks for the tokens of a quad, where words begin with a first chunk or, of 2 and 3 bits, with one of
 // four.
-template <int kBits>
+template <int kBits, Words kWords>
 struct LevelChunks {
   static constexpr int kGroups = LevelWord<kBits>::kGroups;
   LevelWord<kBits> words[4];  // of a[0] .. a[3]
 
-  // `group`: of four chunks, of all that the quad's tokens have; an even one, or a word holds only one.
-  KVCACHE_DEVICE void load(const ValueUnit& unit, int quad, int group, int g) {
+  // Of quad 4k + t. `group`: of four chunks, of all that its tokens have; an even one, or a word holds only one.
+  KVCACHE_DEVICE void load(const ValueUnit& unit, int k, int t, int group, int g) {
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
-      const int word = ((2 * quad + pair) * (unit.chunks / 4) + group) / kGroups;
-      const uint2 codes = load_8(unit.codes, word * 64 + 8 * g, unit.swizzle);
+      int first = 0, word = ((2 * (4 * k + t) + pair) * (unit.chunks / 4) + group) / kGroups;
+      if (kWords == Words::kPower) {
+        const int count = unit.chunks / 4 / kGroups;  // of a token pair
+        first = 8 * k * count;
+        word = (2 * t + pair) * count + group / kGroups;
+      }
+      const uint2 codes = load_word(unit, first, word, g);
       uint2 high{0, 0};
-      if (kBits == 3) high = load_8(unit.codes, unit.chunks * 4 * kBlockTokens + word / 2 * 64 + 8 * g, unit.swizzle);
+      if (kBits == 3) high = load_word(unit, unit.chunks * 4 + first / 2, word / 2, g);
       words[2 * pair].load(codes.x, high.x, word % 2);
       words[2 * pair + 1].load(codes.y, high.y, word % 2);
     }
@@ -52,6 +61,14 @@ struct LevelChunks {
     words[1].decode(table, low, a[1]);
     words[2].decode(table, high, a[2]);
     words[3].decode(table, high, a[3]);
+  }
+
+ private:
+  // Word `first + word`; of a power of two of words both have no bit in common, and only the first depends on the tile.
+  KVCACHE_DEVICE static uint2 load_word(const ValueUnit& unit, int first, int word, int g) {
+    if (kWords != Words::kPower) return load_8(unit.codes, (first + word) * 64 + 8 * g, unit.swizzle);
+    const int spread = swizzled(word * 64 + 8 * g, unit.swizzle);
+    return *reinterpret_cast<const uint2*>(unit.codes + swizzled_step(first * 64, spread, unit.swizzle));
   }
 };
 
@@ -78,10 +95,7 @@ KVCACHE_DEVICE void write_value_patch(const LevelValueUnit& value, const Outlier
   warp_barrier();
 }
 
-// How the chunks of a token fill words: whole ones, a multiple of four chunks, or anyhow.
-enum class Words { kWhole, kFours, kAny };
-
-template <int kBits, Words kWords, int kEntries, int kTiles>
+template <int kBits, Words kWords, int kUnroll, int kEntries, int kTiles>
 KVCACHE_DEVICE void level_value_products(const LevelValueUnit& value, const OutlierList<kEntries>& list,
                                          float (&o)[kTiles][4], float (&minima)[4]) {
   const ValueUnit& unit = value.unit;
@@ -90,7 +104,7 @@ KVCACHE_DEVICE void level_value_products(const LevelValueUnit& value, const Outl
   PatchEntry entries[kEntries];
 #pragma unroll
   for (int i = 0; i < kEntries; ++i) entries[i] = value_patch(value, list.entries[i], list.has(i));
-#pragma unroll 1
+#pragma unroll kUnroll
   for (int k = 0; k < 4; ++k) {
     const int quad = 4 * k + t;
     const uint2 plain = unit.weights[k * 32 + lane];
@@ -100,16 +114,17 @@ KVCACHE_DEVICE void level_value_products(const LevelValueUnit& value, const Outl
     multiply_accumulate(minima, g == 0 ? half2_multiply(offset.x, unit.shrink) : 0, 0,
                         g == 0 ? half2_multiply(offset.y, unit.shrink) : 0, 0, plain.x, plain.y);
     if (kWords != Words::kAny) {
-      LevelChunks<kBits> codes{};
+      using Chunks = LevelChunks<kBits, kWords>;
+      Chunks codes{};
 #pragma unroll
       for (int group = 0; group < kTiles / 4; ++group) {
         if (4 * group < unit.chunks) {
           uint32_t a[4][4];
-          if (kWords == Words::kWhole) {
-            if (group % LevelChunks<kBits>::kGroups == 0) codes.load(unit, quad, group, g);
-            codes.decode(table, group % LevelChunks<kBits>::kGroups, group % LevelChunks<kBits>::kGroups, a);
+          if (kWords != Words::kFours) {
+            if (group % Chunks::kGroups == 0) codes.load(unit, k, t, group, g);
+            codes.decode(table, group % Chunks::kGroups, group % Chunks::kGroups, a);
           } else {  // an odd number of groups per token: those of the pairs lie in different halves
-            codes.load(unit, quad, group, g);
+            codes.load(unit, k, t, group, g);
             codes.decode(table, group % 2, (group + 1) % 2, a);
           }
 #pragma unroll
@@ -145,16 +160,17 @@ KVCACHE_DEVICE void level_value_products(const LevelValueUnit& value, const Outl
 template <int kBits, int kEntries, int kTiles>
 KVCACHE_DEVICE void level_value_products(const LevelValueUnit& value, const OutlierList<kEntries>& list,
                                          float (&o)[kTiles][4], float (&minima)[4]) {
-  if (value.unit.chunks % 4 != 0) return level_value_products<kBits, Words::kAny>(value, list, o, minima);
+  if (value.unit.chunks % 4 != 0) return level_value_products<kBits, Words::kAny, 1>(value, list, o, minima);
   if (kBits < 4 && value.unit.chunks % 8 != 0)
-    return level_value_products<kBits, (kBits < 4) ? Words::kFours : Words::kWhole>(value, list, o, minima);
-  return level_value_products<kBits, Words::kWhole>(value, list, o, minima);
+    return level_value_products<kBits, (kBits < 4) ? Words::kFours : Words::kWhole, 1>(value, list, o, minima);
+  return level_value_products<kBits, Words::kWhole, 1>(value, list, o, minima);
 }
 
-template <int kEntries, int kTiles>
+template <typename Format, int kEntries, int kTiles>
 KVCACHE_DEVICE void multiply_level_values(const Side& side, const LevelValueUnit& value,
                                           const OutlierList<kEntries>& list, float (&o)[kTiles][4],
                                           float (&minima)[4]) {
+  if constexpr (Format::kIsKnown) return level_value_products<Format::kNbits, Words::kPower, 2>(value, list, o, minima);
   if (side.nbits == 2) return level_value_products<2>(value, list, o, minima);
   if (side.nbits == 3) return level_value_products<3>(value, list, o, minima);
   return level_value_products<4>(value, list, o, minima);

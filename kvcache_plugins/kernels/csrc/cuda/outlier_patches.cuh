@@ -11,19 +11,18 @@
 
 namespace kvcache {
 
-// Where the list of a block and head begins and ends.
+// Where the list of a block and head begins and ends, in a register.
 struct OutlierBounds {
-  const int32_t* list = nullptr;
-  int first = 0, last = 0;
+  uint32_t bounds = 0;
 
   KVCACHE_DEVICE OutlierBounds(const Side& side, const Rows& rows, int heads, int64_t block, bool is_there) {
     if (side.outliers == nullptr || !is_there) return;
     const int64_t place = rows.batch * side.outlier_blocks + block;
-    const int16_t* bounds = side.outlier_starts + place * (heads + 1) + rows.head;
-    list = side.outliers + place * side.outlier_capacity;
-    first = bounds[0];
-    last = bounds[1];
+    const int16_t* starts = side.outlier_starts + place * (heads + 1) + rows.head;
+    bounds = static_cast<uint16_t>(starts[0]) | static_cast<uint32_t>(static_cast<uint16_t>(starts[1])) << 16;
   }
+  KVCACHE_DEVICE int first() const { return static_cast<int16_t>(bounds); }
+  KVCACHE_DEVICE int last() const { return static_cast<int16_t>(bounds >> 16); }
 };
 
 // A block's list, of one head.
@@ -33,11 +32,11 @@ struct OutlierList {
   int first, last;
   int32_t entries[kEntries];
 
-  // Asks for the entries. Whatever the tensors hold, what is read lies inside of them.
-  KVCACHE_DEVICE void load(const Side& side, const OutlierBounds& bounds) {
-    list = bounds.list;
-    first = bounds.first;
-    last = first < 0 || bounds.last > side.outlier_capacity ? first : bounds.last;
+  // Asks for the entries of `block`. Whatever the tensors hold, what is read lies inside of them.
+  KVCACHE_DEVICE void load(const Side& side, const Rows& rows, int64_t block, const OutlierBounds& bounds) {
+    list = side.outliers + (rows.batch * side.outlier_blocks + block) * side.outlier_capacity;
+    first = bounds.first();
+    last = first < 0 || bounds.last() > side.outlier_capacity ? first : bounds.last();
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int i = 0; i < kEntries; ++i) entries[i] = first + 32 * i + lane < last ? list[first + 32 * i + lane] : 0;

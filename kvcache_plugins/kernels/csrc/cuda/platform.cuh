@@ -126,6 +126,12 @@ KVCACHE_DEVICE int opaque(int number) {
   __builtin_assume(number >= 0);  // or its quarter would take four instructions
   return number;
 }
+// An address in device memory, of which the compiler may have lost sight.
+template <typename Number>
+KVCACHE_DEVICE const Number* device_memory(const Number* address) {
+  __builtin_assume(__isGlobal(address));
+  return address;
+}
 KVCACHE_DEVICE int opaque_lane() { return opaque(static_cast<int>(threadIdx.x) % 32); }
 KVCACHE_DEVICE void warp_barrier() { __syncwarp(); }
 KVCACHE_DEVICE void block_barrier() { __syncthreads(); }

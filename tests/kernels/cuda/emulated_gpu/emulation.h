@@ -63,6 +63,10 @@ void wait_for_copies(int pending);
 
 namespace kvcache {
 
+template <typename Number>
+inline const Number* device_memory(const Number* address) {
+  return address;
+}
 inline int opaque(int number) { return number; }
 inline int opaque_lane() { return static_cast<int>(threadIdx.x) % 32; }
 void warp_barrier();

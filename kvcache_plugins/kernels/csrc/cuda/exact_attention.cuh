@@ -1,0 +1,87 @@
+// Attention of a warp to what is not packed, by tensor cores, as units of which it takes every fourth: the newest
+// slots, and sinks.
+#pragma once
+
+#include "exact_tokens.cuh"
+#include "warp_state.cuh"
+
+namespace kvcache {
+
+// The sinks of a row that lie among the packed slots, counted from the first of them; none may be left.
+KVCACHE_DEVICE SlotRange packed_sinks(const AttentionArguments& a, int batch) {
+  const int64_t start = a.records.sink_start != nullptr ? a.records.sink_start[batch] : 0;
+  if (start >= a.fast_stop) return {0, 0, 0};  // rows without sinks have them far away
+  const int64_t left = a.fast_stop - start;
+  return {static_cast<int>(start), 0, a.key.sink_length < left ? a.key.sink_length : static_cast<int>(left)};
+}
+
+// Units beyond the packed blocks.
+struct ExactUnit {
+  bool is_mixed, are_sinks;  // keys are packed; all of them sinks
+  int block;                 // of packed keys
+  SlotRange slots;
+
+  KVCACHE_DEVICE ExactUnit(const AttentionArguments& a, const Rows& rows, int unit) {
+    const int mixed = a.mixed_end - a.mixed_begin, further = unit - a.packed_units();
+    is_mixed = further < mixed;
+    are_sinks = a.sink_units > 0 && further == a.exact_units() - 1;
+    block = is_mixed ? a.mixed_begin + further : a.exact_begin + further - mixed;
+    if (are_sinks) {
+      slots = packed_sinks(a, rows.batch);
+      return;
+    }
+    slots.start = block * kBlockTokens;
+    const int low = static_cast<int>(is_mixed ? a.fast_stop : a.exact_start) - slots.start;
+    const int high = static_cast<int>(is_mixed ? a.exact_start : a.length) - slots.start;
+    slots.first = low > 0 ? low : 0;
+    slots.last = high < kBlockTokens ? high : kBlockTokens;
+  }
+  KVCACHE_DEVICE ExactTokens tokens(const AttentionArguments& a, const Side& side, const Rows& rows) const {
+    ExactTokens found = are_sinks ? ExactTokens::sinks(side, rows, a.records.heads, slots.start)
+                                  : ExactTokens::newest(side, rows);
+    found.first = device_memory(found.first);
+    return found;
+  }
+  // Whether products are logits.
+  KVCACHE_DEVICE bool is_plain(const AttentionArguments& a) const {
+    return a.are_exact_plain != 0 && !(are_sinks && a.window > 0);
+  }
+};
+
+template <bool kIsHalf, int kColumns, int kTiles, typename Multiply>
+KVCACHE_DEVICE void attend_exact_in(const AttentionArguments& a, const Rows& rows, int unit, int last,
+                                 WarpState<kColumns, kTiles>& state, uint2* weights, Multiply multiply_mixed) {
+#pragma unroll 1
+  for (; unit < last; unit += kWarps) {
+    float products[kColumns][4][4] = {};
+    {
+      const ExactUnit now(a, rows, unit);
+      if (now.are_sinks && now.slots.last == 0) continue;
+      if (now.is_mixed) {
+        multiply_mixed(now.block, products);
+      } else {
+        exact_key_products<kIsHalf>(a, rows, now.tokens(a, a.key, rows), now.slots, products);
+      }
+      if (!now.is_plain(a)) adjust(a, now.slots.start, now.slots.last, products);
+    }
+    const ExactUnit now(a, rows, opaque(unit));  // worked out anew, which takes no registers meanwhile
+    const uint32_t seen = hide_others(now.slots, products);
+    weigh<false>(products, state, weights);
+    warp_barrier();  // every lane sees the weights
+    exact_value_products<kIsHalf>(a, now.tokens(a, a.value, rows), now.slots, weights, seen, state.output);
+    warp_barrier();  // and is done with them
+  }
+}
+
+// This warp's units from `unit` on; `multiply_mixed` multiplies packed keys. `state` holds what codes stand for.
+template <int kColumns, int kTiles, typename Multiply>
+KVCACHE_DEVICE void attend_exact(const AttentionArguments& a, const Rows& rows, int unit, int last,
+                                 WarpState<kColumns, kTiles>& state, uint2* weights, Multiply multiply_mixed) {
+  if (a.query_dtype == kFloat16) {
+    attend_exact_in<true>(a, rows, unit, last, state, weights, multiply_mixed);
+  } else {
+    attend_exact_in<false>(a, rows, unit, last, state, weights, multiply_mixed);
+  }
+}
+
+}  // namespace kvcache
