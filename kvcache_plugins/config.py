@@ -172,6 +172,11 @@ class BackendConfig:
     block_tokens: ClassVar[int] = 1
     per_cache: ClassVar[frozenset[str]] = frozenset({"skip_layers", "layer_overrides", "kernel", "offload"})
 
+    @property
+    def packs_single_tokens(self) -> bool:
+        """Whether single tokens can leave what is packed, so that evicting caches may use this as storage."""
+        return True
+
     def __post_init__(self) -> None:
         for option in fields(self):
             object.__setattr__(self, option.name, plain(getattr(self, option.name)))

@@ -51,7 +51,7 @@ _registered: dict[str, type[KVCache]] = {}
 
 def suggest(name: str, allowed: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the closest of `allowed`, or an empty string."""
-    close = difflib.get_close_matches(str(name).lower(), sorted(allowed), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name).lower(), sorted(allowed), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -99,7 +99,7 @@ def test_a_value_of_any_type_serves_or_is_refused_by_name(backend: str, option: 
         (
             "knorm",
             {"storage": {"backend": "hqq"}},
-            r"'hqq' is transformers' own.*QuantizedCache\('hqq'",
+            r"storage=.*'hqq'.*names no backend that can store. Allowed are .*'int8'",
         ),
         ("int8", {"max_cache_length": 9}, r"'max_cache_length' is not an option of Int8Config"),
         ("int8", {"model_or_config": 9}, r"'model_or_config' is not an option of Int8Config"),

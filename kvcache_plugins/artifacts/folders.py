@@ -42,14 +42,21 @@ def locate(
         revision (`str`, *optional*): Of the repository, if its id does not say.
 
     Raises:
-        ArtifactError: If it is neither a directory nor a repository that can be read.
+        ArtifactError: If it is neither a directory nor a repository that can be read, or a directory without
+            any of the files.
     """
-    folder = Path(name_or_path)
+    files, folder = tuple(files), Path(name_or_path)
     if folder.is_dir():
+        is_known = bool(files) and not any("*" in name for name in files)
+        if is_known and not any((folder / name).exists() for name in files):
+            is_model = " It is the folder of a model." if (folder / "config.json").is_file() else ""
+            raise ArtifactError(f"{option}={name_or_path!r} has none of the files {list(files)}.{is_model}")
         return folder
+    if name_or_path.startswith((".", "/", "~", "\\")):  # as no hub id begins
+        raise ArtifactError(f"{option}={name_or_path!r} is neither a directory nor a hub repository.")
     repo_id, _, tagged = name_or_path.partition("@")
     try:
-        return _downloaded(repo_id, tagged or revision, tuple(files))
+        return _downloaded(repo_id, tagged or revision, files)
     except Exception as error:  # the hub client raises many kinds; all mean the artifact cannot be had
         raise ArtifactError(
             f"{option}={name_or_path!r} is neither a directory nor a hub repository that can be read: {error}"

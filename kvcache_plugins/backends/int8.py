@@ -61,6 +61,10 @@ class Int8Config(BackendConfig):
             )
 
     @property
+    def packs_single_tokens(self) -> bool:
+        return self.granularity != "tensor" or self.calibration is not None
+
+    @property
     def sqnr_floor_db(self) -> float:
         # a static scale is that of the largest magnitude in a text, which few tokens come near
         return 39.5 if self.calibration is None else 30.0

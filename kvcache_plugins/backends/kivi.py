@@ -48,6 +48,10 @@ class KIVIConfig(BitsConfig):
     def tiny(cls) -> KIVIConfig:
         return cls(q_group_size=16, residual_length=32)
 
+    @property
+    def packs_single_tokens(self) -> bool:
+        return False  # keys of a group share a scale
+
 
 class KIVILayer(PackedLayer):
     """Keys `(R, 0)`, values `(1, R)`: see `layers.stream`."""

@@ -11,8 +11,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from ..errors import IncompatibleTransformersError, KernelUnavailableError, UnsupportedOperationError
+from ..registry import suggest
 
 __all__ = ["main"]
 
@@ -30,6 +32,24 @@ _USER_ERRORS = (
 )
 
 
+class _Parser(argparse.ArgumentParser):
+    """One that tells which it was, so that an error shows the usage of the command that was given."""
+
+    DESTINATION = "parser_of_command"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.set_defaults(**{self.DESTINATION: self})
+
+
+def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
+    """End with what a command does not know, and what may have been meant."""
+    known = [name.strip("-") for action in parser._actions for name in action.option_strings]
+    given = [word.split("=")[0].strip("-") for word in unknown if word.startswith("-")]
+    hint = suggest(given[0], known).replace("mean '", "mean '--") if given else ""  # dashes are alike in all
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}.{hint} `{parser.prog} --help` shows all.")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command.
 
@@ -41,13 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         error of the user and 130 for an interruption, each told in one line on the standard error stream.
             1 without a word where nobody reads what is shown any more.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvcache-plugins", description="Packed key-value caches for Hugging Face Transformers."
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in _COMMANDS:
         importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    of_command: argparse.ArgumentParser = vars(args).pop(_Parser.DESTINATION)
+    if unknown:
+        _refuse(of_command, unknown)
     try:
         status = int(args.run(args))
         if sys.stdout is not None:  # which it is where it was closed before the start

@@ -8,12 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ..config import BackendConfig, check_choice, check_flag, check_integer, plain
-from ..registry import get_backend
+from ..registry import get_backend, suggest
 from .pooling.stage import Pooling, read_pooling
 
-__all__ = ["POSITIONS", "EvictingConfig"]
+__all__ = ["POSITIONS", "STORAGES", "EvictingConfig"]
 
 POSITIONS = ("absolute", "compact")
+STORAGES = (
+    "Allowed are codes whose scale belongs to one token: 'int8' (granularity 'head', 'group', 'token'), "
+    "'int4', 'float8'; 'kvquant' with positions='compact'; or None, the model's dtype."
+)
+"""What an error says of the storages there are."""
 _STABILIZER_LENGTH = 128
 _LOCAL_LENGTH = 100
 _DECODE_SLACK = 64
@@ -119,14 +124,21 @@ class EvictingConfig(BackendConfig):
                 )
         if self.residual_length is not None:
             options["residual_length"] = self.residual_length
-        config_class = get_backend(options.pop("backend")).config_class
+        given = f"{type(self).__name__}.storage={dict(self.storage)!r}"
+        name = options.pop("backend")
+        try:
+            config_class = get_backend(name).config_class
+        except ValueError:
+            hint = suggest(name, ("int8", "int4", "float8", "kvquant"))
+            raise ValueError(f"{given} names no backend that can store.{hint} {STORAGES}") from None
         if issubclass(config_class, EvictingConfig):
             raise ValueError(
                 f"{type(self).__name__}.storage must name a backend that keeps every token, got "
-                f"{self.storage!r}. Allowed are those that pack each token by itself, such as 'int4', 'int8' "
-                "and 'float8'; 'kvquant' with positions='compact'; and None, the model's dtype."
+                f"{self.storage!r}. {STORAGES}"
             )
         found = config_class.from_dict(options)
+        if not found.packs_single_tokens:
+            raise ValueError(f"{given} cannot evict single tokens: several share their scales. {STORAGES}")
         if found.sink_length > self.sink_length:
             raise ValueError(
                 f"{type(self).__name__}.storage keeps {found.sink_length} sinks exact, of which sink_length="
@@ -203,9 +215,11 @@ class EvictingConfig(BackendConfig):
             return
         partial = self._block_tokens - 1
         missing = f", and {partial} that may be missing from whole blocks" if partial else ""
+        needed = " Where keys rotate, this storage needs positions='compact', too."
+        also = needed if partial and self.positions != "compact" else ""
         raise ValueError(
             f"{type(self).__name__}.budget must exceed what is protected: {self.sink_length} sinks and "
-            f"{newest} newest tokens ({name}){missing}; got a budget of {budget} tokens."
+            f"{newest} newest tokens ({name}){missing}; got a budget of {budget} tokens.{also}"
         )
 
     def _protected_in(self, budget: int) -> tuple[int, int, str]:

@@ -9,6 +9,7 @@ from ..layers.codec import SymmetricCodec
 from ..layers.stream import StreamSpec
 from ..quantizers.granularity import per_token_head
 from ..registry import get_backend
+from .options import STORAGES
 
 if TYPE_CHECKING:
     from .layer import EvictingLayer
@@ -40,8 +41,7 @@ def stored_stream(layer: EvictingLayer, side: str, head_dim: int) -> StreamSpec:
     if not spec.codec.is_gatherable or spec.block_length != spec.codec.unit_tokens:
         raise ValueError(
             f"{given} cannot evict single tokens: the {side}s of {spec.codec.unit_tokens} tokens share their "
-            "scales. Allowed are codes whose scale belongs to one token: 'int8' (granularity 'head', "
-            "'group', 'token'), 'int4', 'float8'; or 'kvquant' with positions='compact', or None."
+            f"scales. {STORAGES}"
         )
     if side == "key":
         _check_positions(layer, given, is_turned=spec.codec.follows_slots)

@@ -208,3 +208,15 @@ def test_tensors_that_cannot_be_written_are_an_error_of_the_system(tmp_path: Pat
     """Which commands tell in a line; what safetensors raises is a bug to them."""
     with pytest.raises(OSError, match="No such file or directory"):
         write_tensors(tmp_path / "missing" / "a.safetensors", {"a": torch.zeros(1)})
+
+
+def test_a_directory_that_is_no_artifact(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        ArtifactError, match=r"none of the files \['a.json', 'b.safetensors'\]. It is .* model"
+    ):
+        locate(str(tmp_path), ("a.json", "b.safetensors"))
+    (tmp_path / "a.json").write_text("{}")
+    assert locate(str(tmp_path), ("a.json", "b.safetensors")) == tmp_path
+    with pytest.raises(ArtifactError, match="calibration='/nowhere' is neither a directory nor a hub repo"):
+        locate("/nowhere", ("a.json",))

@@ -600,6 +600,28 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "command", "hint"),
+    [
+        (["eval", "perplexity", "--modle", "x"], "eval perplexity", " Did you mean '--model'?"),
+        (["bench", "attention", "--lenths=4"], "bench attention", " Did you mean '--lengths'?"),
+        (["list", "--bogus", "3"], "list", ""),
+        (["estimate", "extra"], "estimate", ""),
+    ],
+)
+def test_what_a_command_does_not_know(
+    arguments: list[str], command: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    said = capsys.readouterr().err
+    unknown = " ".join(arguments[len(command.split()) :])
+    assert stopped.value.code == 2 and said.startswith(f"usage: kvcache-plugins {command} ")
+    assert said.endswith(
+        f"unrecognized arguments: {unknown}.{hint} `kvcache-plugins {command} --help` shows all.\n"
+    )
+
+
 # ---- options ----
 
 

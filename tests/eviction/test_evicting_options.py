@@ -68,7 +68,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "storage-evicting-without-its-budget": (
         {"storage": {"backend": "streaming_llm"}},
-        r"storage must name a backend that keeps every token, .*'streaming_llm'}\. Allowed .*'int4', 'int8'",
+        r"storage must name a backend that keeps every token, .*'streaming_llm'}\. Allowed .*'int8'.*'int4'",
     ),
     "storage-nested-skips": (
         {"storage": {"backend": "int8", "skip_layers": [0]}},

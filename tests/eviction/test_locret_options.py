@@ -15,6 +15,8 @@ import kvcache_plugins
 from kvcache_plugins.backends.locret import LocretConfig
 from kvcache_plugins.errors import ArtifactError, UnsupportedOperationError
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
+from kvcache_plugins.models.facts import LayerFacts
+from kvcache_plugins.registry import get_backend
 from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.heads import RetainingHeads
 from kvcache_plugins.testing.models import tiny_model
@@ -127,10 +129,15 @@ def test_heads_of_the_bundled_model_name_it() -> None:
             {"backend": "locret", "heads": "x", "budget": 9},
             "storage must name a backend that keeps every token",
         ),
+        ({"backend": "int9"}, r"no backend that can store. Did you mean 'int8'\? Allowed are codes .*'int4'"),
+        ({"backend": "hqq"}, "no backend that can store. Allowed are codes .*'int8'"),
+        ({"backend": 8}, "no backend that can store. Allowed are codes .*'int8'"),
+        ({"backend": "kvquant", "calibration": "normal_float"}, "(must be |needs positions=)'compact'"),
     ],
 )
-def test_storages_that_do_not_go_with_eviction(storage: dict[str, Any], message: str) -> None:
-    _refused(locret(model_of(), budget=1000, storage=storage), message)
+@pytest.mark.parametrize("budget", [128, 1000])  # the storage is at fault before a budget that is too small
+def test_storages_that_do_not_go_with_eviction(storage: dict[str, Any], message: str, budget: int) -> None:
+    _refused(locret(model_of(), budget=budget, storage=storage), message)
 
 
 @pytest.mark.usefixtures("_no_forward")
@@ -255,3 +262,24 @@ def test_heads_of_a_single_layer(heads: str, tmp_path: Path) -> None:
         "of-another-model": heads_of(model_of(num_hidden_layers=3)),
     }
     _refused(locret(model_of(), layer_overrides={"1": {"heads": names[heads]}}), "heads")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "kivi"},
+        {"backend": "int4"},
+        {"backend": "float8"},
+        {"backend": "kvquant", "calibration": "normal_float"},
+        *({"backend": "int8", "granularity": name} for name in ("head", "group", "token", "tensor")),
+    ],
+    ids=str,
+)
+def test_configurations_know_what_their_codecs_can(options: dict[str, Any]) -> None:
+    cache_class = get_backend(options.pop("backend"))
+    config = cache_class.config_class.from_dict(options)
+    layer = cache_class.layer_class(config, 0, LayerFacts(None))
+    layer.num_heads = 2
+    codecs = [layer.key_stream(64).codec, layer.value_stream(64).codec]
+    gathers = all(codec.is_gatherable or codec.unit_tokens == config.block_tokens > 1 for codec in codecs)
+    assert config.packs_single_tokens == gathers
