@@ -109,7 +109,9 @@ attention() {
       '{"backend": "kivi", "nbits": 4, "rope_mode": "block"}' \
       '{"backend": "kivi", "nbits": 4, "q_group_size": 64, "rope_mode": "block"}' \
       '{"backend": "kivi", "nbits": 2, "rope_mode": "block"}' \
-      '{"backend": "kvquant", "nbits": 4, "calibration": "normal_float"}'
+      '{"backend": "kvquant", "nbits": 4, "calibration": "normal_float"}' \
+      '{"backend": "kvquant", "nbits": 3, "calibration": "normal_float"}' \
+      '{"backend": "kvquant", "nbits": 2, "calibration": "normal_float"}'
   done
 }
 
