@@ -10,7 +10,6 @@ enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 constexpr int kThreads = 128;  // of a block, in every kernel of decode attention
 constexpr int kWarps = kThreads / 32;
-constexpr int kExactWork = 3;  // what a block of exact tokens takes, whose loads are waited for, in packed ones
 constexpr int kMostRows = 16;  // query rows of a block: heads of a group times query tokens
 
 // Exact tokens; strides in elements, the channels lie next to each other.
@@ -113,8 +112,10 @@ struct AttentionArguments {
 
   KVCACHE_BOTH int packed_units() const { return fast_end - fast_begin; }
   KVCACHE_BOTH int exact_units() const { return mixed_end - mixed_begin + (exact_end - exact_begin) + sink_units; }
+  // What a block of exact tokens takes, whose loads are waited for, in packed ones; KVQuant's take long themselves.
+  KVCACHE_BOTH int exact_work() const { return key.format == kNonUniform ? 1 : 3; }
   // What the fast path takes for all of them, in that which it takes for a packed block.
-  KVCACHE_BOTH int fast_work() const { return packed_units() + kExactWork * exact_units(); }
+  KVCACHE_BOTH int fast_work() const { return packed_units() + exact_work() * exact_units(); }
   KVCACHE_BOTH int splits() const { return fast_splits + general_splits + sink_splits; }
   // Of a block, those that are not left to `general`; slots fit 32 bits.
   KVCACHE_BOTH int tokens_of(int block) const { return static_cast<int>(fast_stop) - block * kBlockTokens; }

@@ -49,7 +49,7 @@ KVCACHE_DEVICE void prepare_level_rows(const AttentionArguments& a, const Rows& 
   }
 }
 
-// Frequencies of half a slot as fractions of a turn, turns, both tables of levels, patches of zeros.
+// Frequencies of half a slot as fractions of a turn, both tables of levels, patches of zeros.
 KVCACHE_DEVICE void prepare_level_tables(const AttentionArguments& a, uint8_t* shared, const LevelMemory& memory) {
   const int thread = static_cast<int>(threadIdx.x), pairs = a.key.head_dim / 2;
   uint64_t* frequencies = reinterpret_cast<uint64_t*>(shared + memory.frequencies);
@@ -68,7 +68,12 @@ KVCACHE_DEVICE void prepare_level_tables(const AttentionArguments& a, uint8_t* s
   }
   uint32_t* patches = reinterpret_cast<uint32_t*>(shared + memory.patches);
   for (int i = thread; i < kWarps * memory.patch_bytes / 4; i += kThreads) patches[i] = 0;
-  block_barrier();
+}
+
+// The turns of half a block, from the frequencies.
+KVCACHE_DEVICE void prepare_turns(const AttentionArguments& a, uint8_t* shared, const LevelMemory& memory) {
+  const int thread = static_cast<int>(threadIdx.x), pairs = a.key.head_dim / 2;
+  const uint64_t* frequencies = reinterpret_cast<const uint64_t*>(shared + memory.frequencies);
   uint32_t* turns = reinterpret_cast<uint32_t*>(shared + memory.turns);
   for (int i = thread; i < 2 * kTurnRows * pairs; i += kThreads) {
     const int distance = i / pairs, pair = i % pairs;
@@ -124,11 +129,22 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   constexpr int kEntries = kTiles == 8 ? 4 : 6;  // 128 or 192 in a warp: 1 in 100 numbers is 82 or 164
   const int warp = static_cast<int>(threadIdx.x) / 32, heads = a.records.heads, pairs = a.key.head_dim / 2;
   const LevelMemory memory(a);
+  UnitRing<kIsKnown> ring(a, rows, shared, SplitUnits(a, split));
+  // Where lists are is asked for most of a block ahead; those of keys are half a block ahead, those of values while
+  // weights are made. What is loaded behind the first copies would wait for them.
+  OutlierBounds key_bounds(a.key, rows, heads, ring.begin, ring.begin < ring.end);
+  OutlierBounds value_bounds(a.value, rows, heads, ring.begin, ring.begin < ring.end);
+  int* const sinks_end = reinterpret_cast<int*>(shared + memory.sinks_end);  // a block; in memory, to spare a register
+  if (threadIdx.x == 0) *sinks_end = kIsKnown && a.sink_units > 0 ? HiddenSinks::end_block(a, rows.batch) : 0;
   prepare_level_rows(a, rows, shared, memory);
   prepare_level_tables(a, shared, memory);
+  OutlierList<kEntries> of_keys, of_values;
+  of_keys.load(a.key, rows, ring.begin, key_bounds);
+  ring.begin_copies();
+  block_barrier();
+  prepare_turns(a, shared, memory);
   block_barrier();
 
-  UnitRing<kIsKnown> ring(a, rows, shared, SplitUnits(a, split));
   uint2* const weights = reinterpret_cast<uint2*>(shared + memory.weights) + warp * 128;
   uint2* const angles = reinterpret_cast<uint2*>(shared + memory.angles + warp * FastMemory::aligned(8 * pairs));
   const uint64_t* const frequencies = reinterpret_cast<const uint64_t*>(shared + memory.frequencies);
@@ -156,14 +172,6 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
 
   WarpState<1, kTiles> state;
   state.clear();
-  ring.begin_copies();
-  // Where lists are is asked for most of a block ahead; those of keys are half a block ahead, those of values while
-  // weights are made.
-  OutlierBounds key_bounds(a.key, rows, heads, ring.begin, ring.begin < ring.end);
-  OutlierBounds value_bounds(a.value, rows, heads, ring.begin, ring.begin < ring.end);
-  OutlierList<kEntries> of_keys, of_values;
-  of_keys.load(a.key, rows, ring.begin, key_bounds);
-  const int sinks_end = kIsKnown && a.sink_units > 0 ? HiddenSinks::end_block(a, rows.batch) : 0;
   int block = ring.begin;
   for (; block < ring.end; block += kWarps) {
     const bool is_left_out = !kIsKnown && holds_sinks(a, rows.batch, block), has_next = block + kWarps < ring.end;
@@ -177,7 +185,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
       of_values.load(a.value, rows, block, value_bounds);
       scale_rows(row_scale, products);
       if (block < a.plain_begin || block >= a.plain_end) adjust(a, block * kBlockTokens, a.tokens_of(block), products);
-      if (block < sinks_end) hide_sinks(HiddenSinks(a, rows.batch, block), products[0]);
+      if (kIsKnown && block < *sinks_end) hide_sinks(HiddenSinks(a, rows.batch, block), products[0]);
       weigh<true>(products, state, weights);
     }
     of_keys.load(a.key, rows, block + kWarps, key_bounds);
@@ -187,7 +195,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
     if (!is_left_out) {
       value.unit.scale = codes + a.value_copy.scale;
       value.unit.minimum = codes + a.value_copy.minimum;
-      if (block < sinks_end)
+      if (kIsKnown && block < *sinks_end)
         clear_sinks(HiddenSinks(a, rows.batch, block), codes + a.value_copy.scale, codes + a.value_copy.minimum);
       value.unit.shrink = state.raise_exponent(needed_exponent(value.unit, of_values.largest()));
       multiply_level_values<Format>(a.value, value, of_values, state.output[0], state.minima[0]);

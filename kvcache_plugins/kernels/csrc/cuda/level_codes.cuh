@@ -95,7 +95,7 @@ KVCACHE_DEVICE uint32_t level_pair(const LevelTable<kBits>& table, uint32_t code
 
 // Dynamic shared memory of the fast path for levels, in bytes from its start.
 struct LevelMemory {
-  int queries, row_scale, frequencies, levels, turns, angles, weights, patches, bytes;
+  int queries, row_scale, sinks_end, frequencies, levels, turns, angles, weights, patches, bytes;
   int turn_row;     // entries of 16 bytes
   int patch_bytes;  // of a warp
 
@@ -103,7 +103,8 @@ struct LevelMemory {
     const int pairs = a.key.head_dim / 2;
     queries = a.ring_bytes;
     row_scale = queries + pairs / 8 * 1024;
-    frequencies = row_scale + FastMemory::aligned(4 * kMostRows);
+    sinks_end = row_scale + 4 * kMostRows;
+    frequencies = row_scale + FastMemory::aligned(4 * kMostRows + 4);
     levels = frequencies + FastMemory::aligned(8 * pairs);
     turns = levels + FastMemory::aligned(2 * kLevelBytes);
     turn_row = pairs / 2 + 4;

@@ -68,7 +68,7 @@ struct SplitUnits {
   KVCACHE_DEVICE static int unit_at(const AttentionArguments& a, int split) {
     const int done = static_cast<int>(split * static_cast<int64_t>(a.fast_work()) / a.fast_splits);
     const int further = done - a.packed_units();
-    return further <= 0 ? done : a.packed_units() + (further + kExactWork - 1) / kExactWork;
+    return further <= 0 ? done : a.packed_units() + (further + a.exact_work() - 1) / a.exact_work();
   }
 };
 

@@ -90,8 +90,8 @@ struct WarpState {
 };
 
 // Applies to the logits of 64 slots from `start` on what is more than a product: masks, biases, and that slots end
-// before `end`, counted from there. All biases of a row are asked for before one is waited for. Columns without a row do
-// as the first row: nobody reads what becomes of them.
+// before `end`, counted from there. All biases of a row are asked for before one is waited for. Columns without a row
+// do as the first row: nobody reads what becomes of them.
 template <int kColumns>
 KVCACHE_DEVICE void adjust(const AttentionArguments& a, int start, int end, float (&c)[kColumns][4][4]) {
   constexpr int kAtOnce = 2;  // tiles whose biases are on the way
