@@ -27,6 +27,7 @@ __all__ = [
     "check_number",
     "check_path_or_id",
     "drop_legacy_keys",
+    "is_path",
     "plain",
     "uniform_sqnr_db",
 ]
@@ -128,6 +129,11 @@ def check_path_or_id(owner: object, name: str, value: object, what: str) -> None
             f"{type(owner).__name__}.{name} must be the directory or hub id of {what}, as a string, got "
             f"{value!r}."
         )
+
+
+def is_path(name: str) -> bool:
+    """Whether what may be a directory or a hub id can only be a path, whether there is anything or not."""
+    return name.startswith((".", "/", "~", "\\"))
 
 
 def uniform_sqnr_db(nbits: int) -> float:

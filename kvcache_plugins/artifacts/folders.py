@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import is_path
 from ..errors import ArtifactError
 from .files import naming, read_json
 
@@ -52,7 +53,7 @@ def locate(
             is_model = " It is the folder of a model." if (folder / "config.json").is_file() else ""
             raise ArtifactError(f"{option}={name_or_path!r} has none of the files {list(files)}.{is_model}")
         return folder
-    if name_or_path.startswith((".", "/", "~", "\\")):  # as no hub id begins
+    if is_path(name_or_path):
         raise ArtifactError(f"{option}={name_or_path!r} is neither a directory nor a hub repository.")
     repo_id, _, tagged = name_or_path.partition("@")
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..config import plain
+from ..config import is_path, plain
 from ..registry import suggest
 from .labels import dense_first
 
@@ -211,7 +211,7 @@ def check_unused(options: Any, names: Iterable[str], why: str) -> None:
 
 
 def check_model(model: str, revision: str | None = None) -> None:
-    """Check that what looks like a path is one; a hub id never begins with a dot, a slash or a tilde.
+    """Check that what can only be a path is one.
 
     Raises:
         ValueError: Naming it, or the revision of a directory, which has none.
@@ -220,7 +220,7 @@ def check_model(model: str, revision: str | None = None) -> None:
         raise ValueError(f"--model must be a directory or a hub id, got {model!r}.")
     if revision is not None and Path(model).is_dir():
         raise ValueError(f"--revision is for models on the hub, {model!r} is a directory, got {revision!r}.")
-    if model.startswith((".", "/", "~", "\\")) and not Path(model).is_dir():
+    if is_path(model) and not Path(model).is_dir():
         raise ValueError(f"--model must be a directory or a hub id; there is no directory {model!r}.")
 
 
