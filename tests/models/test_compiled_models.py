@@ -23,7 +23,7 @@ from kvcache_plugins.testing.models import tiny_model
 from tests.models.encoders import encoder_decoder, source
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
-EVICTING = {"budget": 64, "chunk_size": 48}
+EVICTING = {"budget": 64, "chunk_size": 75}
 INT8 = {"backend": "int8"}
 KIVI = {"backend": "kivi", "nbits": 2, "residual_length": 64}
 KVQUANT = {"backend": "kvquant", "calibration": "normal_float", "residual_length": 64}
