@@ -40,9 +40,11 @@ from kvcache_plugins.cli.preparing import output_directory, prepare_transformers
 from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, split_available
 from kvcache_plugins.evaluation.devices import choose_device
 from kvcache_plugins.evaluation.file_digests import artifact_digests, digest_words, model_settings
+from kvcache_plugins.evaluation.footnotes import other_work
 from kvcache_plugins.evaluation.labels import cache_label, dense_first
 from kvcache_plugins.evaluation.language_reference import read_language_reference
 from kvcache_plugins.evaluation.options import DTYPES, MOST_THREADS, check_count, check_model
+from kvcache_plugins.evaluation.other_work import OtherWork
 from kvcache_plugins.evaluation.perplexity_scoring import Schedule, predictions
 from kvcache_plugins.evaluation.plot_labels import LabelledPoint, place_labels
 from kvcache_plugins.evaluation.plotting import pyplot, save_figure, scale_divergences
@@ -157,6 +159,7 @@ def run(args: argparse.Namespace) -> None:
         "text": digest_words(map(str, token_ids[0].tolist())),
         "artifacts": artifact_digests(cache_configs),
     }
+    meanwhile = OtherWork()
     results, failures = measure_all(model, scorer, token_ids, cache_configs, args, tokenizer)
     sizes = ("prompt_tokens", "new_tokens", "score_tokens", "block_length")
     settings = {name: getattr(args, name) for name in sizes} | {
@@ -167,7 +170,13 @@ def run(args: argparse.Namespace) -> None:
     }
     skipped += failures
     document = build_document(
-        "quickstart", results, settings=settings, inputs=inputs, skipped=skipped, device=model.device
+        "quickstart",
+        results,
+        settings=settings,
+        inputs=inputs,
+        skipped=skipped,
+        device=model.device,
+        other_work=meanwhile,
     )
     show([continuations(tokenizer.decode(token_ids[0, : args.prompt_tokens][-40:]), results)])
     show([], headings(document))
@@ -408,7 +417,7 @@ def footnotes(document: dict[str, Any]) -> list[str]:
     if kernels:
         said = f"native kernels used: {native}" if native else "attention over packed codes in plain torch"
         lines.append(f"kernels: {said}")
-    return lines
+    return lines + other_work(document)
 
 
 def owner(row: dict[str, Any]) -> str:

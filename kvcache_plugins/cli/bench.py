@@ -80,17 +80,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     generate.add_argument(
         "--verify_memory", action="store_true", help="generate at that length too and report the peak"
     )
+    generate.set_defaults(interrupted="the same command goes on behind the last round over all caches.")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, and write `results.json` and a picture; 1 if a cache of ours failed."""
+    """Measure, write `results.json`, print the table and draw a picture; 1 if a cache of ours failed."""
     kind: Any = AttentionOptions if args.benchmark == "attention" else GenerationOptions
     options = kind.from_dict(options_of(args))
     output = output_directory(args)
     draws = will_draw(args)
-    document = _measure(args.benchmark, options)
-    _show(args.benchmark, document, output, draws=draws)
+    from ..evaluation.results import RESULTS_FILE  # of torch
+
+    document = _measure(args.benchmark, options, output)
+    _show_tables(document)
+    show([], [f"numbers: {output / RESULTS_FILE}"])
+    if draws:
+        _draw(document, output)
     return show_failures(document)
 
 
@@ -110,7 +116,8 @@ def _add_common(parser: argparse.ArgumentParser, caches: str, what: str, lengths
     parser.add_argument("--no_plots", action="store_true", help="draw no picture")
 
 
-def _measure(benchmark: str, options: Any) -> dict[str, Any]:
+def _measure(benchmark: str, options: Any, output: Path) -> dict[str, Any]:
+    """Measure and write `results.json`."""
     from ..evaluation.progress import progress_bar
 
     prepare_transformers()
@@ -118,35 +125,44 @@ def _measure(benchmark: str, options: Any) -> dict[str, Any]:
     caches = len(options.cache_configs)
     if benchmark == "attention":
         from ..evaluation.attention_speed import measure_attention
+        from ..evaluation.output_lock import writing_alone
+        from ..evaluation.results import write_results
 
-        with progress_bar(points * (caches - 1 + options.repeats + options.warm_up)) as progress:
-            return measure_attention(options, progress)
+        with writing_alone(output):
+            with progress_bar(points * (caches - 1 + options.repeats + options.warm_up)) as progress:
+                document = measure_attention(options, progress)
+            try:
+                write_results(output, document)
+            except OSError:  # the disk is full; nothing else keeps what has been measured
+                _show_tables(document)
+                raise
+        return document
     from ..evaluation.generation_process import WorkerError
     from ..evaluation.generation_speed import measure_generation
 
     verified = len(options.batch_sizes) * caches if options.verify_memory else 0
     with progress_bar(points * caches * options.repeats + verified) as progress:
         try:
-            return measure_generation(options, progress)
+            return measure_generation(options, progress, output)
         except WorkerError as error:  # of the dense cache, without which nothing is compared
             raise ValueError(str(error)) from error
 
 
-def _show(benchmark: str, document: dict[str, Any], output: Path, *, draws: bool) -> None:
-    from ..evaluation import speed_plots, speed_tables
-    from ..evaluation.earlier import picture_name
-    from ..evaluation.results import write_results
+def _show_tables(document: dict[str, Any]) -> None:
+    from ..evaluation import speed_tables
 
-    is_attention = benchmark == "attention"
+    is_attention = document["task"] == "bench attention"
     tables = [(speed_tables.attention_table if is_attention else speed_tables.generation_table)(document)]
     if "largest_context" in document:
         tables.append(speed_tables.context_table(document))
-    try:
-        show(tables, speed_tables.footnotes(document))
-    finally:  # either may fail: nobody reads, or the disk is full
-        path = write_results(output, document)
-    show([], [f"numbers: {path}"])
-    if draws:
-        picture = output / picture_name(document["task"])
-        (speed_plots.plot_attention if is_attention else speed_plots.plot_generation)(document, picture)
-        show([], [f"picture: {picture}"])
+    show(tables, speed_tables.footnotes(document))
+
+
+def _draw(document: dict[str, Any], output: Path) -> None:
+    from ..evaluation import speed_plots
+    from ..evaluation.earlier import picture_name
+
+    picture = output / picture_name(document["task"])
+    is_attention = document["task"] == "bench attention"
+    (speed_plots.plot_attention if is_attention else speed_plots.plot_generation)(document, picture)
+    show([], [f"picture: {picture}"])

@@ -29,6 +29,7 @@ from .device_timing import DeviceTimer
 from .devices import check_fits, choose_device, device_settings
 from .file_digests import artifact_digests
 from .labels import DENSE
+from .other_work import OtherWork
 from .progress import Progress, silent
 from .results import build_document
 from .speed_options import DTYPES, AttentionOptions
@@ -74,7 +75,7 @@ def measure_attention(options: AttentionOptions, progress: Progress = silent) ->
     settings = options.settings() | heads
     results: list[dict[str, Any]] = []
     with _threads(options.threads), _current(device), torch.inference_mode():
-        timer = _timer(device)
+        timer, other_work = _timer(device), OtherWork()
         if timer is not None:
             settings["copy_gb_per_s"] = timer.copy_gb_per_s()
         for shape in shapes:
@@ -105,6 +106,7 @@ def measure_attention(options: AttentionOptions, progress: Progress = silent) ->
             inputs={"artifacts": artifacts},
             skipped=skipped,
             device=device,
+            other_work=other_work,
         )
 
 

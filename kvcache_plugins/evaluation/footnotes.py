@@ -6,7 +6,10 @@ from typing import Any
 
 from .labels import cache_label
 
-__all__ = ["machine", "origin", "skipped"]
+__all__ = ["machine", "origin", "other_work", "skipped"]
+
+_NOTEWORTHY = 0.1
+"""Share of all cores with which others make times longer."""
 
 
 def skipped(document: dict[str, Any]) -> list[str]:
@@ -25,3 +28,11 @@ def machine(document: dict[str, Any]) -> str:
 def origin(document: dict[str, Any]) -> str:
     """Return [`machine`] and the version of torch."""
     return f"{machine(document)}, torch {document['environment']['versions']['torch']}"
+
+
+def other_work(document: dict[str, Any]) -> list[str]:
+    """Return a line for times that other work on the machine has made longer, which none of them shows."""
+    share = document["environment"].get("other_work", 0.0)
+    if share < _NOTEWORTHY:
+        return []
+    return [f"{share:.0%} of the processor was busy with other work meanwhile: do not rely on the times"]

@@ -2,33 +2,40 @@
 
 Each measurement runs in a fresh process, which makes its peak memory its own. With `repeats` above one, the
 processes follow one another in rounds over all caches, and their times are put together. Bytes stand beside
-their prediction, and where a memory is given, so does the largest context that fits it.
+their prediction, and where a memory is given, so does the largest context that fits it. An interrupted run
+goes on behind its last round.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 from .caches import split_available
-from .devices import choose_device, device_settings, machine_bytes
-from .file_digests import artifact_digests
-from .generation_process import DidNotFitError, WorkerError, make_job, peak_above_model, run_job
+from .devices import choose_device, device_settings
+from .generation_process import peak_above_model
+from .generation_rounds import Outcomes, Rounds
 from .generation_worker import model_config
 from .labels import DENSE, cache_label
 from .largest_context import largest_contexts
 from .memory_prediction import predicted_bytes, predicted_peak_bytes
+from .other_work import OtherWork
+from .output_lock import writing_alone
 from .progress import Progress, silent
-from .results import build_document
+from .results import build_document, write_results
 from .speed_options import DTYPES, GenerationOptions
 from .timing import Spread
 
 __all__ = ["measure_generation"]
 
 
-def measure_generation(options: GenerationOptions, progress: Progress = silent) -> dict[str, Any]:
+def measure_generation(
+    options: GenerationOptions, progress: Progress = silent, output: Path | None = None
+) -> dict[str, Any]:
     """Generate with every cache at every length and batch size.
 
     A cache that fails is noted under `skipped`, as `is_failure`; the dense cache stops the run, or, of a
@@ -38,56 +45,66 @@ def measure_generation(options: GenerationOptions, progress: Progress = silent) 
     Args:
         options (`GenerationOptions`): What to measure.
         progress (`Progress`): Told of every finished measurement.
+        output (`Path`, *optional*): Directory of the results, made if need be, into which `results.json` is
+            written; an unfinished run in it is continued.
 
     Returns:
         `dict`: The document of `results.json`; with `memory_gb` also `largest_context`, one entry per cache
         and batch size.
 
     Raises:
-        ValueError: If an option of a cache is wrong, the device does not exist, or nothing fitted.
+        ValueError: If an option of a cache is wrong, the device does not exist, nothing fitted, or the output
+            directory holds another run or is being written to.
         RuntimeError: If the dense cache failed; the message ends with what its process said last.
+        OSError: If nothing can be written.
     """
     device = choose_device(options.device)
     config = model_config(options.model, options.preset, options.num_layers)
     _check_encoder(config, options)
     cache_configs, skipped = split_available(config, options.cache_configs)
-    artifacts = artifact_digests(cache_configs)
-    rounds = _Rounds(options, device, cache_configs, progress)
-    results: list[dict[str, Any]] = []
-    any_answer: dict[str, Any] | None = None
     # all of them before the first measurement: an option that is wrong at a later point costs none
     predictions = {
         (length, batch_size): [_predictions(config, options, c, length, batch_size) for c in cache_configs]
         for length in options.lengths
         for batch_size in options.batch_sizes
     }
-    for (length, batch_size), predicted in predictions.items():
-        answers = rounds.run(length, batch_size, [row["estimated_peak_bytes"] for row in predicted])
-        rows = []
-        for index, row in enumerate(predicted):
-            if index in answers:
-                any_answer = answers[index][0]
-                rows.append(row | _measured(answers[index]))
-            elif (reason := rounds.reason(index, length, batch_size)) is not None:
-                rows.append(row | dict.fromkeys(_MEASURED) | {"fits": False, "reason": reason})
-        results += _compare(rows, 8 * getattr(torch, DTYPES[options.dtype]).itemsize)
-    if any_answer is None:
-        raise ValueError(f"no measurement fitted the memory: {results[0]['reason']}")
-    facts = {"parameters": any_answer["parameters"], "model_bytes": any_answer["model_bytes"]}
-    document = build_document(
-        "bench generate",
-        results,
-        settings=options.settings() | facts | device_settings(options.device, device),
-        inputs={"artifacts": artifacts},
-        skipped=[*skipped, *rounds.failures],
-        device=device,
-        threads=any_answer["threads"],
-    )
-    if options.memory_gb is not None:
-        document["largest_context"] = largest_contexts(
-            config, options, cache_configs, any_answer["model_bytes"], device, progress
+    with nullcontext() if output is None else writing_alone(output):
+        outcomes = Outcomes(output, options, config, device, cache_configs)
+        rounds = Rounds(options, device, cache_configs, outcomes, progress)
+        results: list[dict[str, Any]] = []
+        any_answer: dict[str, Any] | None = None
+        other_work = OtherWork()
+        for (length, batch_size), predicted in predictions.items():
+            answers = rounds.run(length, batch_size, [row["estimated_peak_bytes"] for row in predicted])
+            rows = []
+            for index, row in enumerate(predicted):
+                if index in answers:
+                    any_answer = answers[index][0]
+                    rows.append(row | _measured(answers[index]))
+                elif (reason := rounds.reason(index, length, batch_size)) is not None:
+                    rows.append(row | dict.fromkeys(_MEASURED) | {"fits": False, "reason": reason})
+            results += _compare(rows, 8 * getattr(torch, DTYPES[options.dtype]).itemsize)
+        if any_answer is None:
+            raise ValueError(f"no measurement fitted the memory: {results[0]['reason']}")
+        facts = {"parameters": any_answer["parameters"], "model_bytes": any_answer["model_bytes"]}
+        document = build_document(
+            "bench generate",
+            results,
+            settings=options.settings() | facts | device_settings(options.device, device),
+            inputs={"artifacts": outcomes.artifacts},
+            skipped=[*skipped, *rounds.failures],
+            device=device,
+            threads=any_answer["threads"],
+            other_work=other_work,
         )
-    return document
+        if options.memory_gb is not None:
+            document["largest_context"] = largest_contexts(
+                config, options, cache_configs, any_answer["model_bytes"], device, outcomes, progress
+            )
+        if output is not None:
+            write_results(output, document)
+            outcomes.finish()
+        return document
 
 
 def _check_encoder(config: Any, options: GenerationOptions) -> None:
@@ -105,81 +122,6 @@ def _check_encoder(config: Any, options: GenerationOptions) -> None:
             f"{type(config).__name__} is of an encoder-decoder one. `kvcache-plugins estimate` has "
             "--encoder_tokens."
         )
-
-
-class _Rounds:
-    """Processes over all caches, one point after the other.
-
-    Attributes:
-        failures (`list[dict]`): Entries for `skipped`.
-        too_large (`list[dict]`): Of every cache the points, length and batch size, that did not fit, and why.
-        not_compiled (`dict`): Points at which the dense cache of a compiled model failed, and why.
-    """
-
-    def __init__(
-        self,
-        options: GenerationOptions,
-        device: torch.device,
-        cache_configs: list[dict[str, Any]],
-        progress: Progress,
-    ) -> None:
-        self._options, self._device, self._progress = options, device, progress
-        self._cache_configs = cache_configs
-        self.failures: list[dict[str, Any]] = []
-        self.too_large: list[dict[tuple[int, int], str]] = [{} for _ in cache_configs]
-        self.not_compiled: dict[tuple[int, int], str] = {}
-
-    def reason(self, index: int, length: int, batch_size: int) -> str | None:
-        """Why a cache has no answer at a point but a row."""
-        point = length, batch_size
-        if (reason := self.too_large[index].get(point)) is not None or self._cache_configs[index] != DENSE:
-            return reason
-        return self.not_compiled.get(point)
-
-    def run(self, length: int, batch_size: int, peaks: list[int | None]) -> dict[int, list[dict[str, Any]]]:
-        """Return the answers at a point, by the places of the caches; of those alone that always gave one.
-
-        `peaks` are the bytes that each cache will take, where they can be predicted.
-        """
-        answers: dict[int, list[dict[str, Any]]] = {index: [] for index in range(len(self._cache_configs))}
-        for _ in range(self._options.repeats):
-            for index, cache_config in enumerate(self._cache_configs):
-                self._progress(f"{length} tokens: {cache_label(cache_config)}")
-                try:
-                    if index in answers:
-                        answers[index].append(self._answer(index, length, batch_size, peaks[index]))
-                except DidNotFitError as error:
-                    del answers[index]
-                    self.too_large[index][length, batch_size] = str(error)
-                except WorkerError as error:
-                    # Without it there is nothing to compare with. But CUDA graphs, which `compile` may make,
-                    # refuse it: it keeps what they return.
-                    is_dense = cache_config == DENSE
-                    if is_dense and self._options.compile is None:
-                        raise
-                    del answers[index]
-                    reason = f"failed at {length} tokens: {error}"
-                    if is_dense:
-                        self.not_compiled[length, batch_size] = reason
-                    else:
-                        entry = {"cache_config": cache_config, "reason": reason, "is_failure": True}
-                        self.failures.append(entry)
-                self._progress(f"{length} tokens", advance=1)
-        return answers
-
-    def _answer(self, index: int, length: int, batch_size: int, peak: int | None) -> dict[str, Any]:
-        """Run a process, but spare the machine what it cannot hold, and more than what did not fit."""
-        there, needed = machine_bytes(self._device), 8 * batch_size * length + (peak or 0)  # int64, the cache
-        if needed > there:
-            raise DidNotFitError(
-                f"not tried: prompt and cache take {needed / 1e9:,.1f} GB, {self._device} has "
-                f"{there / 1e9:,.1f} GB in all"
-            )
-        for tried_length, tried_batch_size in self.too_large[index]:
-            if length >= tried_length and batch_size >= tried_batch_size:
-                point = f"{tried_length} tokens with a batch of {tried_batch_size}"
-                raise DidNotFitError(f"not tried: {point} did not fit")
-        return run_job(make_job(self._options, self._cache_configs[index], length, batch_size, self._device))
 
 
 _MEASURED = (

@@ -10,6 +10,7 @@ import torch
 from ..registry import TRANSFORMERS_BACKENDS
 from .devices import machine_bytes
 from .generation_process import DidNotFitError, WorkerError, make_job, peak_above_model, run_job
+from .generation_rounds import Outcomes
 from .labels import DENSE, cache_label
 from .memory_prediction import most_tokens, predicted_bytes, prompt_and_new_tokens
 from .progress import Progress, silent
@@ -27,6 +28,7 @@ def largest_contexts(
     cache_configs: Sequence[dict[str, Any]],
     model_bytes: int,
     device: torch.device,
+    outcomes: Outcomes,
     progress: Progress = silent,
 ) -> list[dict[str, Any]]:
     """Find, for every cache and batch size, how many tokens fit beside the model.
@@ -40,6 +42,7 @@ def largest_contexts(
         cache_configs (`Sequence[dict]`): The caches, the dense one among them.
         model_bytes (`int`): Parameters and buffers.
         device (`torch.device`): Where to generate.
+        outcomes (`Outcomes`): Keeps every verification until the run is finished.
         progress (`Progress`): Told of every verification.
 
     Returns:
@@ -48,7 +51,7 @@ def largest_contexts(
         also `measured_kv_bytes`, `peak_memory_bytes`, `peak_above_model_bytes` and `device_peak_bytes`.
     """
     entries = [
-        _entry(config, options, cache_config, batch_size, model_bytes, device, progress)
+        _entry(config, options, cache_config, batch_size, model_bytes, device, outcomes, progress)
         for batch_size in options.batch_sizes
         for cache_config in cache_configs
     ]
@@ -66,6 +69,7 @@ def _entry(
     batch_size: int,
     model_bytes: int,
     device: torch.device,
+    outcomes: Outcomes,
     progress: Progress,
 ) -> dict[str, Any]:
     """Predict the largest context of one cache, and generate there if that was asked for."""
@@ -104,8 +108,12 @@ def _entry(
             notes.append(f"not verified: this machine has {there / GIGABYTE:.1f} GB")
         else:
             job = make_job(options, cache_config, length, batch_size, device, new_tokens)
+            point = f"verified, {length} and {new_tokens} tokens, {batch_size} rows"
             try:
-                entry |= _verified(run_job(job))
+                if (found := outcomes.find([cache_config], point)) is None:
+                    found = [{"answer": run_job(job)}]
+                    outcomes.keep(cache_config, point, found[0])
+                entry |= _verified(found[0]["answer"])
             except DidNotFitError as error:
                 notes.append(str(error))
             except WorkerError as error:

@@ -34,6 +34,7 @@ from ..artifacts.files import json_text, read_json, replaced
 from .code_versions import foreign_versions, version_of
 from .earlier import set_aside
 from .labels import DENSE, told_apart
+from .other_work import OtherWork
 
 __all__ = [
     "RESULTS_FILE",
@@ -42,6 +43,7 @@ __all__ = [
     "check_document",
     "cpu_name",
     "environment",
+    "machine_names",
     "read_results",
     "write_results",
 ]
@@ -63,6 +65,7 @@ def build_document(
     skipped: Iterable[Mapping[str, Any]] = (),
     device: torch.device | str = "cpu",
     threads: int | None = None,
+    other_work: OtherWork | None = None,
 ) -> dict[str, Any]:
     """Put results together with where they come from.
 
@@ -75,6 +78,7 @@ def build_document(
         skipped (`Iterable[Mapping]`): `{"cache_config", "reason"}` of what could not be measured.
         device (`torch.device | str`): Where it was measured.
         threads (`int`, *optional*): CPU threads, if another process measured; by default those of this one.
+        other_work (`OtherWork`, *optional*): Begun when the first time was taken; of what measures times.
 
     Raises:
         ValueError: If the results do not follow the schema.
@@ -88,6 +92,8 @@ def build_document(
         "skipped": [dict(entry) for entry in skipped],
         "environment": environment(device, threads),
     }
+    if other_work is not None:
+        document["environment"]["other_work"] = other_work.share()
     check_document(document)
     caches = [entry["cache_config"] for entry in (*document["results"], *document["skipped"])]
     document["environment"]["versions"] |= foreign_versions(caches)
@@ -174,7 +180,6 @@ def _device_name(device: torch.device, cpu: str) -> str:
 def environment(device: torch.device | str = "cpu", threads: int | None = None) -> dict[str, Any]:
     """Return what a reader needs to repeat a run on `device`, with so many CPU threads."""
     device = torch.device(device)
-    cpu = cpu_name()
     versions = {"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES}
     # An installed package may lie inside the checkout of something else, whose commit says nothing of us.
     is_checkout = (top := _git("rev-parse", "--show-toplevel")) is not None and Path(top).resolve() == _ROOT
@@ -183,13 +188,18 @@ def environment(device: torch.device | str = "cpu", threads: int | None = None) 
     )
     return {
         "versions": versions,
-        "device": _device_name(device, cpu),
-        "cpu": cpu,
+        **machine_names(device),
         "threads": torch.get_num_threads() if threads is None else threads,
         "commit": commit,
         "dirty": None if status is None else bool(status),
         "command": _command(),
     }
+
+
+def machine_names(device: torch.device) -> dict[str, str]:
+    """Return what runs are measured on: `device` and `cpu`, by their names."""
+    cpu = cpu_name()
+    return {"device": _device_name(device, cpu), "cpu": cpu}
 
 
 def cpu_name() -> str:

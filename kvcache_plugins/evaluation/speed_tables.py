@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .footnotes import origin, skipped
+from .footnotes import origin, other_work, skipped
 from .labels import DENSE
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def footnotes(document: dict[str, Any]) -> list[str]:
         where += f", copy {settings['copy_gb_per_s']:,.0f} GB/s"
     if settings.get("cuda_kernels") is not None:
         where += f", CUDA kernels {settings['cuda_kernels'].splitlines()[0]}"
-    return [*notes, where]
+    return [*notes, *other_work(document), where]
 
 
 def _table(title: str, columns: Iterable[_Column], rows: list[dict[str, Any]]) -> Table:

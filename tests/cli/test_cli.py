@@ -500,6 +500,7 @@ def test_a_package_that_an_option_needs_is_asked_for_in_one_line(
     [
         ("estimate", "nothing is kept."),
         ("bench attention", "nothing is kept."),
+        ("bench generate", "the same command goes on behind the last round over all caches."),
         ("eval passkey", "the same command goes on where this one ended."),
         ("train-locret", "--resume_from_checkpoint true goes on from the newest checkpoint"),
     ],
@@ -541,18 +542,45 @@ def test_signs_that_a_terminal_lacks_are_spelled_out() -> None:
     assert done.stdout.decode().strip() == r"two \xb1 one"
 
 
-def test_a_benchmark_that_nobody_reads_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def attention_document(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `bench attention` will have measured."""
+    text = (ROOT / "examples" / "results" / "bench_attention.json").read_text(encoding="utf-8")
+    document: dict[str, Any] = json.loads(text)
+    monkeypatch.setattr(
+        "kvcache_plugins.evaluation.attention_speed.measure_attention", lambda *given: document
+    )
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # which the command completes
+    return document
+
+
+def test_a_benchmark_that_nobody_reads_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention_document: dict[str, Any]
+) -> None:
     def closed(*args: Any) -> None:
         raise BrokenPipeError
 
-    document = json.loads(
-        (ROOT / "examples" / "results" / "bench_attention.json").read_text(encoding="utf-8")
-    )
-    monkeypatch.setattr(bench, "_measure", lambda *args: document)
     monkeypatch.setattr(bench, "show", closed)
+    args = argparse.Namespace(benchmark="attention", output=str(tmp_path), no_plots=True)
     with pytest.raises(BrokenPipeError):
-        bench._show("attention", document, tmp_path, draws=False)
-    assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8")) == document
+        bench.run(args)
+    assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8")) == attention_document
+
+
+def test_a_benchmark_that_cannot_be_written_is_shown(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attention_document: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvcache_plugins.evaluation.results.write_results", full)
+    assert main(["bench", "attention", "--no_plots", "--output", str(tmp_path / "new")]) == 2
+    said = capsys.readouterr()
+    assert "kivi 2-bit" in said.out and "No space left on device" in said.err and "numbers:" not in said.out
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

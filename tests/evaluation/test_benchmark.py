@@ -26,6 +26,7 @@ from kvcache_plugins.evaluation import (
     attention_speed,
     attention_states,
     generation_process,
+    generation_rounds,
     generation_speed,
     generation_worker,
     largest_context,
@@ -328,7 +329,7 @@ def test_peak_memory_is_the_operating_systems(tmp_path: Path) -> None:
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
     backend = job["cache_config"]["backend"]
     if backend == "hqq":
-        raise generation_speed.WorkerError("hqq ended with 1: no compiler")
+        raise generation_process.WorkerError("hqq ended with 1: no compiler")
     ms = {"dense": 10.0, "quanto": 100.0}.get(backend, 5.0)
     return {
         "ttft_ms": 51.0,
@@ -359,7 +360,7 @@ def test_an_encoder_that_hears_is_refused(tmp_path: Path, capsys: pytest.Capture
 def test_generation_is_compared_and_failures_of_transformers_are_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generation_speed, "run_job", _answer)
+    monkeypatch.setattr(generation_rounds, "run_job", _answer)
     monkeypatch.setattr(
         "kvcache_plugins.evaluation.caches.why_unavailable", lambda config, cache_config: None
     )
@@ -392,10 +393,10 @@ def test_a_failure_of_ours_is_told_after_the_rest(
 
     def answer(job: dict[str, Any]) -> dict[str, Any]:
         if job["cache_config"]["backend"] == backend:
-            raise generation_speed.WorkerError(f"{backend} ended with -6: illegal address")
+            raise generation_process.WorkerError(f"{backend} ended with -6: illegal address")
         return _answer(job)
 
-    monkeypatch.setattr(generation_speed, "run_job", answer)
+    monkeypatch.setattr(generation_rounds, "run_job", answer)
     monkeypatch.setattr("kvcache_plugins.evaluation.caches.why_unavailable", lambda *_: None)
     arguments = ["--lengths", "64", "--no_plots", "--output", str(tmp_path)]
     caches = _caches({"backend": backend}, {"backend": "int4"})
@@ -410,9 +411,9 @@ def test_a_failure_of_ours_is_told_after_the_rest(
 
 def test_a_failure_of_the_dense_cache_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(job: dict[str, Any]) -> None:
-        raise generation_speed.WorkerError(f"{job['cache_config']['backend']} ended with -9: nothing")
+        raise generation_process.WorkerError(f"{job['cache_config']['backend']} ended with -9: nothing")
 
-    monkeypatch.setattr(generation_speed, "run_job", fail)
+    monkeypatch.setattr(generation_rounds, "run_job", fail)
     options = GenerationOptions(cache_config=[{"backend": "int8"}], lengths=[64])
     with pytest.raises(RuntimeError, match="dense ended with -9"):
         generation_speed.measure_generation(options)
@@ -425,10 +426,10 @@ def test_a_dense_cache_that_does_not_compile_stops_nothing(
 
     def answer(job: dict[str, Any]) -> dict[str, Any]:
         if job["cache_config"]["backend"] == "dense":
-            raise generation_speed.WorkerError("dense ended with 1: has been overwritten")
+            raise generation_process.WorkerError("dense ended with 1: has been overwritten")
         return _answer(job)
 
-    monkeypatch.setattr(generation_speed, "run_job", answer)
+    monkeypatch.setattr(generation_rounds, "run_job", answer)
     arguments = ["--lengths", "64", "--compile", "reduce-overhead", "--output", str(tmp_path)]
     assert main(["bench", "generate", *arguments, *_caches({"backend": "int8"})]) == 0
     document = read_results(tmp_path)
@@ -452,7 +453,7 @@ def test_a_point_that_does_not_fit_is_a_result_and_stops_nothing(
             raise generation_process.DidNotFitError("did not fit: killed")
         return _answer(job)
 
-    monkeypatch.setattr(generation_speed, "run_job", answer)
+    monkeypatch.setattr(generation_rounds, "run_job", answer)
     sizes = ["--lengths", "64", "256", "--batch_sizes", "1", "2", "--output", str(tmp_path)]
     assert main(["bench", "generate", *sizes, *_caches({"backend": "int8"})]) == 0
     document = read_results(tmp_path)
@@ -484,7 +485,7 @@ def test_nothing_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(job: dict[str, Any]) -> None:
         raise generation_process.DidNotFitError("did not fit: killed")
 
-    monkeypatch.setattr(generation_speed, "run_job", fail)
+    monkeypatch.setattr(generation_rounds, "run_job", fail)
     with pytest.raises(ValueError, match="no measurement fitted the memory: did not fit: killed"):
         generation_speed.measure_generation(GenerationOptions(cache_config=[], lengths=[64]))
 
@@ -493,7 +494,7 @@ def test_nothing_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_no_memory_holds_is_told_before_a_model_is_built(
     sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation_speed, "run_job", lambda job: pytest.fail("started"))
+    monkeypatch.setattr(generation_rounds, "run_job", lambda job: pytest.fail("started"))
     options = GenerationOptions(cache_config=[{"backend": "int8"}], **sizes)
     with pytest.raises(ValueError, match=r"not tried: prompt and cache take [\d,.]+ GB, cpu has [\d.]+ GB"):
         generation_speed.measure_generation(options)
@@ -543,7 +544,7 @@ def test_bytes_of_a_cache_that_evicts_are_predicted_with_what_it_generates(
     )
     # in this process
     monkeypatch.setattr(
-        generation_speed, "run_job", lambda job: generation_worker.measure(job) | {"seconds": 1.0}
+        generation_rounds, "run_job", lambda job: generation_worker.measure(job) | {"seconds": 1.0}
     )
     dense, evicting = generation_speed.measure_generation(options)["results"]
     assert (dense["estimated_kv_bytes"], evicting["estimated_kv_bytes"]) == (
@@ -563,7 +564,7 @@ def test_more_new_tokens_than_are_predicted_of_a_cache_that_evicts() -> None:
 def test_what_cannot_be_predicted_is_told_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generation_speed, "run_job", lambda job: pytest.fail("started"))
+    monkeypatch.setattr(generation_rounds, "run_job", lambda job: pytest.fail("started"))
 
     def refuse(config: Any, cache_config: dict[str, Any], tokens: int, *others: Any) -> int:
         if tokens == 128:
@@ -623,7 +624,7 @@ def test_largest_contexts_are_predicted_verified_and_shown(
             raise generation_process.DidNotFitError("did not fit: killed")
         return _answer(job)
 
-    monkeypatch.setattr(generation_speed, "run_job", _answer)
+    monkeypatch.setattr(generation_rounds, "run_job", _answer)
     monkeypatch.setattr(largest_context, "run_job", verify)
     monkeypatch.setattr(
         "kvcache_plugins.evaluation.caches.why_unavailable", lambda config, cache_config: None
@@ -663,7 +664,7 @@ def test_a_largest_context_that_cannot_be_told_leaves_what_was_measured(
     def fail(job: dict[str, Any]) -> None:
         raise generation_process.WorkerError("dense had not ended after 9 s (--time_limit)")
 
-    monkeypatch.setattr(generation_speed, "run_job", _answer)
+    monkeypatch.setattr(generation_rounds, "run_job", _answer)
     monkeypatch.setattr(largest_context, "most_tokens", refuse)
     monkeypatch.setattr(largest_context, "run_job", fail)
     options = GenerationOptions(
@@ -695,7 +696,7 @@ def test_the_largest_context_of_a_fraction_counts_what_is_generated(backend: str
 
 
 def test_no_process_is_started_that_the_machine_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation_speed, "run_job", _answer)
+    monkeypatch.setattr(generation_rounds, "run_job", _answer)
     monkeypatch.setattr(largest_context, "run_job", lambda job: pytest.fail("started"))
     monkeypatch.setattr(largest_context, "machine_bytes", lambda device: 10**8)
     options = GenerationOptions(cache_config=[], lengths=[64], memory_gb=1, verify_memory=True)
@@ -727,7 +728,7 @@ def test_a_process_that_fails_says_why() -> None:
         "device": "cpu",
     }
     said = r"^dense ended with 1: (\w+\.)*\w+(Error|Exception)?: .*no/such/model"
-    with pytest.raises(generation_speed.WorkerError, match=said) as failure:
+    with pytest.raises(generation_process.WorkerError, match=said) as failure:
         generation_process.run_job(job)
     assert "File " not in str(failure.value)
     assert "^^^" not in str(failure.value)
@@ -771,7 +772,7 @@ def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     said = r"^int8 had not ended after 0\.2 s \(--time_limit\)$"
-    with pytest.raises(generation_speed.WorkerError, match=said):
+    with pytest.raises(generation_process.WorkerError, match=said):
         generation_process.run_job({"cache_config": {"backend": "int8"}, "time_limit": 0.2})
 
 
