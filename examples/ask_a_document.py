@@ -31,6 +31,7 @@ import kvcache_plugins as kvp
 from kvcache_plugins.evaluation.language_reference import read_language_reference
 from kvcache_plugins.evaluation.text_files import read_text_file
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
+from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
 
 MODELS = Path(__file__).resolve().parent / "models"
 CACHE_CONFIG = {
@@ -76,6 +77,11 @@ def main() -> int:
 
 def read(options: argparse.Namespace) -> None:
     """Read the document through a cache, in chunks if it evicts, and save that beside the token ids."""
+    if str(options.cache_config.get("backend")).lower() in TRANSFORMERS_BACKENDS:
+        raise ValueError(
+            "--cache_config must name a backend of `kvcache-plugins list`, as transformers' own caches "
+            f"cannot be saved; got {options.cache_config}."
+        )
     given = options.document
     text = hide_codes(read_language_reference()) if given is None else read_text_file(given, "--document")
     tokenizer, model = load(options.model)
@@ -90,10 +96,15 @@ def read(options: argparse.Namespace) -> None:
         return_dict_in_generate=True,
     )
     seconds = time.perf_counter() - started
-    (options.folder / "document.json").unlink(missing_ok=True)  # its tokens are not those of this cache
-    cache_of(output).save_pretrained(options.folder)
-    document = {"model": options.model, "ids": ids.tolist()}
-    (options.folder / "document.json").write_text(json.dumps(document), encoding="utf-8")
+    # both or neither: of a disk that is full, the earlier document stays
+    document, unfinished = options.folder / "document.json", options.folder / "document.json.unfinished"
+    options.folder.mkdir(parents=True, exist_ok=True)
+    unfinished.write_text(json.dumps({"model": options.model, "ids": ids.tolist()}), encoding="utf-8")
+    try:
+        cache_of(output).save_pretrained(options.folder)
+        unfinished.replace(document)
+    finally:
+        unfinished.unlink(missing_ok=True)
     print(cache_of(output).report())
     print(f"read {ids.shape[1]} tokens in {seconds:.2f} s, saved to {options.folder}")
 

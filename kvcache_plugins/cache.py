@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -21,8 +21,7 @@ from .attention.latent_models import let_latents_pass
 from .config import BackendConfig, check_length
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
-from .layers.checking import changing, check_in_step
-from .layers.compiled import CompiledLayers, CompiledUpdates
+from .layers.compiled import CompiledLayers
 from .layers.counting import bytes_of, dense_size, host_tensors, owned_tensors
 from .layers.crossing import with_cross_attention
 from .layers.indexed import with_indexer
@@ -30,9 +29,9 @@ from .layers.offloading import Shelf
 from .layers.padding import left_padding
 from .layers.reasons import why_exact, why_torch
 from .layers.recurrent import with_recurrent_branch
-from .layers.rows import chosen_rows, num_rows
 from .layers.storing import storing
-from .layers.windowed import WindowedLayer, pays_off, with_window
+from .layers.verbs import CacheVerbs
+from .layers.windowed import WindowedLayer, window_rule, with_window
 from .models.decoder import check_model, decoder_config, decoder_only_config, split_model_or_config
 from .models.encoder_states import refuse_encoder_states
 from .models.facts import (
@@ -42,7 +41,14 @@ from .models.facts import (
     describe_layers,
     refuse_split_heads,
 )
-from .models.layer_plan import LayerPlan, attends_once, caches_latents, key_value_heads, plan_layers
+from .models.layer_plan import (
+    LayerPlan,
+    attends_once,
+    caches_latents,
+    dense_reasons,
+    key_value_heads,
+    plan_layers,
+)
 from .models.longrope import choose_frequencies, follow_cache
 from .report import CacheReport
 from .saved import SavedCache
@@ -50,7 +56,7 @@ from .saved import SavedCache
 __all__ = ["KVCache"]
 
 
-class KVCache(SavedCache, CompiledUpdates):
+class KVCache(SavedCache, CacheVerbs):
     """A `transformers.Cache` whose attention layers are packed. Base class of every backend's cache.
 
     Built by `generate(cache_implementation="quantized", cache_config={"backend": ...})`, by `build_cache`, or
@@ -78,8 +84,14 @@ class KVCache(SavedCache, CompiledUpdates):
     layer_class: ClassVar[type[PackedLayer]]
     evicts: ClassVar[bool] = False
     """Whether tokens are dropped, which layers that choose among all of them do not allow."""
+    native_kernels: ClassVar[tuple[str, ...]] = ()
+    """Devices of which kernels read the codes, as tables say; codecs of this package are served by them
+    whatever stands here."""
 
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
+        if not hasattr(self, "backend"):
+            said = "Allowed are `build_cache` and classes of backends, such as Int8Cache."
+            raise TypeError(f"{type(self).__name__} is of no backend. {said}")
         model, config = split_model_or_config(model_or_config)
         max_cache_length = check_length("max_cache_length", max_cache_length)
         if self.evicts:
@@ -97,12 +109,10 @@ class KVCache(SavedCache, CompiledUpdates):
         for checked in (self.config, *(other for other in layer_configs if other is not self.config)):
             self.check_artifacts(checked, config)
         facts = self._describe(model)
-        self._plans = self._plan(
-            skipped,
-            evicts=self.evicts,
-            packs_window=self._window_rule(layer_configs, facts),
-            cross_reason=self._cross_reason(),
-        )
+        self._plans = self._plan_layers(skipped, layer_configs, facts)
+        if self.config.layer_overrides:
+            without = self._plan_layers(skipped, [self.config] * len(layer_configs), facts)
+            self.config.check_overrides(dense_reasons(self._plans, without))
         if model is not None:
             self._prepare_model(model)
         layers: list[Any] = []
@@ -159,6 +169,9 @@ class KVCache(SavedCache, CompiledUpdates):
             ArtifactError: Naming both models.
         """
 
+    def check_outputs(self, *, with_attentions: bool) -> None:
+        """Raise `ValueError` if a model cannot return attention weights with this cache, and is to do so."""
+
     @property
     def is_linear(self) -> list[bool]:
         """Which layers hold no keys and values, so that their lengths say nothing of the text's."""
@@ -166,21 +179,6 @@ class KVCache(SavedCache, CompiledUpdates):
             isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
             for layer in self.layers
         ]
-
-    @property
-    def packed_layers(self) -> list[PackedLayer]:
-        """The layers this package stores."""
-        return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
-
-    @property
-    def _text_layers(self) -> list[Any]:
-        """Those that hold tokens of the text, packed or not, and not of images."""
-        pairs = zip(self.layers, self._plans, strict=True)
-        return [layer for layer, plan in pairs if not plan.is_cross_attention]
-
-    @property
-    def _packed_text_layers(self) -> list[PackedLayer]:
-        return [layer for layer in self._text_layers if isinstance(layer, PackedLayer)]
 
     def bind(
         self,
@@ -236,37 +234,7 @@ class KVCache(SavedCache, CompiledUpdates):
     def reset(self) -> None:
         """Forget all tokens, and what earlier calls have told."""
         super().reset()
-        if self._shelf is not None:
-            self._shelf.clear()
         self.reads_long_text, self.whole_prompt_reason = False, None
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens, of all layers or of none.
-
-        Raises:
-            UnsupportedOperationError: If a layer has forgotten what would have to be there then.
-            ValueError: If the number is positive.
-        """
-        for layer in self.packed_layers:
-            layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row `i` by row `beam_idx[i]` in all layers (beam search)."""
-        with changing(*self.packed_layers):
-            super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # transformers wants int64
-
-    def check_in_step(self) -> None:
-        """Raise `ValueError` if a forward, or a change of a layer, was interrupted."""
-        check_in_step(self._packed_text_layers)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` (integers, or a boolean mask over the rows)."""
-        rows = chosen_rows(indices, max(map(num_rows, self.packed_layers), default=0))
-        with changing(*self.packed_layers):
-            super().batch_select_indices(rows)
-        if self._shelf is not None:
-            self._shelf.clear()  # which has places for the rows there were
 
     def kv_bytes(self) -> int:
         """Bytes of every live tensor the cache owns: capacity, not what is in use."""
@@ -299,6 +267,17 @@ class KVCache(SavedCache, CompiledUpdates):
             dropped_outliers=sum(layer.dropped_outliers for layer in packed),
         )
 
+    def _plan_layers(
+        self, skipped: frozenset[int], configs: list[Any], facts: list[LayerFacts]
+    ) -> list[LayerPlan]:
+        """Plan the layers with the options of each."""
+        return self._plan(
+            skipped,
+            evicts=self.evicts,
+            packs_window=window_rule(self.model_config, configs, facts, self._limited_storage),
+            cross_reason=self._cross_reason(),
+        )
+
     def _plan(self, skipped: frozenset[int] = frozenset(), **rules: Any) -> list[LayerPlan]:
         """Plan the layers by the rules of [`plan_layers`]."""
         return plan_layers(self.model_config, skipped, **rules)
@@ -324,27 +303,6 @@ class KVCache(SavedCache, CompiledUpdates):
         if plan.dense_reason is not None:
             return plan.build_dense()
         return self._build_packed(plan, config, layer_idx, facts)
-
-    def _window_rule(
-        self, layer_configs: list[Any], facts: list[LayerFacts]
-    ) -> Callable[[int, int], bool] | None:
-        """Whether to pack a layer of an index and a window; `None` if none can be."""
-        if caches_latents(self.model_config):
-            return None
-        known: dict[tuple[Any, ...], bool] = {}
-
-        def packs_window(layer_idx: int, window: int) -> bool:
-            stored = self._limited_storage(layer_configs[layer_idx])
-            if stored is None:
-                return False
-            layer_class, config = stored
-            shape = (window, *key_value_heads(self.model_config, layer_idx))
-            kind = (repr(config), *shape)
-            if kind not in known:
-                known[kind] = pays_off(layer_class(config, layer_idx, facts[layer_idx]), *shape)
-            return known[kind]
-
-        return packs_window
 
     def _limited_storage(self, config: Any) -> tuple[type[PackedLayer], Any] | None:
         """Class and options of what stores a window, or images, for these options; `None` if nothing does."""

@@ -291,6 +291,21 @@ class BackendConfig:
             merged.update(override)
         return replace(self, **merged, layer_overrides={}, skip_layers=()) if merged else self
 
+    def check_overrides(self, dense_reasons: Sequence[str | None]) -> None:
+        """Refuse `layer_overrides` of layers that are left dense with or without them.
+
+        Args:
+            dense_reasons (`Sequence[str]`): Why they are, by layer; `None` of one that is not.
+        """
+        for key, override in self.layer_overrides.items():
+            reason = dense_reasons[self._layer_index("layer_overrides", key, len(dense_reasons))]
+            if override and reason is not None:
+                raise ValueError(
+                    f"{type(self).__name__}.layer_overrides[{key!r}]: the layer is left dense ({reason}), so "
+                    f"that these options would do nothing. Allowed are layers that are packed, got "
+                    f"{dict(override)}."
+                )
+
     def _layer_index(self, name: str, index: object, num_layers: int) -> int:
         # JSON turns the keys of a dict into strings
         is_index = _LAYER.fullmatch(index) if isinstance(index, str) else type(index) is int

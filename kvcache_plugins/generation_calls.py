@@ -98,6 +98,7 @@ def bind_cache(
     if holds_both(kv_cache):
         bind_both(model, generation_config, model_kwargs, max_cache_length)
         return
+    kv_cache.check_outputs(with_attentions=bool(getattr(generation_config, "output_attentions", False)))
     prompt_length = _prompt_length(generation_config, model_kwargs)
     kv_cache.check_in_step()  # first: a forward that was interrupted has seen all in some layers
     _check_news(kv_cache, prompt_length)

@@ -165,6 +165,11 @@ def load_cache(
                 f"{folder}: layer {layer_idx} was packed with another calibration than is now in "
                 f"{sorted(named_artifacts(options))}. Allowed is the one it was packed with."
             )
+    text = cache.self_attention_cache if isinstance(cache, KVEncoderDecoderCache) else cache
+    try:
+        text.check_in_step()
+    except ValueError as error:
+        raise ArtifactError(f"{folder}: {error}") from error
     if isinstance(cache, KVEncoderDecoderCache):
         cache.find_out_what_is_held()
     return cache

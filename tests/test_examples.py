@@ -69,11 +69,39 @@ def test_a_document_that_cannot_be_asked_is_told_in_one_line(
         status, error = run("read", "--document", str(tmp_path / "document.txt"))
         assert status == 2 and "document.txt" in error and said in error and error.count("\n") == 1
 
+    status, error = run("read", "--cache_config", '{"backend": "HQQ", "nbits": 4}')
+    assert status == 2 and "transformers' own caches cannot be saved" in error and error.count("\n") == 1
+
     def interrupt(model: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setitem(example["main"].__globals__, "load", interrupt)
     assert run("read") == (130, "\ninterrupted: nothing is kept of what was not finished.\n")
+
+
+def test_a_document_that_cannot_be_saved_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example, text = runpy.run_path(str(EXAMPLES / "ask_a_document.py")), tmp_path / "document.txt"
+
+    def run(content: str) -> int:
+        text.write_text(content)
+        words = ["read", "--document", str(text), "--cache_config", '{"backend": "int8"}']
+        monkeypatch.setattr("sys.argv", ["ask_a_document.py", *words, "--folder", str(tmp_path / "cache")])
+        status: int = example["main"]()
+        return status
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    assert run("It was a bright cold day.") == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+    assert sorted(before) == ["cache.json", "cache.safetensors", "document.json"]
+    with monkeypatch.context() as disk:
+        disk.setattr("kvcache_plugins.persistence.write_json", full)
+        assert run("The clocks were striking thirteen.") == 2
+    assert "No space left" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()} == before
 
 
 def test_a_document_is_read_once_and_asked_in_another_process(tmp_path: Path) -> None:

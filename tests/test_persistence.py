@@ -223,7 +223,8 @@ class Unknown(DynamicLayer):
 def test_a_layer_of_an_unknown_kind_cannot_be_saved(tmp_path: Path) -> None:
     cache = prefilled(tiny_model("gemma2"), INT8)
     cache.layers[0] = Unknown()
-    cache.layers[0].update(torch.ones(2, 2, 5, 16), torch.ones(2, 2, 5, 16))
+    states = torch.ones(2, 2, cache.get_seq_length(1), 16)
+    cache.layers[0].update(states, states)
     with pytest.raises(
         UnsupportedOperationError, match=r"save_pretrained: layer 0, of type Unknown, .* not saved"
     ):

@@ -249,6 +249,12 @@ def _uploading() -> Iterator[None]:
 
 
 def _umask() -> int:
-    mask = os.umask(0)  # it can only be read by setting it
+    # Elsewhere it can only be read by setting it, which is meanwhile that of all threads: strict, then.
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    mask = os.umask(0o077)
     os.umask(mask)
     return mask

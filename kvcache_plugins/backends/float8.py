@@ -88,6 +88,7 @@ class Float8Cache(KVCache):
     """
 
     config_class = Float8Config
+    native_kernels = ("cpu", "cuda")
     layer_class = Float8Layer
 
     @classmethod

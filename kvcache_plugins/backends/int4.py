@@ -88,4 +88,5 @@ class Int4Cache(KVCache):
     """
 
     config_class = Int4Config
+    native_kernels = ("cpu", "cuda")
     layer_class = Int4Layer

@@ -123,6 +123,7 @@ class Int8Cache(KVCache):
     """
 
     config_class = Int8Config
+    native_kernels = ("cpu", "cuda")
     layer_class = Int8Layer
 
     @classmethod

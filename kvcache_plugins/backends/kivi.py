@@ -98,6 +98,7 @@ class KIVICache(KVCache):
     """
 
     config_class = KIVIConfig
+    native_kernels = ("cpu", "cuda")
     layer_class = KIVILayer
 
 

@@ -189,6 +189,7 @@ class KVQuantCache(KVCache):
     """
 
     config_class = KVQuantConfig
+    native_kernels = ("cpu", "cuda")
     layer_class = KVQuantLayer
 
     @classmethod

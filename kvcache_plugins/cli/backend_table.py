@@ -11,7 +11,6 @@ from typing import Any
 
 from ..eviction.cache import EvictingCache
 from ..eviction.options import EvictingConfig
-from ..kernels.selection import native_kernels
 from ..registry import get_backend, list_backends
 
 __all__ = ["SECTIONS", "BackendRow", "backend_rows", "docstring_sections", "in_one_line", "markdown_table"]
@@ -133,7 +132,7 @@ def _row(name: str) -> BackendRow:
         options=_own_options(cls.config_class),
         shared=_own_options(EvictingConfig) if evicts else {},
         evicts=evicts,
-        native_kernels=_OF_STORAGE if evicts else native_kernels(name),
+        native_kernels=_OF_STORAGE if evicts else cls.native_kernels,
         module=cls.__module__,
     )
 

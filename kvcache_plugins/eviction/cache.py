@@ -180,7 +180,9 @@ class EvictingCache(KVCache):
             reason = f"the backend {self.backend!r} must see the queries"
         elif any(layer.is_ragged for layer in layers):
             reason = "layers that hold different numbers of tokens make their own masks"
-        found = getattr(decoder_config(getattr(model, "config", None)), "_attn_implementation", None)
+        config = decoder_config(getattr(model, "config", None))
+        self.check_outputs(with_attentions=bool(getattr(config, "output_attentions", False)))
+        found = getattr(config, "_attn_implementation", None)
         if reason is not None and found == "eager" and not exchanges_attention(model):
             raise ValueError(
                 f"{reason}, which the attention of {type(model).__name__}, written into the model, does not "
@@ -192,6 +194,13 @@ class EvictingCache(KVCache):
                 f"The backend {self.backend!r} must see the queries of latents, and {type(model).__name__} "
                 f"makes keys and values of them: {obstacle}. Allowed for this model are backends that judge "
                 "a token by itself, such as 'knorm' and 'streaming_llm', and adapters that have been merged."
+            )
+
+    def check_outputs(self, *, with_attentions: bool) -> None:
+        if with_attentions and any(layer.config.is_uneven and layer.evicts for layer in self.evicting_layers):
+            raise ValueError(
+                "output_attentions=True needs heads that hold the same tokens, which those of the backend "
+                f"{self.backend!r} do not with `head_floor`. Allowed is one of the two."
             )
 
     def _check_embeddings(self, model: nn.Module) -> None:

@@ -217,9 +217,10 @@ class EvictingConfig(BackendConfig):
         missing = f", and {partial} that may be missing from whole blocks" if partial else ""
         needed = " Where keys rotate, this storage needs positions='compact', too."
         also = needed if partial and self.positions != "compact" else ""
+        of_newest = f" and {newest} newest tokens ({name})" if newest else ""
         raise ValueError(
-            f"{type(self).__name__}.budget must exceed what is protected: {self.sink_length} sinks and "
-            f"{newest} newest tokens ({name}){missing}; got a budget of {budget} tokens.{also}"
+            f"{type(self).__name__}.budget must exceed what is protected: {self.sink_length} sinks{of_newest}"
+            f"{missing}; got a budget of {budget} tokens.{also}"
         )
 
     def _protected_in(self, budget: int) -> tuple[int, int, str]:
@@ -232,7 +233,7 @@ class EvictingConfig(BackendConfig):
         partial = self._block_tokens - 1
         name = max(parts, key=lambda key: parts[key])
         newest = max(parts[name], self.exact_length + partial)
-        if newest == self.exact_length + partial:
+        if newest == self.exact_length + partial > 0:
             name = "the residual_length of the storage" + f" and {partial} of a block" * bool(partial)
         return newest + self.sink_length + partial, newest, name
 

@@ -9,18 +9,7 @@ import torch
 from ..errors import KernelUnavailableError
 from . import cuda_loader, loader
 
-__all__ = ["native_is_unavailable", "native_kernels", "select_kernel"]
-
-_SERVED = ("float8", "int4", "int8", "kivi", "kvquant")
-
-
-def native_kernels(backend: str) -> tuple[str, ...]:
-    """Devices (`"cpu"`, `"cuda"`) on which a native kernel reads a backend's codes.
-
-    Nothing is built to find out. A backend that is not listed, such as a third party's, is served all the
-    same if it stores its tokens by codecs of this package.
-    """
-    return ("cpu", "cuda") if backend in _SERVED else ()
+__all__ = ["native_is_unavailable", "select_kernel"]
 
 
 def select_kernel(requested: str, backend: str, devices: Collection[torch.device] = ()) -> str:

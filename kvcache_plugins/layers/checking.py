@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from .dense import tokens_seen
 
 if TYPE_CHECKING:
     from .base import PackedLayer
@@ -85,15 +87,20 @@ def check_states(layer: PackedLayer, key_states: Tensor, value_states: Tensor) -
         )
 
 
-def check_in_step(layers: Iterable[PackedLayer]) -> None:
-    """Raise `ValueError` unless all layers are whole and have seen the same tokens."""
+def check_in_step(layers: Iterable[PackedLayer], others: Iterable[Any] = ()) -> None:
+    """Raise `ValueError` unless all layers are whole and have seen the same tokens.
+
+    Args:
+        layers (`Iterable[PackedLayer]`): Those that are packed.
+        others (`Iterable[CacheLayerMixin | LinearAttentionLayer]`): Transformers' own beside them.
+    """
     layers = list(layers)
     for layer in layers:
         if layer.is_torn and layer.cumulative_length == 0:
             layer._forget()  # its first tokens: it begins anew
         for part in (layer, *layer.uniform_layers):
             check_whole(part)
-    seen = {layer.get_seq_length() for layer in layers}
+    seen = tokens_seen([*layers, *others])
     if len(seen) > 1:
         raise ValueError(
             f"The layers of this cache have seen from {min(seen)} to {max(seen)} tokens: a forward was "

@@ -213,11 +213,6 @@ class CompiledUpdates(Cache):
         if self.compiled_layers is not None:
             self.compiled_layers.taken.clear()
 
-    @outside_graphs
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens."""
-        super().crop(tokens_to_remove)
-
     def __copy__(self) -> Any:
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)

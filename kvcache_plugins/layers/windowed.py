@@ -9,6 +9,7 @@ left depends on how many tokens were seen and on nothing else; what would leave 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from math import lcm
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedOperationError
 from ..models.facts import LayerFacts
+from ..models.layer_plan import caches_latents, key_value_heads
 from ..quantizers.packing import BLOCK_TOKENS
 from .base import PackedLayer
 from .extending import extended
@@ -28,7 +30,7 @@ from .stream import Stream
 from .tail import Tail
 from .view import StreamView
 
-__all__ = ["WindowedLayer", "pays_off", "with_window"]
+__all__ = ["WindowedLayer", "pays_off", "window_rule", "with_window"]
 
 _SLACK = 16
 """A window is that many times as long as what may have left it and be stored still."""
@@ -232,3 +234,34 @@ def pays_off(layer: PackedLayer, window: int, num_heads: int, key_dim: int, valu
     full.update(keys, values)  # on shapes alone
     dense_bytes = (window - 1) * num_heads * (key_dim + value_dim) * keys.element_size()
     return full.kv_bytes <= _LARGEST_SHARE * dense_bytes
+
+
+def window_rule(
+    model_config: Any,
+    layer_configs: Sequence[Any],
+    facts: Sequence[LayerFacts],
+    storage_of: Callable[[Any], tuple[type[PackedLayer], Any] | None],
+) -> Callable[[int, int], bool]:
+    """Return whether to pack the layer of an index, whose window has so many tokens.
+
+    Args:
+        model_config (`PreTrainedConfig`): The decoder's.
+        layer_configs (`Sequence[BackendConfig]`): Options of every layer.
+        facts (`Sequence[LayerFacts]`): Of every layer.
+        storage_of (`Callable`): From such options to the class and the options of what stores a window;
+            `None` if nothing does.
+    """
+    known: dict[tuple[Any, ...], bool] = {}
+
+    def packs_window(layer_idx: int, window: int) -> bool:
+        stored = storage_of(layer_configs[layer_idx])
+        if stored is None or caches_latents(model_config):
+            return False
+        layer_class, config = stored
+        shape = (window, *key_value_heads(model_config, layer_idx))
+        kind = (repr(config), *shape)
+        if kind not in known:
+            known[kind] = pays_off(layer_class(config, layer_idx, facts[layer_idx]), *shape)
+        return known[kind]
+
+    return packs_window

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ __all__ = [
     "LayerPlan",
     "attends_once",
     "caches_latents",
+    "dense_reasons",
     "encoder_key_value_heads",
     "indexer_sizes",
     "key_value_heads",
@@ -132,6 +133,16 @@ def plan_layers(
             plan = replace(plan, dense_reason="skip_layers")
         plans.append(plan if layer_idx == of_model else replace(plan, repeats=of_model))
     return plans
+
+
+def dense_reasons(*plans: Sequence[LayerPlan]) -> list[str | None]:
+    """Return why layers of the text are dense by all of several plans; `None` of those that are not."""
+    return [
+        layers[0].dense_reason
+        if all(layer.dense_reason and not layer.is_cross_attention for layer in layers)
+        else None
+        for layers in zip(*plans, strict=True)
+    ]
 
 
 def plan_cross_attention(

@@ -18,7 +18,7 @@ from kvcache_plugins.attention.dispatch import forward_over_handles
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.errors import ArtifactError
 from kvcache_plugins.layers.view import StreamView
-from kvcache_plugins.models.cache_argument import cache_of
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from tests.eviction.feeding import bound_cache, feed, ids, mask_of, model_of, real_positions
 from tests.reference.eviction import Call, Policy, run_with_evictions
 
@@ -291,16 +291,27 @@ def test_damaged_facts(damage: Callable[[dict[str, Any]], Any], message: str, tm
         kvcache_plugins.KVCache.from_pretrained(tmp_path, model)
 
 
-def test_attention_that_needs_tensors_is_refused() -> None:
+def test_attention_weights_are_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = model_of("llama", "eager", **SIZES), ids(60)
+    options = {"backend": "h2o", "budget": 24, "head_floor": 0.2}
+    cache = kvcache_plugins.build_cache(model, options)
+    with pytest.raises(ValueError, match=r"output_attentions=True needs heads that hold the same tokens"):
+        model.generate(tokens, **as_argument(cache), max_new_tokens=3, output_attentions=True)  # type: ignore[operator]
+    assert cache.get_seq_length() == 0
+    monkeypatch.setattr(model.config, "output_attentions", True)
+    with pytest.raises(ValueError, match=r"those of the backend 'h2o' do not with `head_floor`"):
+        cache.bind(model)
+
+
+def test_attention_that_needs_tensors_is_refused() -> None:
+    """Where nobody could know before that a model will be asked for its weights."""
+    model, tokens = model_of("llama", "eager", **SIZES), ids(60)
+    cache = bound_cache(model, {"backend": "h2o", "budget": 24, "head_floor": 0.2}, 60)
+    feed(model, cache, tokens, [60])
     with pytest.raises(
         NotImplementedError, match=r"heads of layer 0 hold from \d+ to \d+ tokens \(head_floor"
     ):
-        model.generate(  # type: ignore[operator]
-            tokens, cache_implementation="quantized", max_new_tokens=3, output_attentions=True,
-            cache_config={"backend": "h2o", "budget": 24, "head_floor": 0.2},
-            return_dict_in_generate=True,
-        )  # fmt: skip
+        model(tokens[:, :1], **as_argument(cache), output_attentions=True)
 
 
 def test_one_part_without_a_kernel_is_told_of() -> None:

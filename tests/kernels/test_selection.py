@@ -14,6 +14,8 @@ from kvcache_plugins.building import build_cache
 from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.kernels import cuda_loader, loader
 from kvcache_plugins.kernels.selection import select_kernel
+from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.registry import get_backend, list_backends
 from kvcache_plugins.testing.models import tiny_model
 from tests.kernels.decode_cases import CASES, build_layer, library, step
 
@@ -162,3 +164,18 @@ def test_kernel_torch_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     got = attend_handles(query, key, value, AttentionOptions())
     assert torch.equal(got, attend(query, key.tokens, value.tokens, AttentionOptions()))
     assert layer.kernel == "torch"
+
+
+@pytest.mark.usefixtures("library")
+def test_backends_tell_which_kernels_read_their_codes() -> None:
+    model = tiny_model("llama")
+    for name in list_backends():
+        backend = get_backend(name)
+        if backend.evicts:
+            assert backend.native_kernels == (), "its storage's"
+            continue
+        cache = build_cache(model, {"backend": name, **backend.config_class.tiny().to_dict()})
+        with torch.no_grad():
+            for length in (300, 1):
+                model(torch.randint(3, 100, (1, length)), **as_argument(cache))
+        assert set(cache.report().kernel) == {"cpu" if "cpu" in backend.native_kernels else "torch"}, name

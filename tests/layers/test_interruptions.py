@@ -16,6 +16,7 @@ from torch import Tensor
 import kvcache_plugins
 from kvcache_plugins import KVCache, build_cache
 from kvcache_plugins.layers.nonuniform import NonUniformCodec
+from kvcache_plugins.layers.rows import num_rows
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
 
@@ -23,6 +24,7 @@ PACKAGE = str(Path(kvcache_plugins.__file__).parent)
 PROMPT, AFTERWARDS = 96, 24
 BACKENDS: dict[str, dict[str, Any]] = {
     "int8": {"backend": "int8"},
+    "skipped": {"backend": "int8", "skip_layers": [1]},
     "kivi": {"backend": "kivi", "residual_length": 32},
     "torch": {"backend": "int4", "residual_length": 16, "kernel": "torch"},
     "knorm": {"backend": "knorm", "budget": 64, "chunk_size": 32, "evict_at_decode": True},
@@ -34,7 +36,7 @@ EVERY = 29
 UNTRACED = f"{PACKAGE}/layers/lazy.py"
 """Switches torch functions off and on, which is nothing that a layer holds."""
 VERBS = tuple(
-    f"{PACKAGE}/{name}.py" for name in ("cache", "eviction/headwise", "eviction/layer", "layers/base")
+    f"{PACKAGE}/{name}.py" for name in ("layers/verbs", "eviction/headwise", "eviction/layer", "layers/base")
 )
 """Where verbs are done, of which every line is interrupted."""
 
@@ -68,6 +70,12 @@ def fed(model: Any, cache: KVCache, tokens: Tensor) -> Tensor:
     """Logits of tokens that come one by one."""
     with torch.no_grad():
         return torch.cat([model(t, past_key_values=cache).logits for t in tokens.split(1, dim=1)], dim=1)
+
+
+def fed_rows(model: Any, cache: KVCache, tokens: Tensor) -> Tensor:
+    """The same, of as many rows as the cache holds."""
+    rows = num_rows(cache.packed_layers[0]) // len(tokens)
+    return fed(model, cache, tokens.repeat_interleave(rows, dim=0))
 
 
 def refusal(model: Any, cache: KVCache) -> str | None:
@@ -114,8 +122,8 @@ def test_an_interrupted_step(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("verb", ["crop", "reorder_cache", "batch_select_indices"])
-@pytest.mark.parametrize("name", ["int8", "knorm", "heads"])
+@pytest.mark.parametrize("verb", ["crop", "reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
+@pytest.mark.parametrize("name", ["int8", "skipped", "knorm", "heads"])
 def test_an_interrupted_verb(name: str, verb: str) -> None:
     """At every line where it is done: what is not whole says so, all else is as before or as it was to be."""
     model: Any = tiny_model("llama").eval()
@@ -124,7 +132,7 @@ def test_an_interrupted_verb(name: str, verb: str) -> None:
     with torch.no_grad():
         for chunk in ids[:, : PROMPT + 4].split(32, dim=1):
             model(chunk, past_key_values=before)
-    argument: Any = -2 if verb == "crop" else torch.tensor([1, 0])
+    argument: Any = {"crop": -2, "batch_repeat_interleave": 2}.get(verb, torch.tensor([1, 0]))
     further = ids[:, PROMPT + 4 :]
 
     def changed(cache: KVCache) -> KVCache:
@@ -133,7 +141,7 @@ def test_an_interrupted_verb(name: str, verb: str) -> None:
 
     with Interrupting(files=VERBS) as counting:
         after = changed(copy.deepcopy(before))
-    allowed = [fed(model, copy.deepcopy(cache), further) for cache in (before, after)]
+    allowed = [fed_rows(model, copy.deepcopy(cache), further) for cache in (before, after)]
     torn = 0
     for line in range(1, counting.count + 1):
         cache = copy.deepcopy(before)
@@ -143,7 +151,7 @@ def test_an_interrupted_verb(name: str, verb: str) -> None:
             assert "interrupted" in said
             torn += 1
             continue
-        got = fed(model, cache, further)
+        got = fed_rows(model, cache, further)
         assert any(torch.equal(got, logits) for logits in allowed), f"line {line}"
     assert 0 < torn < counting.count
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 import kvcache_plugins as kvp
-from kvcache_plugins import cache as cache_module
+from kvcache_plugins.layers import windowed as windowed_module
 from kvcache_plugins.layers.windowed import WindowedLayer
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.testing import assert_close
@@ -40,7 +40,7 @@ def _model(architecture: str, window: int = WINDOW) -> PreTrainedModel:
 @pytest.fixture
 def every_window_pays_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows short enough for small models are packed."""
-    monkeypatch.setattr(cache_module, "pays_off", lambda *_: True)
+    monkeypatch.setattr(windowed_module, "pays_off", lambda *_: True)
 
 
 def windowed(cache: Any) -> list[WindowedLayer]:

@@ -107,11 +107,16 @@ class VerbConformance(Fixtures):
     def test_saved_and_loaded_it_continues(
         self, model: Any, cache: KVCache, cache_config: dict[str, Any], tmp_path: Path
     ) -> None:
-        inputs = torch.randint(3, 120, (2, 90))
+        inputs = torch.randint(3, 120, (2, 250))
         with torch.no_grad():
             model(inputs, **as_argument(cache))
             cache.save_pretrained(tmp_path)
             loaded = KVCache.from_pretrained(tmp_path, model)
+            packed, expected_packed = (
+                [s.packed_length for layer in each.packed_layers for s in layer.streams]
+                for each in (loaded, cache)
+            )
+            assert packed == expected_packed and min(packed) > 0
             more = torch.randint(3, 120, (2, 1))
             expected = model(more, **as_argument(cache)).logits
             assert torch.equal(expected, model(more, **as_argument(loaded)).logits)
