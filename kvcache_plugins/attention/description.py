@@ -17,10 +17,10 @@ from ..layers.records import RecordLayout
 from ..layers.stream import Stream
 from ..layers.view import StreamView
 from ..models.rotary import Rotary
+from .limits import KERNEL_DTYPES
 
 __all__ = ["describe", "first_sinks"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BEYOND = 1 << 40
 """A slot that no cache reaches."""
 
@@ -67,7 +67,7 @@ def describe(view: StreamView) -> Side | None:
     segments = view.segments
     dtype = segments[0].dtype
     if (
-        dtype not in _DTYPES
+        dtype not in KERNEL_DTYPES
         or (len(segments) > 1 and any(exact.dtype != dtype for exact in segments[1:]))
         or (sinks is not None and sinks.dtype != dtype)
     ):

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import loader
+from .limits import MOST_QUERIES
 
 __all__ = ["reads_exact_tokens_faster"]
-
-MOST_QUERIES = 8
 
 
 def reads_exact_tokens_faster(states: Tensor, kernel: str) -> bool:

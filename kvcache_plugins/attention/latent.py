@@ -26,13 +26,13 @@ from .bias import LogitBias, logit_bias, sinks_for_kernels
 from .cuda import can_attend_tiles_on_device
 from .decoded import DecodedView
 from .description import describe, first_sinks
+from .limits import KERNEL_DTYPES
 from .passes import in_passes
 from .reference import AttentionOptions, TokenView, attend
 from .tiles import attend_tiles, can_attend_tiles
 
 __all__ = ["LatentKeys", "attend_latents", "latent_keys"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BIASED_QUERIES = 8
 """Query tokens up to which each may have a bias of its own: of more, it would take more memory than codes."""
 _COSTS = {
@@ -128,7 +128,7 @@ class _ExpandedSide(_MadeOfLatents):
 
 
 def _read_as(part: TokenView, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    if isinstance(part, DecodedView) and dtype in _DTYPES:
+    if isinstance(part, DecodedView) and dtype in KERNEL_DTYPES:
         return part.read_as(start, stop, dtype)
     return part.read(start, stop).to(dtype)
 
@@ -191,7 +191,12 @@ def _multiplier(query: Tensor, tokens: LatentKeys, options: AttentionOptions) ->
     Without vectors of eight numbers it would lose to torch's products.
     """
     is_decoded = all(isinstance(part, DecodedView) for part in tokens.parts)
-    if not is_decoded or not query.is_cpu or query.dtype not in _DTYPES or options.alibi_slopes is not None:
+    if (
+        not is_decoded
+        or not query.is_cpu
+        or query.dtype not in KERNEL_DTYPES
+        or options.alibi_slopes is not None
+    ):
         return "torch"
     instructions = loader.instruction_set()
     return instructions if (instructions, True) in _COSTS else "torch"
@@ -246,7 +251,7 @@ def _attend_expanded(
     keys = _ExpandedSide(tokens, projection, True, query.shape[3], last)
     values = _ExpandedSide(tokens, projection, False, projection.value_dim, last)
     if query.is_cpu:
-        serves = query.dtype in _DTYPES and can_attend_tiles(options, tokens.length, query.shape[2])
+        serves = query.dtype in KERNEL_DTYPES and can_attend_tiles(options, tokens.length, query.shape[2])
     else:
         serves = can_attend_tiles_on_device(query, projection.value_dim, tokens.length, options)
     return (attend_tiles if serves else attend)(query, keys, values, options)

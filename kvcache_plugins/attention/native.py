@@ -21,18 +21,16 @@ from .bias import LogitBias, logit_bias, per_head, sinks_for_kernels
 from .cuda import attend_on_device, why_not_fast
 from .decoded import DecodedView
 from .description import describe, first_sinks
+from .limits import KERNEL_DTYPES, MOST_QUERIES
 from .passes import in_passes
 from .reference import AttentionOptions, attend
 from .tiles import attend_tiles, can_attend_tiles
 
-__all__ = ["MOST_QUERIES", "attend_handles", "has_fast_passes"]
+__all__ = ["attend_handles", "has_fast_passes"]
 
-MOST_QUERIES = 8
-"""Query tokens up to which one pass over the codes is bound by reading them, on any processor."""
 _MOST_PACKED_QUERIES = 16
-"""The same where the heads of a group come as query tokens of one head."""
+"""Of `MOST_QUERIES` where the heads of a group come as query tokens of one head."""
 _UNREADABLE = "no native kernel reads these codecs or head sizes"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def attend_handles(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor:
@@ -113,7 +111,11 @@ def _sides(key: KVHandle, value: KVHandle) -> tuple[Side, Side] | None:
 def _is_served(query: Tensor, key: KVHandle) -> bool:
     # asked of the newest tokens: the handle, a tensor subclass, takes a microsecond to answer
     newest = key.tokens.segments[-1]
-    return newest.device == query.device and query.device.type in ("cpu", "cuda") and query.dtype in _DTYPES
+    return (
+        newest.device == query.device
+        and query.device.type in ("cpu", "cuda")
+        and query.dtype in KERNEL_DTYPES
+    )
 
 
 def has_fast_passes(dtype: torch.dtype) -> bool:

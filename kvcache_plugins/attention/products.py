@@ -23,13 +23,13 @@ from ..layers.lazy import LazyTensor, intercept
 from ..layers.view import StreamView
 from .decoded import DecodedView
 from .description import describe, first_sinks
-from .native import MOST_QUERIES, has_fast_passes
+from .limits import KERNEL_DTYPES, MOST_QUERIES
+from .native import has_fast_passes
 from .passes import in_passes
 from .reference import cut_tiles
 
 __all__ = ["multiply"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILES = "the model multiplies keys and values itself: they are decoded tile by tile"
 
 
@@ -125,7 +125,7 @@ def _source(handle: KVHandle, rows: Tensor) -> tuple[DecodedView | None, str]:
     """The tokens where native code decodes them; the reason if none does."""
     if handle.layer.config.kernel == "torch":
         return None, "kernel='torch' was given"
-    if rows.dtype not in _DTYPES or rows.device.type not in ("cpu", "cuda"):
+    if rows.dtype not in KERNEL_DTYPES or rows.device.type not in ("cpu", "cuda"):
         return None, f"there is no native kernel for {rows.dtype} on {rows.device}"
     side = describe(handle.tokens)
     if side is None:

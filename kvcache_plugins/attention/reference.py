@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .limits import GPU_TILES, TILE_SCORES
+
 __all__ = [
     "AttentionOptions",
     "DenseView",
@@ -32,11 +34,7 @@ __all__ = [
 
 _TILE_VALUES = 1 << 21
 """Decoded values in a tile: 8 MB in fp32."""
-_TILE_SCORES = 1 << 22
-"""Logits in a tile: 16 MB in fp32."""
 _SMALLEST_TILE = 64
-_ON_A_GPU = 16
-"""How much larger tiles are there, where a launch takes as long as thousands of products."""
 
 
 class TokenView(Protocol):
@@ -220,9 +218,9 @@ def cut_tiles(
     batch_size, query_heads, query_length, head_dim = query.shape
     step = min(
         _TILE_VALUES // (batch_size * kv_heads * head_dim),
-        _TILE_SCORES // (batch_size * query_heads * query_length),
+        TILE_SCORES // (batch_size * query_heads * query_length),
     )
-    step = step if query.is_cpu else _ON_A_GPU * step
+    step = step if query.is_cpu else GPU_TILES * step
     step = max(_SMALLEST_TILE, step // _SMALLEST_TILE * _SMALLEST_TILE)
     cuts = sorted({first, keys.length, *keys.boundaries, *values.boundaries})
     cuts = [cut for cut in cuts if first <= cut <= keys.length]

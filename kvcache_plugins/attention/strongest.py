@@ -10,14 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .limits import GPU_TILES, TILE_SCORES
 from .reference import AttentionOptions, adjust_logits, sink_column
 
 __all__ = ["strongest_attention"]
-
-_TILE_SCORES = 1 << 22
-"""Logits in a tile: 16 MB in fp32."""
-_ON_A_GPU = 16
-"""How much larger tiles are there, where a launch takes as long as thousands of products."""
 
 
 def strongest_attention(
@@ -48,7 +44,7 @@ def _strongest(
     scaling = options.scaling if options.scaling is not None else head_dim**-0.5
     transposed = keys.float().transpose(2, 3)
     plain = AttentionOptions(softcap=options.softcap)
-    most = _TILE_SCORES if query.is_cpu else _ON_A_GPU * _TILE_SCORES
+    most = TILE_SCORES if query.is_cpu else GPU_TILES * TILE_SCORES
     step = max(1, most // (batch_size * query_heads * length))
     # Logarithms, as the largest weight is the exponential of the largest of them: one exponential per key.
     strongest = query.new_full((batch_size, kv_heads, length), -torch.inf, dtype=torch.float32)

@@ -70,7 +70,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch, tokens: int = 16) -> None:
-    for name, value in (("_TILE_VALUES", 1), ("_TILE_SCORES", 1), ("_SMALLEST_TILE", tokens)):
+    for name, value in (("_TILE_VALUES", 1), ("TILE_SCORES", 1), ("_SMALLEST_TILE", tokens)):
         monkeypatch.setattr(reference, name, value)
 
 

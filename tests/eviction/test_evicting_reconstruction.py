@@ -134,7 +134,7 @@ def _attention(groups: int, keys: int, queries: int) -> tuple[Tensor, Tensor, Te
 def test_strongest_attention(
     tile: int, softcap: float | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strongest, "_TILE_SCORES", tile)
+    monkeypatch.setattr(strongest, "TILE_SCORES", tile)
     query, key, visible, counted = _attention(groups=3, keys=19, queries=11)
     sinks = torch.linspace(-1, 2, 6) if has_sinks else None
     options = AttentionOptions(scaling=0.3, softcap=softcap, sink_logits=sinks, mask=torch.zeros(1).bool())
