@@ -28,10 +28,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcache_plugins as kvp
-from kvcache_plugins.evaluation.language_reference import read_language_reference
-from kvcache_plugins.evaluation.text_files import read_text_file
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
+from kvcache_plugins.runs.language_reference import read_language_reference
+from kvcache_plugins.runs.text_files import read_text_file
 
 MODELS = Path(__file__).resolve().parent / "models"
 CACHE_CONFIG = {

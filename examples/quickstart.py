@@ -38,24 +38,24 @@ from kvcache_plugins.cli.display import show
 from kvcache_plugins.cli.options import OUTPUT, add_cache_config_option, parse_cache_configs
 from kvcache_plugins.cli.preparing import output_directory, prepare_transformers
 from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, split_available
-from kvcache_plugins.evaluation.devices import choose_device
-from kvcache_plugins.evaluation.file_digests import artifact_digests, digest_words, model_settings
-from kvcache_plugins.evaluation.footnotes import other_work
-from kvcache_plugins.evaluation.labels import cache_label, dense_first
-from kvcache_plugins.evaluation.language_reference import read_language_reference
-from kvcache_plugins.evaluation.options import DTYPES, MOST_THREADS, check_count, check_model
-from kvcache_plugins.evaluation.other_work import OtherWork
-from kvcache_plugins.evaluation.perplexity_scoring import Schedule, predictions
-from kvcache_plugins.evaluation.plot_labels import LabelledPoint, place_labels
-from kvcache_plugins.evaluation.plotting import pyplot, save_figure, scale_divergences
-from kvcache_plugins.evaluation.progress import progress_bar
-from kvcache_plugins.evaluation.results import build_document, write_results
-from kvcache_plugins.evaluation.text_files import read_text_file
-from kvcache_plugins.evaluation.timing import Spread, StepTimer
+from kvcache_plugins.evaluation.perplexity.scoring import Schedule, predictions
+from kvcache_plugins.evaluation.speed.devices import choose_device
+from kvcache_plugins.evaluation.speed.timing import Spread, StepTimer
 from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.models.decoder import decoder_only_config
 from kvcache_plugins.models.pretrained import load_config, load_model, load_tokenizer
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
+from kvcache_plugins.runs.file_digests import artifact_digests, digest_words, model_settings
+from kvcache_plugins.runs.footnotes import other_work
+from kvcache_plugins.runs.labels import cache_label, dense_first
+from kvcache_plugins.runs.language_reference import read_language_reference
+from kvcache_plugins.runs.options import DTYPES, MOST_THREADS, check_count, check_model
+from kvcache_plugins.runs.other_work import OtherWork
+from kvcache_plugins.runs.plot_labels import LabelledPoint, place_labels
+from kvcache_plugins.runs.plotting import pyplot, save_figure, scale_divergences
+from kvcache_plugins.runs.progress import progress_bar
+from kvcache_plugins.runs.results import build_document, write_results
+from kvcache_plugins.runs.text_files import read_text_file
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"

@@ -197,8 +197,8 @@ def _format(value: Any, form: str) -> str:
 
 def cache_name(row: dict[str, Any]) -> str:
     """Return the name of a result's cache, and whether it is transformers' own."""
-    from kvcache_plugins.evaluation.labels import cache_label
     from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
+    from kvcache_plugins.runs.labels import cache_label
 
     is_foreign = row["cache_config"]["backend"] in TRANSFORMERS_BACKENDS
     return (row.get("label") or cache_label(row["cache_config"])) + (" (transformers)" if is_foreign else "")

@@ -11,8 +11,8 @@ import yaml
 
 from kvcache_plugins.cli.options import merge_options
 from kvcache_plugins.evaluation.longbench.options import LongBenchOptions
-from kvcache_plugins.evaluation.passkey_options import PasskeyOptions
-from kvcache_plugins.evaluation.perplexity_options import PerplexityOptions
+from kvcache_plugins.evaluation.passkey.options import PasskeyOptions
+from kvcache_plugins.evaluation.perplexity.options import PerplexityOptions
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS, get_backend
 from kvcache_plugins.training.parsing import parse_arguments
 

@@ -52,7 +52,7 @@ def _run(code: str, output: Path) -> list[str]:
 def test_a_journal_holds_whole_records(room: int, length: int, tmp_path: Path) -> None:
     """Of more than a buffer and of less, most of which has found room."""
     code = f"""
-from kvcache_plugins.evaluation.journal import Journal
+from kvcache_plugins.runs.journal import Journal
 
 journal = Journal(output, {{"length": 1}})
 journal.add("a", {{"x": 1}})

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, cache_utils
 
 from kvcache_plugins.evaluation.caches import new_cache
-from kvcache_plugins.evaluation.language_reference import read_language_reference
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.runs.language_reference import read_language_reference
 from tests.evaluation.drawn_figures import draw
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from kvcache_plugins import errors
-from kvcache_plugins.evaluation import memory
 from kvcache_plugins.kernels import compiler, cuda_loader, loader, verdicts
+from kvcache_plugins.runs import memory
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
@@ -42,7 +42,7 @@ for name in "geteuid getuid getgid getpgid killpg mkfifo sched_getaffinity setsi
 
 import kvcache_plugins
 from kvcache_plugins import cli
-from kvcache_plugins.evaluation import generation_worker
+from kvcache_plugins.evaluation.speed.generation import worker as generation_worker
 
 for module in pkgutil.walk_packages(kvcache_plugins.__path__, "kvcache_plugins."):
     if not module.name.endswith("__main__"):

@@ -12,14 +12,14 @@ from ..artifacts.folders import check_push
 from ..artifacts.model_facts import model_facts, rotary_facts
 from ..artifacts.scales import Scales
 from ..backends.kvquant import NORMAL_FLOAT
-from ..evaluation.code_versions import code_settings, version_of
-from ..evaluation.file_digests import model_settings
-from ..evaluation.journal import progress_folder
-from ..evaluation.loading import Subject, load_config, load_subject
-from ..evaluation.output_lock import writing_alone
-from ..evaluation.progress import Progress, silent
-from ..evaluation.text_files import read_text_file
 from ..models.decoder import decoder_only_config
+from ..runs.code_versions import code_settings, version_of
+from ..runs.file_digests import model_settings
+from ..runs.journal import progress_folder
+from ..runs.loading import Subject, load_config, load_subject
+from ..runs.output_lock import writing_alone
+from ..runs.progress import Progress, silent
+from ..runs.text_files import read_text_file
 from .fitting import fit_layers
 from .options import CalibrationOptions
 from .passes import run_passes

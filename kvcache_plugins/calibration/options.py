@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..evaluation.model_options import ModelOptions
-from ..evaluation.options import check_choice, check_count, check_unused
+from ..runs.model_options import ModelOptions
+from ..runs.options import check_choice, check_count, check_unused
 
 __all__ = ["BACKENDS", "DATASET", "PYDOC", "WEIGHTS", "CalibrationOptions"]
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..device_dtypes import doubled
-from ..evaluation.progress import Progress, silent
 from ..layers.nonuniform import outliers_per_side
 from ..models.cache_argument import as_argument
 from ..models.decoder import decoder_only_config
+from ..runs.progress import Progress, silent
 from .histograms import Normalised, normalise_keys, normalise_values, squared_gradient
 from .recording import CalibratedLayer, RecordingCache
 from .statistics import Statistics

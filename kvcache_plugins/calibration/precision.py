@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..artifacts.files import write_json
-from ..evaluation.journal import Journal
-from ..evaluation.progress import Progress, silent
+from ..runs.journal import Journal
+from ..runs.progress import Progress, silent
 from .allocation import allocate_bits
 from .sensitivity import Candidate, candidates_of, measure_candidates
 

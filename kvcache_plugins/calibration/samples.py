@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..evaluation.hub_datasets import import_datasets
-from ..evaluation.language_reference import read_language_reference
-from ..evaluation.loading import Subject, prefix_ids
-from ..evaluation.text_files import read_text_file
+from ..runs.hub_datasets import import_datasets
+from ..runs.language_reference import read_language_reference
+from ..runs.loading import Subject, prefix_ids
+from ..runs.text_files import read_text_file
 from .options import PYDOC, CalibrationOptions
 
 __all__ = ["Samples", "read_samples"]

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..building import build_cache
 from ..device_dtypes import doubled
-from ..evaluation.perplexity_blocks import longest_block
+from ..evaluation.perplexity.blocks import longest_block
 from ..layers.base import PackedLayer
 from ..layers.crossing import CrossAttentionLayer
 from ..layers.handle import KVHandle

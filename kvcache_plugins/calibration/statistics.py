@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..artifacts.files import write_tensors
 from ..errors import ArtifactError
-from ..evaluation.journal import check_settings, remove_progress
+from ..runs.journal import check_settings, remove_progress
 from .histograms import Histogram
 from .percentiles import StreamingRange
 

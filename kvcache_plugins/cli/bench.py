@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.speed_options import COMPILE_MODES, DTYPES, AttentionOptions, GenerationOptions
+from ..evaluation.speed.options import COMPILE_MODES, DTYPES, AttentionOptions, GenerationOptions
 from ..models.presets import PRESETS
 from .display import show, show_failures
 from .options import OUTPUT, add_cache_config_option, options_of
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     options = kind.from_dict(options_of(args))
     output = output_directory(args)
     draws = will_draw(args)
-    from ..evaluation.results import RESULTS_FILE  # of torch
+    from ..runs.results import RESULTS_FILE  # of torch
 
     document = _measure(args.benchmark, options, output)
     _show_tables(document)
@@ -118,15 +118,15 @@ def _add_common(parser: argparse.ArgumentParser, caches: str, what: str, lengths
 
 def _measure(benchmark: str, options: Any, output: Path) -> dict[str, Any]:
     """Measure and write `results.json`."""
-    from ..evaluation.progress import progress_bar
+    from ..runs.progress import progress_bar
 
     prepare_transformers()
     points = len(options.lengths) * len(options.batch_sizes)
     caches = len(options.cache_configs)
     if benchmark == "attention":
-        from ..evaluation.attention_speed import measure_attention
-        from ..evaluation.output_lock import writing_alone
-        from ..evaluation.results import write_results
+        from ..evaluation.speed.attention.run import measure_attention
+        from ..runs.output_lock import writing_alone
+        from ..runs.results import write_results
 
         with writing_alone(output):
             with progress_bar(points * (caches - 1 + options.repeats + options.warm_up)) as progress:
@@ -137,8 +137,8 @@ def _measure(benchmark: str, options: Any, output: Path) -> dict[str, Any]:
                 _show_tables(document)
                 raise
         return document
-    from ..evaluation.generation_process import WorkerError
-    from ..evaluation.generation_speed import measure_generation
+    from ..evaluation.speed.generation.process import WorkerError
+    from ..evaluation.speed.generation.run import measure_generation
 
     verified = len(options.batch_sizes) * caches if options.verify_memory else 0
     with progress_bar(points * caches * options.repeats + verified) as progress:
@@ -149,7 +149,7 @@ def _measure(benchmark: str, options: Any, output: Path) -> dict[str, Any]:
 
 
 def _show_tables(document: dict[str, Any]) -> None:
-    from ..evaluation import speed_tables
+    from ..evaluation.speed import tables as speed_tables
 
     is_attention = document["task"] == "bench attention"
     tables = [(speed_tables.attention_table if is_attention else speed_tables.generation_table)(document)]
@@ -159,8 +159,8 @@ def _show_tables(document: dict[str, Any]) -> None:
 
 
 def _draw(document: dict[str, Any], output: Path) -> None:
-    from ..evaluation import speed_plots
-    from ..evaluation.earlier import picture_name
+    from ..evaluation.speed import plots as speed_plots
+    from ..runs.earlier import picture_name
 
     picture = output / picture_name(document["task"])
     is_attention = document["task"] == "bench attention"

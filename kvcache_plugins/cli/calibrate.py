@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..artifacts.folders import check_card, check_no_model
     from ..calibration.calibrate import calibrate, steps_of
-    from ..evaluation.progress import progress_bar
+    from ..runs.progress import progress_bar
 
     if options.needs_codebooks:
         check_no_model(output)

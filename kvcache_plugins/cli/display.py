@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.labels import cache_label
 from ..registry import TRANSFORMERS_BACKENDS
+from ..runs.labels import cache_label
 
 __all__ = ["show", "show_failures", "show_results"]
 
@@ -62,8 +62,8 @@ def show_results(
     Raises:
         OSError: If the picture cannot be written.
     """
-    from ..evaluation.earlier import picture_name
-    from ..evaluation.results import RESULTS_FILE
+    from ..runs.earlier import picture_name
+    from ..runs.results import RESULTS_FILE
 
     show([table], [*footnotes, f"numbers: {output / RESULTS_FILE}"])
     if plot is not None:

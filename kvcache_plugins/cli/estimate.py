@@ -6,11 +6,11 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from ..evaluation.labels import cache_label, dense_first
-from ..evaluation.model_options import OURS
-from ..evaluation.options import DTYPES, check_count, check_model
 from ..models.presets import PRESETS, preset_config
 from ..registry import TRANSFORMERS_BACKENDS
+from ..runs.labels import cache_label, dense_first
+from ..runs.model_options import OURS
+from ..runs.options import DTYPES, check_count, check_model
 from .display import show
 from .options import add_cache_config_option, parse_cache_configs
 

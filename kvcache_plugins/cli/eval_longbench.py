@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..evaluation.longbench.options import LongBenchOptions
-from ..evaluation.options import check_filled, check_type
+from ..runs.options import check_filled, check_type
 from .display import show_failures, show_results
 from .model_arguments import add_evaluation_arguments
 from .options import RESUMED, options_of
@@ -92,7 +92,7 @@ def _score(merged: dict[str, Any], output: Path) -> dict[str, Any]:
         check_type(name, value, kinds[name])
         check_filled(name, value)
     from ..evaluation.longbench.summary import score_directory
-    from ..evaluation.results import write_results
+    from ..runs.results import write_results
 
     document = score_directory(
         Path(merged["score_only"]), merged.get("tasks"), longbench_e=merged.get("longbench_e", False)
@@ -110,7 +110,7 @@ def _measure(merged: dict[str, Any], output: Path) -> dict[str, Any] | None:
 
     questions = load_questions(options)  # all that is wrong with the data is told before anything is loaded
     from ..evaluation.longbench.run import measure_longbench
-    from ..evaluation.progress import progress_bar
+    from ..runs.progress import progress_bar
 
     prepare_transformers()
     return measure_longbench(options, questions, output, progress_bar)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..evaluation.passkey_options import FACT_NEEDLE, FACT_QUESTION, NEEDLE, QUESTION, PasskeyOptions
+from ..evaluation.passkey.options import FACT_NEEDLE, FACT_QUESTION, NEEDLE, QUESTION, PasskeyOptions
 from .display import show_failures, show_results
 from .model_arguments import add_evaluation_arguments
 from .options import RESUMED, options_of
@@ -75,13 +75,13 @@ def run(args: argparse.Namespace) -> int:
     output = output_directory(args)
     draws = will_draw(args)
 
-    from ..evaluation.passkey import measure_passkey
-    from ..evaluation.progress import progress_bar
+    from ..evaluation.passkey.run import measure_passkey
+    from ..runs.progress import progress_bar
 
     prepare_transformers()
     document = measure_passkey(options, output, progress_bar)
     if document is not None:  # this is the first process
-        from ..evaluation.passkey_display import footnotes, passkey_table, plot_passkey
+        from ..evaluation.passkey.display import footnotes, passkey_table, plot_passkey
 
         plot = plot_passkey if draws else None
         show_results(document, output, passkey_table(document), footnotes(document), plot)

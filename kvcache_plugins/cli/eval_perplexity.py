@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..evaluation.perplexity_options import DATASETS, PG19, PerplexityOptions
+from ..evaluation.perplexity.options import DATASETS, PG19, PerplexityOptions
 from .display import show_failures, show_results
 from .model_arguments import add_evaluation_arguments
 from .options import RESUMED, options_of
@@ -65,14 +65,14 @@ def run(args: argparse.Namespace) -> int:
     output = output_directory(args)
     draws = will_draw(args)
 
-    from ..evaluation.perplexity import measure_perplexity
-    from ..evaluation.progress import progress_bar
+    from ..evaluation.perplexity.run import measure_perplexity
+    from ..runs.progress import progress_bar
 
     prepare_transformers()
     document = measure_perplexity(options, output, progress_bar)
     if document is not None:  # this is the first process
-        from ..evaluation.perplexity_plots import plot_perplexity
-        from ..evaluation.perplexity_tables import footnotes, perplexity_table
+        from ..evaluation.perplexity.plots import plot_perplexity
+        from ..evaluation.perplexity.tables import footnotes, perplexity_table
 
         plot = plot_perplexity if draws else None
         show_results(document, output, perplexity_table(document), footnotes(document), plot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..evaluation.options import check_filled, check_model
+from ..runs.options import check_filled, check_model
 from .preparing import output_directory, prepare_transformers
 
 __all__ = ["add_parser", "run"]

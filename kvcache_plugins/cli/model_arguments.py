@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..evaluation.options import DTYPES
+from ..runs.options import DTYPES
 from .options import OUTPUT, add_cache_config_option
 
 __all__ = ["add_evaluation_arguments", "add_model_arguments"]

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from ..evaluation.option_files import read_option_file
 from ..registry import TRANSFORMERS_BACKENDS, get_backend
+from ..runs.option_files import read_option_file
 
 __all__ = [
     "OUTPUT",

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from ..evaluation.options import check_directory
+from ..runs.options import check_directory
 
 __all__ = ["output_directory", "prepare_transformers", "will_draw"]
 
@@ -40,7 +40,7 @@ def will_draw(args: argparse.Namespace) -> bool:
     """Whether pictures are wanted; that they cannot be drawn is told before the measurement, not after it."""
     if hasattr(args, "no_plots"):
         return False
-    from ..evaluation.plotting import check_plotting
+    from ..runs.plotting import check_plotting
 
     check_plotting()
     return True

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
     options, training = parse_arguments(args.arguments)
     if not options.no_plots:
-        from ..evaluation.plotting import check_plotting
+        from ..runs.plotting import check_plotting
 
         check_plotting()  # before the training, not after it
 

@@ -18,7 +18,7 @@ from ..models.cache_argument import as_argument
 from ..models.decoder import decoder_config, decoder_only_config, split_model_or_config
 from ..prompt_chunks import why_read_whole
 from ..registry import TRANSFORMERS_BACKENDS
-from .labels import DENSE
+from ..runs.labels import DENSE
 
 __all__ = [
     "cache_bytes",

@@ -38,9 +38,9 @@ from typing import Any
 import torch
 
 from ..models.cache_argument import as_argument
+from ..runs.labels import DENSE
 from .caches import generation_options, new_cache, prefill, why_unavailable
-from .labels import DENSE
-from .perplexity_blocks import exact_blocks
+from .perplexity.blocks import exact_blocks
 
 __all__ = ["MODEL_NAME", "continuation_logits", "main", "register"]
 

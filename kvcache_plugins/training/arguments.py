@@ -10,7 +10,7 @@ from torch._inductor import list_mode_options
 from transformers import SchedulerType, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from ..evaluation.options import check_choice, check_count, check_unused
+from ..runs.options import check_choice, check_count, check_unused
 
 __all__ = ["WITHOUT_USE", "LocretTrainingArguments"]
 

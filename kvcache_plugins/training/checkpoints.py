@@ -13,10 +13,10 @@ from transformers import TrainerState
 
 from ..artifacts.files import read_json, read_tensors
 from ..errors import ArtifactError
-from ..evaluation.file_digests import digest_files, model_settings
-from ..evaluation.journal import differences
 from ..retaining.configuration import RetainingHeadsConfig
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
+from ..runs.file_digests import digest_files, model_settings
+from ..runs.journal import differences
 from .arguments import LocretTrainingArguments
 from .options import SYNTHETIC, LocretOptions
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from ..evaluation import json_lines
-from ..evaluation.hub_datasets import import_datasets
-from ..evaluation.loading import prefix_ids
+from ..runs import json_lines
+from ..runs.hub_datasets import import_datasets
+from ..runs.loading import prefix_ids
 from .examples import Example, cut_middle
 
 __all__ = ["Conversations", "messages_of", "read_rows"]

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from ..evaluation.language_reference import read_language_reference
-from ..evaluation.text_files import read_text_file
+from ..runs.language_reference import read_language_reference
+from ..runs.text_files import read_text_file
 from .conversations import Conversations, read_rows
 from .examples import Example
 from .options import SYNTHETIC, LocretOptions

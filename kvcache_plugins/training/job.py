@@ -15,16 +15,16 @@ from transformers import EvalPrediction, Trainer, set_seed
 from ..artifacts.files import naming, write_json
 from ..artifacts.folders import check_card, check_no_model, check_push, push, replacing
 from ..backends.locret import LocretConfig
-from ..evaluation.earlier import set_aside
-from ..evaluation.options import DTYPES, check_choice, check_directory
-from ..evaluation.output_lock import writing_alone
-from ..evaluation.results import RESULTS_FILE, build_document
 from ..models.decoder import decoder_only_config
 from ..models.layer_plan import plan_layers
 from ..models.pretrained import check_attention, load_config, load_model, load_tokenizer
 from ..retaining.configuration import DEFAULT_BUDGET, RetainingHeadsConfig
 from ..retaining.heads import RetainingHeads
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
+from ..runs.earlier import set_aside
+from ..runs.options import DTYPES, check_choice, check_directory
+from ..runs.output_lock import writing_alone
+from ..runs.results import RESULTS_FILE, build_document
 from .arguments import LocretTrainingArguments
 from .card import heads_card
 from .checkpoints import check_checkpoint, check_none_lost, find_checkpoint, is_finished, training_facts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..evaluation.options import DTYPES, check_choice, check_count, check_filled, check_model, check_unused
+from ..runs.options import DTYPES, check_choice, check_count, check_filled, check_model, check_unused
 
 __all__ = ["HEADS_DTYPES", "SYNTHETIC", "LocretOptions"]
 

@@ -9,9 +9,9 @@ from typing import Any, NoReturn, get_type_hints
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from ..evaluation.option_files import read_option_file
-from ..evaluation.options import check_choice, check_type
 from ..registry import suggest
+from ..runs.option_files import read_option_file
+from ..runs.options import check_choice, check_type
 from .arguments import WITHOUT_USE, LocretTrainingArguments
 from .options import LocretOptions
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.plotting import pyplot, save_figure
+from ..runs.plotting import pyplot, save_figure
 
 __all__ = ["plot_training"]
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from ..evaluation.loading import prefix_ids
-from ..evaluation.passkey_filler import Filler
+from ..evaluation.passkey.filler import Filler
+from ..runs.loading import prefix_ids
 from .examples import Example, cut_middle
 from .wording import FACTS, NAMES, PASSKEYS, THINGS
 

@@ -18,8 +18,8 @@ from kvcache_plugins import ArtifactError, build_cache
 from kvcache_plugins.calibration.calibrate import calibrate_subject
 from kvcache_plugins.calibration.options import CalibrationOptions
 from kvcache_plugins.cli import main
-from kvcache_plugins.evaluation.loading import Subject, load_subject
-from kvcache_plugins.evaluation.model_options import ModelOptions
+from kvcache_plugins.runs.loading import Subject, load_subject
+from kvcache_plugins.runs.model_options import ModelOptions
 from kvcache_plugins.testing import tiny_model
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"

@@ -22,11 +22,11 @@ from kvcache_plugins.calibration.calibrate import calibrate_subject
 from kvcache_plugins.calibration.options import CalibrationOptions
 from kvcache_plugins.calibration.recording import calibrated_layers
 from kvcache_plugins.cli import main
-from kvcache_plugins.evaluation.language_reference import UNSEEN_TOPICS
-from kvcache_plugins.evaluation.loading import Subject, load_subject
-from kvcache_plugins.evaluation.model_options import ModelOptions
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary import find_rotary
+from kvcache_plugins.runs.language_reference import UNSEEN_TOPICS
+from kvcache_plugins.runs.loading import Subject, load_subject
+from kvcache_plugins.runs.model_options import ModelOptions
 from kvcache_plugins.testing import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,7 +188,7 @@ def test_other_settings_are_not_continued(
     with pytest.raises(ValueError, match="text was"):
         calibrate_subject(subject, options(text, seed=1), tmp_path)
     with monkeypatch.context() as changed:
-        changed.setattr("kvcache_plugins.evaluation.code_versions.version_of", lambda name: "0")
+        changed.setattr("kvcache_plugins.runs.code_versions.version_of", lambda name: "0")
         with pytest.raises(ValueError, match=r"transformers was '\d.*', is '0'"):
             calibrate_subject(subject, options(text), tmp_path)
     # the bits are fitted at the end, so they may change

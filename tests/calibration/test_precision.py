@@ -14,9 +14,9 @@ import torch
 from kvcache_plugins import build_cache
 from kvcache_plugins.calibration.calibrate import calibrate_subject
 from kvcache_plugins.calibration.options import CalibrationOptions
-from kvcache_plugins.evaluation.language_reference import UNSEEN_TOPICS, read_language_reference
-from kvcache_plugins.evaluation.loading import Subject, load_subject
-from kvcache_plugins.evaluation.model_options import ModelOptions
+from kvcache_plugins.runs.language_reference import UNSEEN_TOPICS, read_language_reference
+from kvcache_plugins.runs.loading import Subject, load_subject
+from kvcache_plugins.runs.model_options import ModelOptions
 from tests.reference.fidelity import fidelity
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"

@@ -12,9 +12,9 @@ import torch
 
 from kvcache_plugins.calibration.options import CalibrationOptions
 from kvcache_plugins.calibration.samples import read_samples
-from kvcache_plugins.evaluation.language_reference import read_language_reference
-from kvcache_plugins.evaluation.loading import Subject
-from kvcache_plugins.evaluation.sharding import Shard
+from kvcache_plugins.runs.language_reference import read_language_reference
+from kvcache_plugins.runs.loading import Subject
+from kvcache_plugins.runs.sharding import Shard
 
 
 class Characters:

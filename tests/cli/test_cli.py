@@ -30,15 +30,15 @@ from kvcache_plugins.cli.backend_table import SECTIONS, backend_rows, docstring_
 from kvcache_plugins.cli.options import parse_cache_configs
 from kvcache_plugins.cli.preparing import output_directory
 from kvcache_plugins.errors import KernelUnavailableError
-from kvcache_plugins.evaluation.labels import cache_label
 from kvcache_plugins.evaluation.longbench.options import LongBenchOptions
-from kvcache_plugins.evaluation.model_options import COMPARISON
-from kvcache_plugins.evaluation.passkey_options import PasskeyOptions
-from kvcache_plugins.evaluation.perplexity_options import PerplexityOptions
+from kvcache_plugins.evaluation.passkey.options import PasskeyOptions
+from kvcache_plugins.evaluation.perplexity.options import PerplexityOptions
 from kvcache_plugins.kernels import cuda_loader, cuda_trial, loader
 from kvcache_plugins.kernels.builds import KernelStatus
 from kvcache_plugins.models.presets import PRESETS
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
+from kvcache_plugins.runs.labels import cache_label
+from kvcache_plugins.runs.model_options import COMPARISON
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
@@ -548,7 +548,7 @@ def attention_document(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     text = (ROOT / "examples" / "results" / "bench_attention.json").read_text(encoding="utf-8")
     document: dict[str, Any] = json.loads(text)
     monkeypatch.setattr(
-        "kvcache_plugins.evaluation.attention_speed.measure_attention", lambda *given: document
+        "kvcache_plugins.evaluation.speed.attention.run.measure_attention", lambda *given: document
     )
     monkeypatch.setenv("PATH", os.environ["PATH"])  # which the command completes
     return document
@@ -576,7 +576,7 @@ def test_a_benchmark_that_cannot_be_written_is_shown(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvcache_plugins.evaluation.results.write_results", full)
+    monkeypatch.setattr("kvcache_plugins.runs.results.write_results", full)
     assert main(["bench", "attention", "--no_plots", "--output", str(tmp_path / "new")]) == 2
     said = capsys.readouterr()
     assert "kivi 2-bit" in said.out and "No space left on device" in said.err and "numbers:" not in said.out

@@ -16,9 +16,11 @@ from rich.table import Table
 from kvcache_plugins.cli import display
 from kvcache_plugins.cli.fitting import fitted, width_needed
 from kvcache_plugins.cli.list import _table as list_table
-from kvcache_plugins.evaluation import passkey_display, perplexity_tables, speed_tables
-from kvcache_plugins.evaluation.labels import cache_label
 from kvcache_plugins.evaluation.longbench import display as longbench_display
+from kvcache_plugins.evaluation.passkey import display as passkey_display
+from kvcache_plugins.evaluation.perplexity import tables as perplexity_tables
+from kvcache_plugins.evaluation.speed import tables as speed_tables
+from kvcache_plugins.runs.labels import cache_label
 from kvcache_plugins.training.tables import recall_table
 
 RESULTS = Path(__file__).resolve().parents[2] / "examples" / "results"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcache_plugins.evaluation.plotting import pyplot
+from kvcache_plugins.runs.plotting import pyplot
 
 LONG: dict[str, Any] = {
     "backend": "locret",

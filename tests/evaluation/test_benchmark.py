@@ -20,31 +20,33 @@ from transformers import AutoModelForCausalLM
 
 from kvcache_plugins.cli import main
 from kvcache_plugins.estimation import MOST_NEW_TOKENS, estimate
-from kvcache_plugins.evaluation import (
-    attention_layers,
-    attention_on_host,
-    attention_speed,
-    attention_states,
-    generation_process,
-    generation_rounds,
-    generation_speed,
-    generation_worker,
-    largest_context,
-    plotting,
-    speed_plots,
-    speed_tables,
+from kvcache_plugins.evaluation.speed import plots as speed_plots
+from kvcache_plugins.evaluation.speed import tables as speed_tables
+from kvcache_plugins.evaluation.speed.attention import layers as attention_layers
+from kvcache_plugins.evaluation.speed.attention import on_host as attention_on_host
+from kvcache_plugins.evaluation.speed.attention import run as attention_speed
+from kvcache_plugins.evaluation.speed.attention import states as attention_states
+from kvcache_plugins.evaluation.speed.attention.dense_attention import (
+    BASELINES,
+    exact_attention,
+    max_rel_error,
 )
-from kvcache_plugins.evaluation.dense_attention import BASELINES, exact_attention, max_rel_error
-from kvcache_plugins.evaluation.memory_prediction import (
+from kvcache_plugins.evaluation.speed.generation import largest_context
+from kvcache_plugins.evaluation.speed.generation import process as generation_process
+from kvcache_plugins.evaluation.speed.generation import rounds as generation_rounds
+from kvcache_plugins.evaluation.speed.generation import run as generation_speed
+from kvcache_plugins.evaluation.speed.generation import worker as generation_worker
+from kvcache_plugins.evaluation.speed.generation.memory_prediction import (
     most_tokens,
     predicted_bytes,
     predicted_peak_bytes,
     prompt_and_new_tokens,
 )
-from kvcache_plugins.evaluation.results import check_document, read_results
-from kvcache_plugins.evaluation.speed_options import AttentionOptions, GenerationOptions
-from kvcache_plugins.evaluation.timing import HostStopwatch, Spread, StepTimer, time_in_turn
+from kvcache_plugins.evaluation.speed.options import AttentionOptions, GenerationOptions
+from kvcache_plugins.evaluation.speed.timing import HostStopwatch, Spread, StepTimer, time_in_turn
 from kvcache_plugins.kernels import loader
+from kvcache_plugins.runs import plotting
+from kvcache_plugins.runs.results import check_document, read_results
 from tests.kernels import fresh_process
 from tests.models.encoders import encoder_decoder
 
@@ -712,7 +714,7 @@ def test_no_process_is_started_that_the_machine_cannot_hold(monkeypatch: pytest.
 
 def test_a_measurement_ends_with_the_process_that_started_it() -> None:
     """A signal may end that one before it can stop this one."""
-    code = "from kvcache_plugins.evaluation.generation_worker import end_with\nend_with({})"
+    code = "from kvcache_plugins.evaluation.speed.generation.worker import end_with\nend_with({})"
     assert fresh_process.run(code.format(1), timeout=30).returncode == 1
     with pytest.raises(subprocess.TimeoutExpired):
         fresh_process.run(code.format("__import__('os').getppid()"), timeout=1.5)

@@ -20,25 +20,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_plugins.evaluation import (
-    attention_on_device,
-    attention_speed,
-    devices,
-    flashinfer_baseline,
-    generation_worker,
-    speed_plots,
-    speed_tables,
-)
-from kvcache_plugins.evaluation.attention_layers import LayerStep
-from kvcache_plugins.evaluation.attention_states import AttentionShape, States
-from kvcache_plugins.evaluation.dense_attention import BASELINES, exact_attention, max_rel_error
-from kvcache_plugins.evaluation.device_baselines import dense_ways, record_ways
-from kvcache_plugins.evaluation.device_timing import DeviceTimer, Recording
 from kvcache_plugins.evaluation.pages.documents import find_results
 from kvcache_plugins.evaluation.pages.page import render_page
-from kvcache_plugins.evaluation.results import check_document, write_results
-from kvcache_plugins.evaluation.speed_options import AttentionOptions
+from kvcache_plugins.evaluation.speed import devices
+from kvcache_plugins.evaluation.speed import plots as speed_plots
+from kvcache_plugins.evaluation.speed import tables as speed_tables
+from kvcache_plugins.evaluation.speed.attention import flashinfer_baseline
+from kvcache_plugins.evaluation.speed.attention import on_device as attention_on_device
+from kvcache_plugins.evaluation.speed.attention import run as attention_speed
+from kvcache_plugins.evaluation.speed.attention.dense_attention import (
+    BASELINES,
+    exact_attention,
+    max_rel_error,
+)
+from kvcache_plugins.evaluation.speed.attention.device_baselines import dense_ways, record_ways
+from kvcache_plugins.evaluation.speed.attention.device_timing import DeviceTimer, Recording
+from kvcache_plugins.evaluation.speed.attention.layers import LayerStep
+from kvcache_plugins.evaluation.speed.attention.states import AttentionShape, States
+from kvcache_plugins.evaluation.speed.generation import worker as generation_worker
+from kvcache_plugins.evaluation.speed.options import AttentionOptions
 from kvcache_plugins.models.presets import PRESETS
+from kvcache_plugins.runs.results import check_document, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 DENSE = {"backend": "dense"}
@@ -126,7 +128,9 @@ def test_what_cannot_be_captured_is_timed_as_it_is(behaviour: dict[str, Any], no
 
 def test_a_window_tells_the_device_from_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device, host = [0.0], [0.0]
-    monkeypatch.setattr("kvcache_plugins.evaluation.device_timing.time.perf_counter", lambda: host[0])
+    monkeypatch.setattr(
+        "kvcache_plugins.evaluation.speed.attention.device_timing.time.perf_counter", lambda: host[0]
+    )
 
     def call() -> None:
         host[0] += 0.010

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from kvcache_plugins.cli import main
-from kvcache_plugins.evaluation import generation_rounds, largest_context
-from kvcache_plugins.evaluation.generation_process import DidNotFitError, WorkerError
-from kvcache_plugins.evaluation.results import read_results
+from kvcache_plugins.evaluation.speed.generation import largest_context
+from kvcache_plugins.evaluation.speed.generation import rounds as generation_rounds
+from kvcache_plugins.evaluation.speed.generation.process import DidNotFitError, WorkerError
+from kvcache_plugins.runs.results import read_results
 
 Answer = Callable[[dict[str, Any], int], None]
 

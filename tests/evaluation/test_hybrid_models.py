@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcache_plugins.evaluation.caches import new_cache, prefill, split_available
-from kvcache_plugins.evaluation.perplexity_scoring import Schedule, predictions, score_window
+from kvcache_plugins.evaluation.perplexity.scoring import Schedule, predictions, score_window
 from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.testing.models import tiny_model
 from tests.models.families import small_model

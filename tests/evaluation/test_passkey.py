@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcache_plugins.cli import main
-from kvcache_plugins.evaluation import passkey, passkey_display
-from kvcache_plugins.evaluation.passkey_filler import read_filler
-from kvcache_plugins.evaluation.passkey_options import PasskeyOptions
-from kvcache_plugins.evaluation.passkey_prompts import Trial, build_trials
-from kvcache_plugins.evaluation.results import read_results
+from kvcache_plugins.evaluation.passkey import display as passkey_display
+from kvcache_plugins.evaluation.passkey import run as passkey
+from kvcache_plugins.evaluation.passkey.filler import read_filler
+from kvcache_plugins.evaluation.passkey.options import PasskeyOptions
+from kvcache_plugins.evaluation.passkey.prompts import Trial, build_trials
+from kvcache_plugins.runs.results import read_results
 from tests.launching import run_script
 
 ROOT = Path(__file__).resolve().parents[2]

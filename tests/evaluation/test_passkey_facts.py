@@ -15,17 +15,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcache_plugins import build_cache
 from kvcache_plugins.cli import main
-from kvcache_plugins.evaluation import passkey, passkey_display
-from kvcache_plugins.evaluation.loading import Subject
 from kvcache_plugins.evaluation.pages.documents import find_results
 from kvcache_plugins.evaluation.pages.page import render_page
-from kvcache_plugins.evaluation.passkey_answers import ask_afterwards
-from kvcache_plugins.evaluation.passkey_filler import read_filler
-from kvcache_plugins.evaluation.passkey_options import NAMES, PasskeyOptions
-from kvcache_plugins.evaluation.passkey_prompts import Trial, build_trials
-from kvcache_plugins.evaluation.results import read_results
-from kvcache_plugins.evaluation.sharding import Shard
+from kvcache_plugins.evaluation.passkey import display as passkey_display
+from kvcache_plugins.evaluation.passkey import run as passkey
+from kvcache_plugins.evaluation.passkey.answers import ask_afterwards
+from kvcache_plugins.evaluation.passkey.filler import read_filler
+from kvcache_plugins.evaluation.passkey.options import NAMES, PasskeyOptions
+from kvcache_plugins.evaluation.passkey.prompts import Trial, build_trials
 from kvcache_plugins.models.cache_argument import as_argument, given_cache
+from kvcache_plugins.runs.loading import Subject
+from kvcache_plugins.runs.results import read_results
+from kvcache_plugins.runs.sharding import Shard
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
 DENSE = {"backend": "dense"}

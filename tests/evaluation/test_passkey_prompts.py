@@ -9,9 +9,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from kvcache_plugins.evaluation.passkey_filler import Filler, read_filler
-from kvcache_plugins.evaluation.passkey_options import PasskeyOptions
-from kvcache_plugins.evaluation.passkey_prompts import Trial, build_trials, first_integer
+from kvcache_plugins.evaluation.passkey.filler import Filler, read_filler
+from kvcache_plugins.evaluation.passkey.options import PasskeyOptions
+from kvcache_plugins.evaluation.passkey.prompts import Trial, build_trials, first_integer
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
 SENTENCES = " ".join(f"This is sentence {word} of a dull text." for word in ("one", "two", "three") * 200)

@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcache_plugins as kvp
 from kvcache_plugins.cli import main
-from kvcache_plugins.evaluation import perplexity, perplexity_scoring, text_files
-from kvcache_plugins.evaluation.language_reference import read_language_reference
-from kvcache_plugins.evaluation.perplexity_options import PerplexityOptions
-from kvcache_plugins.evaluation.perplexity_summary import mean_and_error
-from kvcache_plugins.evaluation.perplexity_texts import Text, Window, cut_windows, read_texts
+from kvcache_plugins.evaluation.perplexity import run as perplexity
+from kvcache_plugins.evaluation.perplexity import scoring as perplexity_scoring
+from kvcache_plugins.evaluation.perplexity.options import PerplexityOptions
+from kvcache_plugins.evaluation.perplexity.summary import mean_and_error
+from kvcache_plugins.evaluation.perplexity.texts import Text, Window, cut_windows, read_texts
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.runs import text_files
+from kvcache_plugins.runs.language_reference import read_language_reference
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books")
 LENGTH, PREFILL = 64, 40

@@ -19,8 +19,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, QuantizedCache
 
 import kvcache_plugins as kvp
 from kvcache_plugins.evaluation.caches import new_cache
-from kvcache_plugins.evaluation.perplexity_blocks import exact_blocks, packed_shares, room
-from kvcache_plugins.evaluation.perplexity_scoring import Prediction, Schedule, predictions, score_window
+from kvcache_plugins.evaluation.perplexity.blocks import exact_blocks, packed_shares, room
+from kvcache_plugins.evaluation.perplexity.scoring import Prediction, Schedule, predictions, score_window
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing.models import tiny_model
 

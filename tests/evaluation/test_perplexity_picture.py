@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvcache_plugins.evaluation import perplexity_plots
-from kvcache_plugins.evaluation.labels import DENSE, cache_label
+from kvcache_plugins.evaluation.perplexity import plots as perplexity_plots
+from kvcache_plugins.runs.labels import DENSE, cache_label
 from tests.evaluation.drawn_figures import LONG, check_legible, draw
 
 RECORDED = Path(__file__).resolve().parents[2] / "examples" / "results" / "perplexity.json"

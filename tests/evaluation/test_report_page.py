@@ -21,7 +21,7 @@ from kvcache_plugins.evaluation.pages import charts, documents, scales, styles
 from kvcache_plugins.evaluation.pages.documents import find_results
 from kvcache_plugins.evaluation.pages.markup import Markup, element
 from kvcache_plugins.evaluation.pages.page import render_page
-from kvcache_plugins.evaluation.perplexity_summary import summarize
+from kvcache_plugins.evaluation.perplexity.summary import summarize
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "examples" / "results"

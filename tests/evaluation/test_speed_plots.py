@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvcache_plugins.evaluation import speed_plots
-from kvcache_plugins.evaluation.labels import cache_label
+from kvcache_plugins.evaluation.speed import plots as speed_plots
+from kvcache_plugins.runs.labels import cache_label
 from tests.evaluation.drawn_figures import LONG, check_legible, draw
 
 RESULTS = Path(__file__).resolve().parents[2] / "examples" / "results"

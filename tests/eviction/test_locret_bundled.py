@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_plugins.evaluation.loading import Subject, load_subject, load_tokenizer
-from kvcache_plugins.evaluation.passkey_answers import ask_afterwards, ask_with_prompt
-from kvcache_plugins.evaluation.passkey_options import PasskeyOptions
-from kvcache_plugins.evaluation.passkey_prompts import Trial, build_trials
+from kvcache_plugins.evaluation.passkey.answers import ask_afterwards, ask_with_prompt
+from kvcache_plugins.evaluation.passkey.options import PasskeyOptions
+from kvcache_plugins.evaluation.passkey.prompts import Trial, build_trials
+from kvcache_plugins.runs.loading import Subject, load_subject, load_tokenizer
 from tests.eviction.feeding import bound_cache, chunks_of, feed
 
 ROOT = Path(__file__).resolve().parents[2]

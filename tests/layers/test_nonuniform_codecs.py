@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvcache_plugins import build_cache
-from kvcache_plugins.evaluation.language_reference import read_language_reference
 from kvcache_plugins.layers.codec import Encoded
 from kvcache_plugins.layers.nonuniform import (
     ChannelNonUniformCodec,
@@ -27,6 +26,7 @@ from kvcache_plugins.layers.padding import Padding
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.quantizers.nonuniform import normal_float_codebook
+from kvcache_plugins.runs.language_reference import read_language_reference
 from tests.reference.kvquant import kvquant_oracle_cache
 
 BUNDLED = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"

@@ -19,7 +19,7 @@ from kvcache_plugins.artifacts.scales import Scales, save_scales
 from kvcache_plugins.calibration.recording import calibrated_layers
 from kvcache_plugins.calibration.sensitivity import candidates_of
 from kvcache_plugins.errors import UnsupportedOperationError
-from kvcache_plugins.evaluation.perplexity_blocks import packed_shares
+from kvcache_plugins.evaluation.perplexity.blocks import packed_shares
 from kvcache_plugins.eviction.cache import EvictingCache
 from kvcache_plugins.layers.crossing import CrossAttentionLayer
 from kvcache_plugins.layers.windowed import WindowedLayer

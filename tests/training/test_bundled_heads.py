@@ -8,10 +8,10 @@ from pydoc_data.topics import topics
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcache_plugins.evaluation.language_reference import UNSEEN_TOPICS
-from kvcache_plugins.evaluation.results import read_results
 from kvcache_plugins.retaining.loading import load_heads
 from kvcache_plugins.retaining.losses import top_recall
+from kvcache_plugins.runs.language_reference import UNSEEN_TOPICS
+from kvcache_plugins.runs.results import read_results
 from kvcache_plugins.training.examples import Collator
 from kvcache_plugins.training.synthetic import SyntheticTasks
 from kvcache_plugins.training.targets import Targets, observe_targets

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...models.cache_argument import as_argument, cache_of
+from ...runs.loading import Subject
 from ..caches import cache_bytes, generation_options, new_cache, prefill
-from ..loading import Subject
 from .prompting import Prompt
 from .tasks import Task
 

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..footnotes import origin, skipped
-from ..plot_labels import folded, inches
-from ..plotting import pyplot, save_figure
+from ...runs.footnotes import origin, skipped
+from ...runs.plot_labels import folded, inches
+from ...runs.plotting import pyplot, save_figure
 from .scoring import LENGTH_GROUPS
 from .tasks import TASKS
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..model_options import ModelOptions
-from ..options import check_count
+from ...runs.model_options import ModelOptions
+from ...runs.options import check_count
 from .tasks import find_tasks
 
 __all__ = ["MARGIN", "LongBenchOptions"]

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ...artifacts.files import read_json, replaced, write_json
-from ..earlier import free_name
-from ..journal import append_line
-from ..json_lines import read_rows
-from ..labels import DENSE, cache_label
-from ..results import RESULTS_FILE
+from ...runs.earlier import free_name
+from ...runs.journal import append_line
+from ...runs.json_lines import read_rows
+from ...runs.labels import DENSE, cache_label
+from ...runs.results import RESULTS_FILE
 from .tasks import TASKS, Task, find_tasks
 
 __all__ = [

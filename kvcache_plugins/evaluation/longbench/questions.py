@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..hub_datasets import import_datasets
-from ..json_lines import check_row, parse_rows, read_rows
-from ..text_files import read_text_file
+from ...runs.hub_datasets import import_datasets
+from ...runs.json_lines import check_row, parse_rows, read_rows
+from ...runs.text_files import read_text_file
 from .metrics import check_reference
 from .options import LongBenchOptions
 from .tasks import Task, find_tasks

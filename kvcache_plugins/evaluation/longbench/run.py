@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from ...models.decoder import decoder_only_config, most_positions
-from ..cache_names import CacheNames
+from ...runs.cache_names import CacheNames
+from ...runs.code_versions import code_settings
+from ...runs.earlier import is_repeated
+from ...runs.failures import Failures
+from ...runs.file_digests import digest_words, model_settings
+from ...runs.journal import Journal
+from ...runs.labels import cache_label
+from ...runs.loading import Subject, load_config, load_subject
+from ...runs.output_lock import writing_alone
+from ...runs.progress import Progress, ProgressBar, no_bar
+from ...runs.results import RESULTS_FILE, build_document, write_results
 from ..caches import split_available
-from ..code_versions import code_settings
-from ..earlier import is_repeated
-from ..failures import Failures
-from ..file_digests import digest_words, model_settings
-from ..journal import Journal
-from ..labels import cache_label
-from ..loading import Subject, load_config, load_subject
-from ..output_lock import writing_alone
-from ..progress import Progress, ProgressBar, no_bar
-from ..results import RESULTS_FILE, build_document, write_results
 from . import prediction_files as files
 from .answering import answer
 from .metrics import check_metric

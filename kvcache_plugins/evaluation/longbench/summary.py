@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..file_digests import digest_files
-from ..labels import cache_label
-from ..results import build_document
+from ...runs.file_digests import digest_files
+from ...runs.labels import cache_label
+from ...runs.results import build_document
 from .metrics import check_metric
 from .prediction_files import find_predictions, read_predictions
 from .scoring import average, score, score_by_length

@@ -11,8 +11,8 @@ from typing import Any
 
 from ...artifacts.files import read_json
 from ...errors import ArtifactError
-from ..labels import DENSE, cache_label
-from ..results import RESULTS_FILE, read_results
+from ...runs.labels import DENSE, cache_label
+from ...runs.results import RESULTS_FILE, read_results
 
 __all__ = ["Refused", "ResultFile", "find_results", "label_of", "number"]
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..labels import DENSE
+from ...runs.labels import DENSE
 from .cells import Column, cache_name, heat_table, plain, result_table, row_class, table
 from .documents import ResultFile, label_of, number
 from .markup import Markup, element, join

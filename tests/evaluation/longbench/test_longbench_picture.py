@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvcache_plugins.evaluation.labels import cache_label
 from kvcache_plugins.evaluation.longbench import display
 from kvcache_plugins.evaluation.longbench.scoring import LENGTH_GROUPS
 from kvcache_plugins.evaluation.longbench.tasks import TASKS, find_tasks
+from kvcache_plugins.runs.labels import cache_label
 from tests.evaluation.drawn_figures import LONG, check_legible, draw
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcache_plugins.evaluation.labels import DENSE
-from kvcache_plugins.evaluation.loading import Subject
 from kvcache_plugins.evaluation.longbench.answering import answer
 from kvcache_plugins.evaluation.longbench.prompting import Prompt, build_prompt, truncate
 from kvcache_plugins.evaluation.longbench.questions import Question
 from kvcache_plugins.evaluation.longbench.tasks import TASKS
-from kvcache_plugins.evaluation.sharding import Shard
+from kvcache_plugins.runs.labels import DENSE
+from kvcache_plugins.runs.loading import Subject
+from kvcache_plugins.runs.sharding import Shard
 
 CHAT = "{{ bos_token }}[U]{{ messages[0]['content'] }}[/U]{% if add_generation_prompt %}[A]{% endif %}"
 QUESTION = Question(0, "Read: " + "one two three four. " * 30, "\n\nWho?\nAnswer:", {})

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from kvcache_plugins.cli import main
-from kvcache_plugins.evaluation.labels import DENSE
 from kvcache_plugins.evaluation.longbench import run as run_module
 from kvcache_plugins.evaluation.longbench.prediction_files import folder_name
-from kvcache_plugins.evaluation.results import check_document, read_results
+from kvcache_plugins.runs.labels import DENSE
+from kvcache_plugins.runs.results import check_document, read_results
 from tests.evaluation.longbench.rows import write_data, write_rows
 from tests.launching import run_script
 

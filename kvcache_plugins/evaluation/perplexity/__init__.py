@@ -1,0 +1,1 @@
+"""The perplexity of texts that are read through caches."""

@@ -1,0 +1,1 @@
+"""How fast caches are: one step of attention, and whole generations."""

@@ -1,0 +1,1 @@
+"""The time of one decode step of one layer, against dense attention."""

@@ -1,0 +1,1 @@
+"""The time and the memory of `generate()`, each measurement in a fresh process."""

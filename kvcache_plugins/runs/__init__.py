@@ -1,0 +1,1 @@
+"""What long runs share, be they evaluations, calibrations or trainings: options, records, results."""
