@@ -56,7 +56,8 @@ def estimate(
     taken to keep equally many; how many blocks they do not fill depends on the tokens, too. With `offload`,
     it is what rests in the host's memory, what is kept on the GPU beside it, and the two layers of codes that
     lie there in turn; not the blocks that the host may lack. A layer that is packed alone makes room for no
-    other, and stays on the GPU.
+    other, and stays on the GPU. A window that transformers' own layer keeps is counted as it lies in memory
+    once a token was generated; before, what has left it of a prompt is there, too.
 
     Args:
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model.
@@ -169,7 +170,8 @@ class _States:
         """Yield how many tokens a layer is given at once, each time from what it holds then."""
         yield from (tokens - 1, 1)
         while generated > 0:
-            count = generated
+            # one of transformers' own that forgets keeps what it was given at once until it is given more
+            count = generated if isinstance(layer, PackedLayer) else max(1, generated - 1)
             if getattr(layer, "evicts", False):
                 count = min(count, _STEP)
                 if layer.config.evict_at_decode:  # no further than to where it makes room

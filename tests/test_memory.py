@@ -11,6 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
 import kvcache_plugins as kvp
+from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.testing import tiny_model
 
 CONFIG = LlamaConfig(
     num_hidden_layers=1, hidden_size=1024, num_attention_heads=8, num_key_value_heads=8, head_dim=128,
@@ -109,3 +111,28 @@ def test_a_known_final_length_is_allocated_once() -> None:
         layer.update(states[:, :, start : start + 1], states[:, :, start : start + 1])
     assert layer.records.data.data_ptr() == where
     assert layer.records.num_blocks == -(-1500 // 64)
+
+
+@pytest.mark.parametrize("new_tokens", [2, 3, 40, 400])
+@pytest.mark.parametrize(
+    "options",
+    [{"backend": "int8"}, {"backend": "knorm", "budget": 64}, {"backend": "kivi", "skip_layers": [0, 1]}],
+    ids=lambda options: options["backend"],
+)
+def test_windows_that_are_dense_do_not_grow(options: dict[str, Any], new_tokens: int) -> None:
+    model = tiny_model("gpt_oss", sliding_window=128)
+    ids = torch.randint(3, 100, (1, 500), generator=torch.Generator().manual_seed(0))
+    cache = kvp.build_cache(model, options)
+    told = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
+    model.generate(ids, **told, **as_argument(cache), attention_mask=torch.ones_like(ids), pad_token_id=0)
+    kinds = [type(layer).__name__ for layer in cache.layers]
+    assert "DynamicSlidingWindowLayer" in kinds
+    assert kvp.estimate(model, options, 500, new_tokens=new_tokens) == cache.kv_bytes()
+
+
+def test_a_dense_cache_with_windows_is_predicted() -> None:
+    model = tiny_model("gpt_oss", sliding_window=128)
+    lengths = [kvp.estimate(model, {"backend": "dense"}, 500, new_tokens=count) for count in (101, 201)]
+    full = sum(kind == "full_attention" for kind in model.config.layer_types)
+    heads, channels = model.config.num_key_value_heads, model.config.head_dim
+    assert lengths[1] - lengths[0] == full * 100 * 2 * heads * channels * model.dtype.itemsize

@@ -101,8 +101,8 @@ class KVzipCache(TokenWatchingCache):
                 f"{type(self.config).__name__}.repeat_prompt must be a list of token ids of the model, got "
                 f"{largest} for a vocabulary of {self.model_config.vocab_size}."
             )
-        for layer in self._zipped[:1]:
-            layer.remembers_text = True
+        for layer in self._zipped:
+            layer.remembers_text = layer is self._memory
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_decoder": None}  # no part of a pickle; the next call tells
@@ -110,6 +110,11 @@ class KVzipCache(TokenWatchingCache):
     @property
     def _zipped(self) -> list[KVzipLayer]:
         return [layer for layer in self.layers if isinstance(layer, KVzipLayer)]
+
+    @property
+    def _memory(self) -> KVzipLayer:
+        """The layer that keeps the text which has not been judged: the first one that evicts, if any does."""
+        return next((layer for layer in self._zipped if layer.evicts), self._zipped[0])
 
     @property
     def needs_queries(self) -> bool:
@@ -145,7 +150,7 @@ class KVzipCache(TokenWatchingCache):
         """The longest to come, at most: tokens seen by then, and how many of them are judged."""
         seen, budget = self.get_seq_length(), self._smallest_budget(prompt_length)
         if prompt_length > budget:
-            waiting = self._zipped[0].text()[0].shape[1] if seen else 0
+            waiting = self._memory.text()[0].shape[1] if seen else 0
             count = min(self.prefill_chunk_size or prompt_length, prompt_length - seen)
             yield seen + count, waiting + count
             yield prompt_length, count
@@ -168,7 +173,7 @@ class KVzipCache(TokenWatchingCache):
     def take_tokens(self, decoder: Any, token_ids: Tensor, states: Tensor | None, *, is_alone: bool) -> None:
         if not self.is_repeating and self._zipped:
             self._decoder = ref(decoder)
-            self._zipped[0].remember(token_ids)
+            self._memory.remember(token_ids)
             self._settle(decoder)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
@@ -190,7 +195,7 @@ class KVzipCache(TokenWatchingCache):
 
     def _judge(self, decoder: Any) -> None:
         layers = [layer for layer in self._zipped if layer.evicts]
-        memory = self._zipped[0]
+        memory = self._memory
         new, lead = memory.text()
         if not new.shape[1]:
             return

@@ -17,6 +17,7 @@ from ..models.facts import (
     exchanges_attention,
     masks_all_columns,
     masks_all_seen,
+    takes_values_apart,
     weighs_rotated_keys,
 )
 from ..models.layer_plan import LayerPlan, caches_latents, key_value_heads
@@ -183,7 +184,8 @@ class EvictingCache(KVCache):
         config = decoder_config(getattr(model, "config", None))
         self.check_outputs(with_attentions=bool(getattr(config, "output_attentions", False)))
         found = getattr(config, "_attn_implementation", None)
-        if reason is not None and found == "eager" and not exchanges_attention(model):
+        is_written_in = found == "eager" and not exchanges_attention(model)
+        if reason is not None and (is_written_in or takes_values_apart(config)):
             raise ValueError(
                 f"{reason}, which the attention of {type(model).__name__}, written into the model, does not "
                 "show them. Allowed for this model are backends that judge a token by itself, such as "

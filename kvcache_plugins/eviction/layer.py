@@ -133,9 +133,9 @@ class EvictingLayer(PackedLayer):
         Args:
             length (`int`, *optional*): Tokens, those of earlier turns included; `None` if unknown.
         """
-        goes_on = length is not None and length == self.prompt_length and self.cumulative_length < length
-        if not goes_on:
-            self._turn_length = (length or 0) - self.cumulative_length if self.cumulative_length else 0
+        seen, begins = self.cumulative_length, length not in (None, self.prompt_length)
+        if length is not None and begins and length > seen:  # else a prompt or an answer goes on
+            self._turn_length = length - seen if seen else 0
         self.prompt_length = length
         if length is not None and self.evicts:
             self._budget = self.config.budget_of(length)

@@ -6,11 +6,13 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from transformers.cache_utils import CacheLayerMixin
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ..errors import UnsupportedOperationError
 
-__all__ = ["cropped", "tokens_seen"]
+__all__ = ["cropped", "repeat_rows", "select_rows", "tokens_seen"]
 
 
 def tokens_seen(layers: Iterable[Any]) -> set[int]:
@@ -35,3 +37,28 @@ def cropped(layer: Any, tokens_to_remove: int) -> dict[str, Any]:
             f"crop({tokens_to_remove}): a {type(layer).__name__} of this cache: {error}"
         ) from error
     return dict(vars(trial))
+
+
+def select_rows(layer: Any, rows: Tensor) -> None:
+    """Keep rows of a layer.
+
+    Args:
+        layer (`CacheLayerMixin | LinearAttentionLayer`): The layer. If it has recurrent states, its own verb
+            for this is missing, or leaves them as they are.
+        rows (`torch.Tensor`): Their indices, int64.
+    """
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        layer.reorder_cache(rows)  # type: ignore[arg-type]  # transformers wants another name for int64
+    else:
+        layer.batch_select_indices(rows)
+
+
+def repeat_rows(layer: Any, repeats: int) -> None:
+    """Repeat every row of a layer, the copies of a row one after the other."""
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        layer.batch_repeat_interleave(repeats)
+        return
+    states = [state for kind in (layer.conv_states, layer.recurrent_states) for state in kind.values()]
+    count = next((len(state) for state in states if state is not None), 0)
+    if count:
+        select_rows(layer, torch.arange(count, device="cpu").repeat_interleave(repeats))

@@ -13,7 +13,7 @@ from ..compilation import outside_graphs
 from .base import PackedLayer
 from .checking import changing, check_in_step
 from .compiled import CompiledUpdates
-from .dense import cropped
+from .dense import cropped, repeat_rows, select_rows
 from .rows import chosen_rows, num_rows
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ class CacheVerbs(CompiledUpdates):
     def packed_layers(self) -> list[PackedLayer]:
         """The layers this package stores."""
         return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+
+    @property
+    def _dense_layers(self) -> list[Any]:
+        """Transformers' own among them."""
+        return [layer for layer in self.layers if not isinstance(layer, PackedLayer)]
 
     @property
     def _text_layers(self) -> list[Any]:
@@ -76,7 +81,14 @@ class CacheVerbs(CompiledUpdates):
             vars(layer).update(attributes)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row `i` by row `beam_idx[i]` in all layers (beam search)."""
+        """Replace row `i` by row `beam_idx[i]` in all layers (beam search).
+
+        Raises:
+            IndexError: If there is no such row. Indices on a GPU, which would have to be waited for at every
+                step, are not looked at.
+        """
+        if not isinstance(beam_idx, Tensor) or beam_idx.is_cpu:
+            beam_idx = chosen_rows(beam_idx, self._num_rows)
         with changing(*self.packed_layers):
             super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # transformers wants int64
 
@@ -85,14 +97,34 @@ class CacheVerbs(CompiledUpdates):
         check_in_step(self._packed_text_layers, self._dense_text_layers)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, the copies of a row one after the other."""
+        """Repeat every row `repeats` times, the copies of a row one after the other.
+
+        Raises:
+            ValueError: Unless `repeats` is an integer of at least 1.
+        """
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise ValueError(f"batch_repeat_interleave: repeats must be an integer >= 1, got {repeats!r}.")
         with changing(*self.packed_layers):
-            super().batch_repeat_interleave(repeats)
+            for layer in self.packed_layers:
+                layer.batch_repeat_interleave(repeats)
+            for layer in self._dense_layers:
+                repeat_rows(layer, repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` (integers, or a boolean mask over the rows)."""
-        rows = chosen_rows(indices, max(map(num_rows, self.packed_layers), default=0))
+        """Keep the rows `indices` (integers, or a boolean mask over the rows).
+
+        Raises:
+            IndexError: If there is no such row.
+        """
+        rows = chosen_rows(indices, self._num_rows)
         with changing(*self.packed_layers):
-            super().batch_select_indices(rows)
+            for layer in self.packed_layers:
+                layer.batch_select_indices(rows)
+            for layer in self._dense_layers:
+                select_rows(layer, rows)
         if self._shelf is not None:
             self._shelf.clear()  # which has places for the rows there were
+
+    @property
+    def _num_rows(self) -> int:
+        return max(map(num_rows, self.packed_layers), default=0)

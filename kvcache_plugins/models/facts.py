@@ -25,6 +25,7 @@ __all__ = [
     "masks_all_columns",
     "masks_all_seen",
     "refuse_split_heads",
+    "takes_values_apart",
     "weighs_rotated_keys",
 ]
 
@@ -167,6 +168,11 @@ def check_owner(config: Any, model: nn.Module, layer_indices: Sequence[int]) -> 
 def weighs_rotated_keys(config: Any) -> bool:
     """Whether keys are multiplied with weights after they were rotated, so that no rotation moves them."""
     return config.model_type in _WEIGHING_FAMILIES
+
+
+def takes_values_apart(config: Any) -> bool:
+    """Whether attention is handed parts of the values, and not what a cache returned (DiffLlama)."""
+    return getattr(config, "model_type", None) == "diffllama"
 
 
 def exchanges_attention(model: nn.Module) -> bool:

@@ -64,7 +64,7 @@ class Conversations(Dataset[Example]):
         self._order = range(len(rows)) if order is None else order
         self._start = prefix_ids(tokenizer)
         accepted: set[tuple[str, ...]] = set()
-        for index in self._order:
+        for index in sorted(self._order):  # the first one that is wrong is named, whatever their order is
             try:
                 roles = tuple(turn["role"] for turn in messages_of(rows[index]))
                 if roles not in accepted:

@@ -236,6 +236,22 @@ def test_a_second_turn_on_the_same_cache(backend: str, pads: list[int] | None) -
     torch.testing.assert_close(_logits(second), logits[:, 37:], **CLOSE)
 
 
+@pytest.mark.parametrize("prompt_length", [None, 88], ids=["unknown", "told"])
+@pytest.mark.parametrize("backend", ["knorm", "snapkv"])
+def test_a_cache_that_is_bound_in_an_answer_goes_on(backend: str, prompt_length: int | None) -> None:
+    """A later turn protects more of what is newest, and so does the answer to it."""
+    model, tokens = model_of(), ids(240)
+    options = {"backend": backend, "budget": 64, "evict_at_decode": True}
+    caches = [bound_cache(model, options, 45) for _ in range(2)]
+    for cache in caches:
+        feed(model, cache, tokens[:, :45], [45])
+        cache.bind(model, prompt_length=88)
+        feed(model, cache, tokens[:, 45:100], [43, *[1] * 12])
+    caches[1].bind(model, prompt_length=prompt_length)
+    feed_on = [feed(model, cache, tokens[:, 100:], [1] * 140) for cache in caches]
+    assert torch.equal(*feed_on)
+
+
 @pytest.mark.parametrize("evict_at_decode", [False, True])
 @pytest.mark.parametrize("backend", EVICTING)
 def test_drafted_tokens(backend: str, evict_at_decode: bool) -> None:

@@ -202,8 +202,9 @@ def test_estimate_is_what_is_held_after_a_prompt(backend: str, storage: Any) -> 
         {"backend": "tova", "evict_at_decode": True, "storage": {"backend": "int8"}},
         {"backend": "snapkv", "storage": {"backend": "int4", "residual_length": 8}},
         {"backend": "keydiff", "storage": {"backend": "int8"}, "budget": 200},
+        {"backend": "kvzip", "skip_layers": [0]},
     ],
-    ids=["exact", "bounded", "bounded-packed", "packed", "kept"],
+    ids=["exact", "bounded", "bounded-packed", "packed", "kept", "remembered"],
 )
 def test_estimate_is_what_is_held_after_an_answer(options: dict[str, Any], count: int) -> None:
     model: Any = model_of()

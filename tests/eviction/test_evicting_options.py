@@ -29,7 +29,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "budget-text": ({"budget": "x"}, r"budget must be .* got 'x'\."),
     "budget-nan": ({"budget": float("nan")}, r"budget must be .* got nan\."),
     "budget-no-fraction": ({"budget": 0.0}, r"budget must be .* got 0\.0\."),
-    "budget-below-sinks": ({"budget": 4, "sink_length": 4}, r"budget must exceed .*: 4 sinks .* 4 "),
+    "budget-below-sinks": ({"budget": 4, "sink_length": 4}, r"budget must exceed .*: 4 sinks; .* 4 "),
     "budget-below-local": ({"local_length": 30}, r"must exceed .* 30 newest tokens \(local_length\).* 24 "),
     "budget-below-stabilizers": (
         {"stabilizer_length": 22, "sink_length": 2},
@@ -163,6 +163,40 @@ def test_queries_are_not_seen_where_attention_is_written_into_the_model(backend:
 def test_layers_that_differ_are_refused_there_too(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"different numbers of tokens.*written into the model"):
         bound_cache(small_model("gpt_neo"), {"backend": "knorm", "budget": 24, **options}, 40)
+
+
+@pytest.mark.usefixtures("_no_forward")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"backend": "h2o", "budget": 24}, "the backend 'h2o' must see the queries"),
+        ({"backend": "knorm", "budget": 24, "skip_layers": [-1]}, "different numbers of tokens"),
+    ],
+    ids=["queries", "uneven"],
+)
+def test_models_that_take_values_apart_are_refused_there_too(
+    options: dict[str, Any], said: str, attention: str
+) -> None:
+    model = small_model("diffllama")
+    model.set_attn_implementation(attention)
+    with pytest.raises(ValueError, match=rf"{said}.*attention of DiffLlamaForCausalLM, written into"):
+        kvcache_plugins.build_cache(model, options).bind(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({"budget": 1}, "1 sinks; got a budget of 1 tokens"),
+        (
+            {"budget": 8, "local_length": 7},
+            r"1 sinks and 7 newest tokens \(local_length\); got a",
+        ),
+    ],
+)
+def test_what_is_protected_is_named_only_where_it_is(options: dict[str, Any], given: str) -> None:
+    with pytest.raises(ValueError, match=f"budget must exceed what is protected: {given}"):
+        kvcache_plugins.build_cache(model_of(), {"backend": "knorm", "sink_length": 1, **options})
 
 
 @pytest.mark.parametrize("storage", [None, {"backend": "int4"}], ids=["exact", "packed"])

@@ -410,7 +410,8 @@ def test_a_table_of_positions_must_have_room_for_an_answer_that_is_repeated_with
         cache.bind(model, prompt_length=200)
 
 
-def test_attention_that_is_not_shown_is_told() -> None:
+def test_attention_that_is_not_shown_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache_plugins.eviction.cache.takes_values_apart", lambda config: False)
     model = small_model("diffllama")  # multiplies decoded keys itself
     cache = bound_cache(model, {"backend": "kvzip", "budget": 24}, 40)
     with pytest.raises(UnsupportedOperationError, match="was not shown by its model"):

@@ -170,3 +170,48 @@ def test_options_may_leave_a_layer_dense() -> None:
 def test_a_class_of_no_backend_is_refused() -> None:
     with pytest.raises(TypeError, match=r"KVCache is of no backend\. Allowed are `build_cache`"):
         KVCache(tiny_model("llama"))
+
+
+# ---- rows ----
+
+
+@pytest.mark.parametrize("skip_layers", [[], [0]], ids=["packed", "dense"])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "gemma2"])
+def test_rows_of_all_layers_are_chosen(family: str, skip_layers: list[int]) -> None:
+    """Those of recurrent layers too, which have a verb for beams alone."""
+    model = tiny_model(family)
+    caches = [build_cache(model, {"backend": "int8", "skip_layers": skip_layers}) for _ in range(4)]
+    for each in caches:
+        read(model, each, ids(40))
+    chosen, repeated, reordered, whole = caches
+    step = ids(1, 7)
+    expected = read(model, whole, step)
+    chosen.batch_select_indices(torch.tensor([1]))
+    torch.testing.assert_close(read(model, chosen, step[1:]), expected[1:], atol=1e-5, rtol=1e-5)
+    repeated.batch_repeat_interleave(2)
+    rows = torch.tensor([0, 0, 1, 1])
+    torch.testing.assert_close(read(model, repeated, step[rows]), expected[rows], atol=1e-5, rtol=1e-5)
+    reordered.reorder_cache(torch.tensor([1, -1]))
+    rows = torch.tensor([1, 1])
+    torch.testing.assert_close(read(model, reordered, step[rows]), expected[rows], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("verb", "given", "said"),
+    [
+        ("reorder_cache", torch.tensor([0, 7]), r"must be from -2 to 1, got \[0, 7\]"),
+        ("reorder_cache", torch.tensor([0.0, 1.0]), "must be a list of integers"),
+        ("batch_select_indices", torch.tensor([2]), r"must be from -2 to 1, got \[2\]"),
+        ("batch_repeat_interleave", 0, "repeats must be an integer >= 1, got 0"),
+        ("batch_repeat_interleave", True, "repeats must be an integer >= 1, got True"),
+        ("batch_repeat_interleave", 2.0, r"repeats must be an integer >= 1, got 2\.0"),
+    ],
+)
+def test_rows_that_are_not_there(verb: str, given: Any, said: str) -> None:
+    model = tiny_model("llama")
+    cache, whole = (build_cache(model, {"backend": "int8"}) for _ in range(2))
+    for each in (cache, whole):
+        read(model, each, ids(40))
+    with pytest.raises((IndexError, ValueError), match=said):
+        getattr(cache, verb)(given)
+    assert torch.equal(read(model, cache, ids(1)), read(model, whole, ids(1)))
