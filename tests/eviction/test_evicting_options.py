@@ -29,7 +29,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "budget-text": ({"budget": "x"}, r"budget must be .* got 'x'\."),
     "budget-nan": ({"budget": float("nan")}, r"budget must be .* got nan\."),
     "budget-no-fraction": ({"budget": 0.0}, r"budget must be .* got 0\.0\."),
-    "budget-below-sinks": ({"budget": 4, "sink_length": 4}, r"budget must exceed .*: 4 sinks; .* 4 "),
+    "budget-below-sinks": ({"budget": 4, "sink_length": 4}, r"budget must exceed .*: 4 sinks.* 4 "),
     "budget-below-local": ({"local_length": 30}, r"must exceed .* 30 newest tokens \(local_length\).* 24 "),
     "budget-below-stabilizers": (
         {"stabilizer_length": 22, "sink_length": 2},

@@ -61,9 +61,9 @@ def test_both_halves_are_reset() -> None:
     model, given = encoder_decoder("t5"), source("t5")
     told = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     cache = build_cache(model, {"backend": "int8", "skip_layers": [0]})
-    first = model.generate(**given, **told, past_key_values=cache)
+    first = model.generate(**given, **told, **as_argument(cache))
     cache.reset()
-    assert torch.equal(model.generate(**given, **told, past_key_values=cache), first)
+    assert torch.equal(model.generate(**given, **told, **as_argument(cache)), first)
 
 
 def test_crop_is_of_all_layers_or_of_none() -> None:
