@@ -97,38 +97,33 @@ def test_another_cache_needs_rounds_of_its_own(machine: Machine, tmp_path: Path)
     assert [name for name, _ in machine.jobs] == ["dense", "int8", "int4", "float8"]
 
 
-def test_what_failed_is_tried_again_with_all_of_its_round(machine: Machine, tmp_path: Path) -> None:
+def _continued(machine: Machine, output: Path, backend: str, error: Exception) -> dict[str, Any]:
+    """Results of a run in which a cache fails at the first length, and which is stopped at the second."""
+
     def before(job: dict[str, Any], number: int) -> None:
         if job["length"] == 128:
             raise KeyboardInterrupt
-        if job["cache_config"]["backend"] == "int4":
-            raise WorkerError("int4 ended with 1: no compiler")
+        if job["cache_config"]["backend"] == backend:
+            raise error
 
     machine.before = before
-    assert _bench(tmp_path, "--lengths", "64", "128") == 130
+    assert _bench(output, "--lengths", "64", "128") == 130
     machine.before = lambda job, number: None
     machine.jobs.clear()
-    assert _bench(tmp_path, "--lengths", "64", "128") == 0
+    assert _bench(output, "--lengths", "64", "128") == 0
+    return read_results(output)
+
+
+def test_what_failed_is_tried_again_with_all_of_its_round(machine: Machine, tmp_path: Path) -> None:
+    document = _continued(machine, tmp_path, "int4", WorkerError("int4 ended with 1: no compiler"))
     assert machine.jobs == ALL + LONGER
-    document = read_results(tmp_path)
     assert document["skipped"] == [] and len(document["results"]) == 6
 
 
 def test_what_did_not_fit_is_not_tried_again(machine: Machine, tmp_path: Path) -> None:
-    def before(job: dict[str, Any], number: int) -> None:
-        if job["length"] == 128:
-            raise KeyboardInterrupt
-        if job["cache_config"]["backend"] == "dense":
-            raise DidNotFitError("did not fit: killed")
-
-    machine.before = before
-    assert _bench(tmp_path, "--lengths", "64", "128") == 130
-    machine.before = lambda job, number: None
-    machine.jobs.clear()
-    assert _bench(tmp_path, "--lengths", "64", "128") == 0
+    document = _continued(machine, tmp_path, "dense", DidNotFitError("did not fit: killed"))
     assert machine.jobs == LONGER[1:]  # nor what is larger
-    dense = [row for row in read_results(tmp_path)["results"] if row["label"] == "dense"]
-    assert [row["reason"] for row in dense] == [
+    assert [row["reason"] for row in document["results"] if row["label"] == "dense"] == [
         "did not fit: killed",
         "not tried: 64 tokens with a batch of 1 did not fit",
     ]
