@@ -7,6 +7,7 @@ done once per step and not once per layer.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -102,9 +103,7 @@ def sinks_for_kernels(
 
 def _remembered(mask: Tensor, length: int, beside: LogitBias, hidden: int) -> LogitBias:
     """What `_converted` returns for one query: of many it would be large."""
-    # whether one of inference mode was written to cannot be known, and what others leave here while a call is
-    # compiled would be missed when it runs
-    if mask.is_inference() or torch.compiler.is_compiling():
+    if _changes_unseen(mask) or torch.compiler.is_compiling():  # what is left here then would be missed later
         return _converted(mask, length, beside, hidden)
     of = (length, beside.is_causal, beside.window, hidden)
     number = id(mask)
@@ -114,6 +113,21 @@ def _remembered(mask: Tensor, length: int, beside: LogitBias, hidden: int) -> Lo
     result = _converted(mask, length, beside, hidden)
     _seen[number] = _Seen(weakref.ref(mask, lambda _: _seen.pop(number, None)), mask._version, of, result)
     return result
+
+
+def _changes_unseen(mask: Tensor) -> bool:
+    """Whether a mask may be another one with the same version.
+
+    One of inference mode has none. A CUDA graph that is replayed writes what it has recorded, and counts
+    nothing: the outputs of a compiled model, which are the same tensors in every run, and what it was given.
+    """
+    if mask.is_inference():
+        return True
+    return mask.is_cuda and (torch.cuda.is_current_stream_capturing() or _is_of_a_graph(mask))
+
+
+# torch's own name for the outputs of its graphs, for which there is no public one
+_is_of_a_graph: Callable[[Tensor], bool] = getattr(torch._C, "_is_cached_tensor", lambda mask: False)
 
 
 def _converted(

@@ -29,17 +29,21 @@ __all__ = ["Sample", "find_deviation", "find_deviations", "samples"]
 _BLOCKS = 6
 _EXACT, _SINKS = 37, 5
 _HEADS, _GROUP, _ROWS = 2, 4, 2
+_SOFTCAP = 30.0
 _CALLS = (
-    (torch.bfloat16, 128, _BLOCKS, 2),
-    (torch.bfloat16, 80, _BLOCKS, 2),
-    (torch.bfloat16, 256, 2, 2),
-    (torch.bfloat16, 512, 2, 2),
-    (torch.float16, 128, _BLOCKS, 2),
-    (torch.float16, 128, 2, 3),
-    (torch.float32, 128, _BLOCKS, 2),
+    (torch.bfloat16, 128, _BLOCKS, 2, "plain"),
+    (torch.bfloat16, 80, _BLOCKS, 2, "softcap"),
+    (torch.bfloat16, 256, 2, 2, "plain"),
+    (torch.bfloat16, 512, 2, 2, "softcap"),
+    (torch.float16, 128, _BLOCKS, 2, "softcap"),
+    (torch.float16, 128, 2, 3, "bias"),
+    (torch.float32, 128, _BLOCKS, 2, "softcap"),
 )
-"""Dtype, channels, packed blocks, query tokens. Up to 8 query rows or more, values of up to 128 channels, 256
-or more, half precision or fp32: each has a kernel of its own."""
+"""Dtype, channels, packed blocks, query tokens, what changes logits: up to 8 query rows or more, values of up
+to 128 channels, 256 or more, half precision or fp32 each have a kernel of their own, and blocks in which
+nothing changes logits are read in another way."""
+_KIVI = {2: ((32, True),), 4: ((32, True), (64, False), (64, True))}
+"""By bits: groups, and whether keys are rotated, that have kernels of their own beside (32, False)."""
 _BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 """Largest relative deviation, root mean square. Broken layouts deviate by about 1."""
 _TOLD = 3
@@ -83,6 +87,12 @@ def samples(
             yield _sample(
                 f"{nbits} bit, {group} tokens{', rotated' if is_rotated else ''}",
                 keys, _Stored("affine", nbits, 1, head_dim // 32), head_dim, blocks, dtype, generator,
+            )  # fmt: skip
+        for group, is_rotated in _KIVI.get(nbits, ()):  # groups of as many tokens as channels
+            keys = _Stored("affine", nbits, group, head_dim, is_rotated)
+            yield _sample(
+                f"{nbits} bit, groups of {group}{', rotated' if is_rotated else ''}",
+                keys, _Stored("affine", nbits, 1, head_dim // group), head_dim, blocks, dtype, generator,
             )  # fmt: skip
         token = _Stored("affine", nbits, 1, 1)
         yield _sample(f"{nbits} bit per token", token, token, head_dim, blocks, dtype, generator)
@@ -130,10 +140,10 @@ def find_deviations(device: torch.device) -> list[str]:
 
 def _checks(device: torch.device) -> Iterator[tuple[str, Callable[[], str | None]]]:
     made = {size: list(samples(torch.float32, *size)) for size in {call[1:3] for call in _CALLS}}
-    for dtype, head_dim, blocks, tokens in _CALLS:
+    for dtype, head_dim, blocks, tokens, changed in _CALLS:
         for sample in made[head_dim, blocks]:
-            name = f"{sample.name}, {head_dim} channels, {tokens} queries, {dtype}"
-            yield name, partial(_attention_deviation, sample, dtype, tokens, device)
+            name = f"{sample.name}, {head_dim} channels, {tokens} queries, {dtype}, {changed}"
+            yield name, partial(_attention_deviation, sample, dtype, tokens, changed, device)
     for sample in (*samples(torch.float32), *samples(torch.float32, 512, 2)):
         yield sample.name, partial(_tokens_deviation, sample, device)
     yield "encoding", partial(encoding_deviation, device)
@@ -156,28 +166,39 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _attention_deviation(sample: Sample, dtype: torch.dtype, tokens: int, device: torch.device) -> str | None:
+def _attention_deviation(
+    sample: Sample, dtype: torch.dtype, tokens: int, changed: str, device: torch.device
+) -> str | None:
     moved = sample.to(device, dtype)
-    head_dim = sample.keys.layout.head_dim
+    head_dim, length = sample.keys.layout.head_dim, sample.keys.length
     query = torch.randn(_ROWS, _HEADS * _GROUP, tokens, head_dim).to(dtype).to(device)
+    bias = torch.randn(_ROWS, 1, tokens, length).to(device) if changed == "bias" else None
+    softcap = _SOFTCAP if changed == "softcap" else 0.0
     got = decode_attention(
-        query, moved.records, moved.keys, moved.values, scaling=head_dim**-0.5, is_causal=True, softcap=30.0
-    )
+        query, moved.records, moved.keys, moved.values, scaling=head_dim**-0.5, is_causal=True,
+        softcap=softcap, bias=bias,
+    )  # fmt: skip
     keys = decode_side(moved.keys, moved.records, is_key=True, sink_start=None)
     values = decode_side(moved.values, moved.records, is_key=False, sink_start=None)
-    expected = _attend_exactly(query, keys, values, softcap=30.0)
+    expected = _attend_exactly(query, keys, values, softcap, bias)
     error = float((got.double() - expected).norm() / expected.norm())
     return None if error <= _BOUNDS[dtype] else f"attention deviates by {error:.2e}"
 
 
-def _attend_exactly(query: Tensor, keys: Tensor, values: Tensor, softcap: float) -> Tensor:
+def _attend_exactly(
+    query: Tensor, keys: Tensor, values: Tensor, softcap: float, bias: Tensor | None
+) -> Tensor:
     """Causal attention in fp64, whose products no setting of torch makes less precise."""
     kv_heads, length, head_dim = keys.shape[1:]
     rows = query.double().unflatten(1, (kv_heads, -1))  # [B, H, group, q, D]
     logits = rows @ keys.double()[:, :, None].mT * head_dim**-0.5
+    if softcap > 0.0:
+        logits = softcap * (logits / softcap).tanh()
+    if bias is not None:
+        logits = logits + bias.double()[:, :, None]
     newest = torch.arange(length - query.shape[2], length, device=keys.device)
     hidden = torch.arange(length, device=keys.device) > newest[:, None]
-    weights = (softcap * (logits / softcap).tanh()).masked_fill(hidden, -torch.inf).softmax(-1)
+    weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
     output: Tensor = (weights @ values.double()[:, :, None]).flatten(1, 2)
     return output
 

@@ -148,5 +148,6 @@ def _metadata(records: Tensor, layout: SideLayout, offset: int) -> Tensor:
 def _place_sinks(states: Tensor, sinks: Tensor, sink_start: Tensor | None) -> None:
     starts = torch.zeros(len(states), dtype=torch.long, device="cpu") if sink_start is None else sink_start
     slots = starts.to(states.device)[:, None] + torch.arange(sinks.shape[2], device=states.device)
-    rows, columns = (slots < states.shape[2]).nonzero(as_tuple=True)
+    # those beyond the packed slots, or before them, where a window has left some, are not among them
+    rows, columns = ((slots >= 0) & (slots < states.shape[2])).nonzero(as_tuple=True)
     states[rows, :, slots[rows, columns]] = sinks[rows, :, columns].float()

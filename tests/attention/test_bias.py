@@ -192,3 +192,23 @@ def test_what_is_compiled_remembers_nothing() -> None:
     gc.collect()
     assert torch.equal(compiled(mask_of(1)) == -torch.inf, ~mask_of(1))
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("why", ["is_of_a_graph", "is_recorded"])
+def test_masks_that_change_unseen_are_not_remembered(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph that is replayed writes its tensors anew, and no version counts that."""
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    mask = torch.ones(1, 1, 1, 9, dtype=torch.bool).as_subclass(OnGPU)
+    monkeypatch.setattr(bias, "_is_of_a_graph", lambda mask: why == "is_of_a_graph")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: why == "is_recorded")
+    options = AttentionOptions(mask=mask)
+    assert logit_bias(options, 1, 9).bias is None
+    version = mask._version
+    mask.data[..., 4] = False
+    assert mask._version == version
+    found = logit_bias(options, 1, 9).bias
+    assert found is not None and found.flatten().tolist() == [0.0] * 4 + [-torch.inf] + [0.0] * 4
+    assert id(mask) not in bias._seen

@@ -70,6 +70,7 @@ def test_opcheck() -> None:
     ("change", "said"),
     [
         (lambda a: {"query": a[0][:, :3]}, "Invalid heads of query: expected a multiple of 2, got 3"),
+        (lambda a: {"query": a[0][:, :0]}, "Invalid heads of query: expected a multiple of 2, got 0"),
         (lambda a: {"query": a[0].double()}, "Invalid dtype of query"),
         (lambda a: {"query": a[0][..., :32]}, "Invalid shape of query"),
         (lambda a: {"records": a[1].to(torch.int32)}, "Invalid dtype of records: expected uint8, got Int"),

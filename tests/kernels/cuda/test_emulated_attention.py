@@ -339,6 +339,19 @@ def test_head_sizes_of_keys_and_values_differ(name: str, key_dim: int, value_dim
     check(*step(layer, 1, 4), AttentionOptions(), fast=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_that_sees_nothing_but_the_least_number(dtype: torch.dtype, head_dim: int) -> None:
+    """As eager attention marks pads: of such slots alone, all are seen alike."""
+    layer = build_layer(CASES["kivi-default"], 300, head_dim=head_dim, dtype=dtype)
+    query, key, value = step(layer, 1, 4)
+    mask = torch.zeros(2, 1, 1, key.shape[2], dtype=dtype)
+    mask[0] = torch.finfo(dtype).min
+    mask[1, ..., :9] = torch.finfo(dtype).min
+    got = check(query, key, value, AttentionOptions(mask=mask))
+    assert got[0].norm() > 0
+
+
 def test_queries_that_are_not_contiguous() -> None:
     layer = build_layer(CASES["int8-default"], 200, dtype=torch.float16)
     query, key, value = step(layer, 3, 4)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_plugins.attention.description import describe
+from kvcache_plugins.attention.description import describe, first_sinks
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.backends.kvquant import NORMAL_FLOAT
 from kvcache_plugins.kernels.decoding import attend_dense, decode_side
 from kvcache_plugins.kernels.layout import Side
 from kvcache_plugins.layers.handle import KVHandle
+from kvcache_plugins.layers.windowed import with_window
 from kvcache_plugins.models.facts import LayerFacts
 from kvcache_plugins.registry import get_backend
 from kvcache_plugins.testing.comparison import relative_rms
@@ -112,6 +113,31 @@ def test_sinks_beside_their_blocks(nbits: int, pads: tuple[int, int], window: in
             record = layer.records.data[row, :, slot // 64]
             record[:, scales : scales + 256].view(torch.float16)[:, slot % 64 :: 64] = torch.inf
     assert torch.equal(emulation.attend(query, key, value, given), expected)
+
+
+@pytest.mark.parametrize("given", ["nothing", "a mask", "a window"])
+@pytest.mark.parametrize("head_dim", [128, 96])
+@pytest.mark.parametrize("nbits", [2, 3, 4])
+def test_a_window_has_left_some_sinks(nbits: int, head_dim: int, given: str) -> None:
+    """Of one row the first two, so that its first sink would lie before slot 0."""
+    plain = build_layer(options(nbits, sink_length=5), 0, head_dim=head_dim, dtype=torch.float16)
+    layer = with_window(type(plain))(plain.config, 0, plain.facts)
+    layer.window = 256
+    layer.padding.set(torch.tensor([62, 0]))
+    layer.update(*states(2, 2, 300, head_dim, None, torch.float16))
+    for _ in range(19):
+        layer.update(*states(2, 2, 1, head_dim, None, torch.float16))
+    query, key, value = step(layer, 1, 4)
+    first = first_sinks(key.tokens, describe(key.tokens), describe(value.tokens))
+    assert first is not None and first[0] == -2 and first[1] > key.shape[2]
+    mask = torch.ones(2, 1, 1, key.shape[2], dtype=torch.bool).index_fill(3, torch.tensor([0, 7]), False)
+    window = {"sliding_window": 256} if given == "a window" else {}
+    more = {"mask": mask} if given == "a mask" else {}
+    check(query, key, value, AttentionOptions(**window, **more), fast=True, bound=BOUND)
+    if given == "a mask":  # and what lies before the mask in memory is not read
+        beside = torch.full((2, 1, 1, key.shape[2] + 8), 50.0)
+        beside[..., 8:] = torch.zeros(()).masked_fill(~mask, -torch.inf)
+        check(query, key, value, AttentionOptions(mask=beside[..., 8:]), fast=True, bound=BOUND)
 
 
 @pytest.mark.parametrize("query_length", [1, 3])

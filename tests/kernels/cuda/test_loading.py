@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.kernels import builds, cuda_check, cuda_inputs, cuda_loader, cuda_writing_check
 from kvcache_plugins.kernels.cuda_inputs import on_device
 from kvcache_plugins.kernels.cuda_toolkit import Toolkit
-from kvcache_plugins.kernels.layout import Side
+from kvcache_plugins.kernels.layout import FORMATS, Side
 from tests.kernels.cuda import emulation
 from tests.kernels.decode_cases import CASES, build_layer, step
 
@@ -322,7 +323,9 @@ def test_the_check_of_broken_kernels(name: str, emulated: Path, monkeypatch: pyt
     assert found and all("deviates" in deviation or "differ" in deviation for deviation in found)
     if name == "decode_attention":
         formats = len(list(cuda_check.samples(torch.float16, 128, 2)))
-        assert len(found) == formats and all("3 queries, torch.float16: attention" in said for said in found)
+        assert len(found) == formats and all(
+            "3 queries, torch.float16, bias: attention" in said for said in found
+        )
 
 
 def test_deviations_are_told_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +344,7 @@ def test_a_kernel_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(cuda_check, "decode_attention", decode_attention)
-    said = r"^2 bit, 32 tokens, 128 channels, 2 queries, torch.bfloat16: RuntimeError: CUDA error: an illegal"
+    said = r"^2 bit, 32 tokens, 128 channels, 2 queries, torch.bfloat16, plain: RuntimeError: CUDA error: an"
     with pytest.raises(RuntimeError, match=said):
         cuda_check.find_deviations(torch.device("cpu"))
 
@@ -362,3 +365,26 @@ def test_tables_are_moved_once() -> None:
     moved = [on_device(side, meta).cos for _ in range(2)]
     assert moved[0] is moved[1] and moved[0] is not None and moved[0].device == meta
     assert cuda_inputs.MAX_QUERIES == 64
+
+
+def test_every_format_that_has_a_kernel_is_checked() -> None:
+    """Of 128 channels: known_formats.h says which."""
+    source = (emulation.SOURCES / "known_formats.h").read_text()
+    formats = re.findall(r"using \w+ = Known<(\d), k(\w+), (\d+)(, true)?>;", source)
+    known = {(int(bits), kind, int(group), bool(rotated)) for bits, kind, group, rotated in formats}
+    levels = {int(bits) for bits in re.findall(r"using \w+ = KnownLevels<(\d)>;", source)}
+    assert len(known) == 9 and levels == {2, 3, 4}
+    found, found_levels = set(), set()
+    kinds = {FORMATS["affine"]: "Affine", FORMATS["symmetric"]: "Symmetric", FORMATS["e4m3"]: "E4M3"}
+    for sample in cuda_check.samples(torch.float16, 128):
+        key, value = sample.keys.layout, sample.values.layout
+        if key.format == FORMATS["nonuniform"]:
+            found_levels |= {key.nbits} if key.nbits == value.nbits else set()
+            continue
+        grouped = key.group_tokens if key.width > 1 else 0
+        if (value.nbits, value.format, value.group_tokens) != (key.nbits, key.format, 1):
+            continue
+        if value.width != (128 // grouped if grouped else 1) or key.period not in (0, grouped):
+            continue
+        found.add((key.nbits, kinds.get(key.format), grouped, key.period > 0))
+    assert known <= found and levels <= found_levels

@@ -124,7 +124,7 @@ at::Tensor attend(const AttentionCall& call) {
   const int64_t batch = records.size(0), query_heads = query.size(1), query_length = query.size(2);
   const int64_t kv_heads = records.size(1), length = length_of(call.keys);
   const int64_t query_dim = call.query_dim, output_dim = call.output_dim;
-  KVCACHE_CHECK(kv_heads > 0 && query_heads % kv_heads == 0, "heads", "query",
+  KVCACHE_CHECK(kv_heads > 0 && query_heads > 0 && query_heads % kv_heads == 0, "heads", "query",
                 "a multiple of " + std::to_string(kv_heads), query_heads);
   KVCACHE_CHECK(query_length >= 1 && query_length <= kMaxQueries, "tokens", "query", "1 to 64", query_length);
   check_tensor(query, "query", {batch, query_heads, query_length, query_dim});

@@ -294,7 +294,7 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, 
   a.key = keys.side;
   a.value = values.side;
   const int64_t kv_heads = records.size(1), length = keys.length(), value_dim = a.value.head_dim;
-  KVCACHE_CHECK(kv_heads > 0 && query_heads % kv_heads == 0, "heads", "query",
+  KVCACHE_CHECK(kv_heads > 0 && query_heads > 0 && query_heads % kv_heads == 0, "heads", "query",
                 "a multiple of " + std::to_string(kv_heads), query_heads);
   KVCACHE_CHECK(query_length >= 1 && query_length <= kMaxQueries, "tokens", "query", "1 to 64", query_length);
   check_tensor(query, "query", {batch, query_heads, query_length, a.key.head_dim});

@@ -7,12 +7,17 @@
 
 namespace kvcache {
 
+// The slot of a row's first sink: before slot 0 where a window has left some of them.
+KVCACHE_DEVICE int64_t first_sink(const AttentionArguments& a, int batch) {
+  return a.records.sink_start != nullptr ? a.records.sink_start[batch] : 0;
+}
+
 // The sinks of a row that lie among the packed slots, counted from the first of them; none may be left.
 KVCACHE_DEVICE SlotRange packed_sinks(const AttentionArguments& a, int batch) {
-  const int64_t start = a.records.sink_start != nullptr ? a.records.sink_start[batch] : 0;
-  if (start >= a.fast_stop) return {0, 0, 0};  // rows without sinks have them far away
-  const int64_t left = a.fast_stop - start;
-  return {static_cast<int>(start), 0, a.key.sink_length < left ? a.key.sink_length : static_cast<int>(left)};
+  const int64_t first = first_sink(a, batch), end = first + a.key.sink_length;
+  if (first >= a.fast_stop) return {0, 0, 0};  // rows without sinks have them far away
+  const int64_t start = first > 0 ? first : 0, stop = end < a.fast_stop ? end : a.fast_stop;
+  return {static_cast<int>(start), 0, static_cast<int>(stop - start)};
 }
 
 // Units beyond the packed blocks.
@@ -37,7 +42,8 @@ struct ExactUnit {
     slots.last = high < kBlockTokens ? high : kBlockTokens;
   }
   KVCACHE_DEVICE ExactTokens tokens(const AttentionArguments& a, const Side& side, const Rows& rows) const {
-    ExactTokens found = are_sinks ? ExactTokens::sinks(side, rows, a.records.heads, slots.start)
+    ExactTokens found = are_sinks ? ExactTokens::sinks(side, rows, a.records.heads,
+                                                      static_cast<int>(first_sink(a, rows.batch)))
                                   : ExactTokens::newest(side, rows);
     found.first = device_memory(found.first);
     return found;

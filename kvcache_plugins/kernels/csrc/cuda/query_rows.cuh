@@ -5,6 +5,8 @@
 
 namespace kvcache {
 
+constexpr float kLeastLogit = -1e6f;  // of a slot that is not hidden: what is added to it later still counts
+
 // One thread block's share of the query rows.
 struct Rows {
   int batch, head, first, count;  // rows [first, first + count) of group * query_length
@@ -68,11 +70,12 @@ struct RowInBlock {
                                    token * a.bias_token_stride + start;
   }
   KVCACHE_DEVICE float bias_of(int slot) const { return bias != nullptr ? bias[slot] : 0.0f; }
-  // A logit, in units of log 2, from a product `q.k` times scaling and the slot's bias; -inf where it is hidden.
+  // A logit, in units of log 2, from a product `q.k` times scaling and the slot's bias; -inf where it is hidden, but
+  // not by the least number of a dtype alone: of nothing but such slots all are seen alike.
   KVCACHE_DEVICE float adjusted(const AttentionArguments& a, int slot, float added, float z) const {
     if (a.softcap > 0.0f) z = a.softcap * hyperbolic_tangent(z * a.inverse_softcap);
     if (a.alibi != nullptr) z += slope * static_cast<float>(slot - query_slot);
-    z = added == -infinity() ? added : z + added;
+    z = added == -infinity() ? added : z + added < kLeastLogit ? kLeastLogit : z + added;
     return slot < oldest || slot > newest ? -infinity() : z * kLog2E;
   }
 };
