@@ -40,8 +40,9 @@ class Conversations(Dataset[Example]):
 
     Args:
         rows (`Sequence[Mapping]`): Each `{"prompt", "answer"}`, `{"instruction", "output"}` (with `input`, if
-            it has one), `{"question", "answer"}` (with `context`), or `{"messages"}` or `{"conversations"}`
-            that end with an answer. Calls of tools are read as JSON, and what tools say as the user's.
+            it has one), `{"question", "answer"}` (with `context`), `{"prompt", "completion"}`, of texts or of
+            lists of turns, or `{"messages"}` or `{"conversations"}` that end with an answer. Calls of tools
+            are read as JSON, and what tools say as the user's.
         tokenizer (`PreTrainedTokenizerBase`): The model's.
         max_length (`int`): Tokens of prompt and answer: longer prompts lose their middle, and an answer is
             cut after half of it.
@@ -121,6 +122,9 @@ def messages_of(row: Mapping[str, Any]) -> list[_Message]:
             prompt = "\n\n".join(part for part in parts if isinstance(part, str) and part)
             return [{"role": "user", "content": prompt}, {"role": "assistant", "content": row[answered]}]
     turns = row.get("messages") or row.get("conversations")
+    asked_turns, answer_turns = row.get("prompt"), row.get("completion")
+    if isinstance(asked_turns, list) and isinstance(answer_turns, list):  # as TRL has them
+        turns = [*asked_turns, *answer_turns]
     if isinstance(turns, Sequence) and not isinstance(turns, str):
         messages = [_message(turn) for turn in turns]
         while messages and messages[-1]["role"] != "assistant":

@@ -15,6 +15,7 @@ from transformers import EvalPrediction, Trainer, set_seed
 from ..artifacts.files import naming, write_json
 from ..artifacts.folders import check_card, check_no_model, check_push, push, replacing
 from ..backends.locret import LocretConfig
+from ..building import build_cache
 from ..models.decoder import decoder_only_config
 from ..models.layer_plan import plan_layers
 from ..models.pretrained import check_attention, load_config, load_model, load_tokenizer
@@ -138,19 +139,28 @@ def _train(
 
 
 def _check_layers(model: str, config: Any) -> None:
-    """Refuse a model of which no cache could evict a token: heads would be trained for nothing.
+    """Refuse a model whose heads no cache could use, or that has layers without keys, before it is loaded.
 
     Raises:
-        ValueError: If all of its layers are left as they are, with the reasons.
+        ValueError: If all of its layers are left as they are, with the reasons; if some have no keys;
+            or if caches that evict refuse the model.
     """
-    plans = plan_layers(decoder_only_config(config), evicts=True, cross_reason="not evicted from")
-    if any(plan.dense_reason is None for plan in plans):
-        return
-    reasons = "; ".join(sorted({str(plan.dense_reason) for plan in plans}))
-    raise ValueError(
-        f"--model {model!r} has no layer that could evict tokens ({reasons}): retaining heads would be of no "
-        "use. Allowed are models with a layer of full attention."
-    )
+    config = decoder_only_config(config)
+    plans = plan_layers(config, evicts=True, cross_reason="not evicted from")
+    if all(plan.dense_reason is not None for plan in plans):
+        reasons = "; ".join(sorted({str(plan.dense_reason) for plan in plans}))
+        raise ValueError(
+            f"--model {model!r} has no layer that could evict tokens ({reasons}): retaining heads would be "
+            "of no use. Allowed are models with a layer of full attention."
+        )
+    recurrent = [i for i, plan in enumerate(plans) if not plan.has_keys and plan.layer_type != "dummy"]
+    if recurrent:
+        raise ValueError(
+            f"--model {model!r} has layers without keys and values, {recurrent}, and retaining heads are for "
+            "models that have them in every layer. Allowed for it are backends that are not trained, such as "
+            "'knorm' and 'kvzip', which evict from its other layers."
+        )
+    build_cache(config, {"backend": "knorm", "budget": DEFAULT_BUDGET["budget"]})
 
 
 def _recommended(options: LocretOptions) -> dict[str, Any]:

@@ -66,8 +66,12 @@ def test_the_middle_is_cut() -> None:
                 {"from": "human", "value": "?"},
             ]
         },
+        {
+            "prompt": [{"role": "user", "content": "Who?"}],
+            "completion": [{"role": "assistant", "content": "I."}],
+        },
     ],
-    ids=["prompt", "instruction", "messages", "sharegpt"],
+    ids=["prompt", "instruction", "messages", "sharegpt", "trl"],
 )
 def test_rows_of_every_form(row: dict[str, Any]) -> None:
     assert messages_of(row) == [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -18,6 +19,7 @@ from kvcache_plugins.backends.locret import LocretConfig
 from kvcache_plugins.cli import main
 from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.loading import load_heads
+from kvcache_plugins.testing import tiny_model
 from kvcache_plugins.training import job
 from kvcache_plugins.training.checkpoints import check_checkpoint
 from kvcache_plugins.training.options import LocretOptions
@@ -508,6 +510,28 @@ def test_what_only_the_trainer_refuses_is_told_before_the_model_is_loaded(
     monkeypatch.setattr(job, "_load_base", lambda *args: pytest.fail("loaded"))
     assert main(["train-locret", *arguments(text, tmp_path, "--no_plots", *given)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("qwen3_next", r"has layers without keys and values, \[0.* such as 'knorm' and 'kvzip'"),
+        ("bloom", "add a bias to every logit"),
+    ],
+)
+def test_models_whose_heads_nobody_could_use_are_refused(
+    family: str,
+    said: str,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job, "load_tokenizer", lambda *args, **options: pytest.fail("loaded"))
+    tiny_model(family).config.save_pretrained(tmp_path / "model")
+    command = ["train-locret", *arguments(text, tmp_path / "out", "--no_plots")]
+    assert main([*command, "--model", str(tmp_path / "model")]) == 2
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_a_model_of_which_nothing_is_evicted_is_refused(

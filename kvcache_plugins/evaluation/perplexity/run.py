@@ -111,7 +111,7 @@ def _check_reference(options: PerplexityOptions, config: Any) -> None:
     if gigabytes > options.max_reference_gb:
         raise ValueError(
             f"The dense logits of one window, {options.predicted_tokens} tokens times {config.vocab_size} "
-            f"words, take {gigabytes:.1f} GB, more than --max_reference_gb {options.max_reference_gb:g}. "
+            f"words, take {gigabytes:.3g} GB, more than --max_reference_gb {options.max_reference_gb:g}. "
             "Raise it, take shorter windows, or leave the comparison out with --no_kl."
         )
 
