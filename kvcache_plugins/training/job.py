@@ -174,7 +174,10 @@ def _recommended(options: LocretOptions) -> dict[str, Any]:
     most = given.get("budget", DEFAULT_BUDGET["budget"]) // 8
     protected = {name: min(DEFAULT_BUDGET[name], most) for name in ("stabilizer_length", "local_length")}
     recommended = DEFAULT_BUDGET | protected | given
-    LocretConfig(heads="heads", **recommended)
+    try:
+        LocretConfig(heads="heads", **recommended)
+    except ValueError as error:  # of options of the command, by the same names
+        raise ValueError(str(error).replace(f"{LocretConfig.__name__}.", "--")) from error
     return recommended
 
 
