@@ -8,7 +8,7 @@ from typing import Any
 
 from ..evaluation.speed.options import COMPILE_MODES, DTYPES, AttentionOptions, GenerationOptions
 from ..models.presets import PRESETS
-from .display import show, show_failures
+from .display import show, show_failures, show_results
 from .options import OUTPUT, add_cache_config_option, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
 
@@ -90,13 +90,12 @@ def run(args: argparse.Namespace) -> int:
     options = kind.from_dict(options_of(args))
     output = output_directory(args)
     draws = will_draw(args)
-    from ..runs.results import RESULTS_FILE  # of torch
-
     document = _measure(args.benchmark, options, output)
-    _show_tables(document)
-    show([], [f"numbers: {output / RESULTS_FILE}"])
-    if draws:
-        _draw(document, output)
+
+    from ..evaluation.speed.plots import plot_attention, plot_generation
+
+    plot = plot_attention if args.benchmark == "attention" else plot_generation
+    show_results(document, output, *_tables(document), plot if draws else None)
     return show_failures(document)
 
 
@@ -134,7 +133,7 @@ def _measure(benchmark: str, options: Any, output: Path) -> dict[str, Any]:
             try:
                 write_results(output, document)
             except OSError:  # the disk is full; nothing else keeps what has been measured
-                _show_tables(document)
+                show(*_tables(document))
                 raise
         return document
     from ..evaluation.speed.generation.process import WorkerError
@@ -148,21 +147,12 @@ def _measure(benchmark: str, options: Any, output: Path) -> dict[str, Any]:
             raise ValueError(str(error)) from error
 
 
-def _show_tables(document: dict[str, Any]) -> None:
+def _tables(document: dict[str, Any]) -> tuple[list[Any], list[str]]:
+    """Return the tables of a benchmark, and the lines below them."""
     from ..evaluation.speed import tables as speed_tables
 
     is_attention = document["task"] == "bench attention"
     tables = [(speed_tables.attention_table if is_attention else speed_tables.generation_table)(document)]
     if "largest_context" in document:
         tables.append(speed_tables.context_table(document))
-    show(tables, speed_tables.footnotes(document))
-
-
-def _draw(document: dict[str, Any], output: Path) -> None:
-    from ..evaluation.speed import plots as speed_plots
-    from ..runs.earlier import picture_name
-
-    picture = output / picture_name(document["task"])
-    is_attention = document["task"] == "bench attention"
-    (speed_plots.plot_attention if is_attention else speed_plots.plot_generation)(document, picture)
-    show([], [f"picture: {picture}"])
+    return tables, speed_tables.footnotes(document)

@@ -46,7 +46,7 @@ def show(tables: Iterable[Any], lines: Iterable[str] = ()) -> None:
 def show_results(
     document: dict[str, Any],
     output: Path,
-    table: Any,
+    tables: Iterable[Any],
     footnotes: Iterable[str],
     plot: Callable[[dict[str, Any], Path], None] | None,
 ) -> None:
@@ -55,8 +55,8 @@ def show_results(
     Args:
         document (`dict`): Its results, which are in `output`.
         output (`Path`): Directory of the results.
-        table (`rich.table.Table`): Of the document.
-        footnotes (`Iterable[str]`): Of the table.
+        tables (`Iterable[rich.table.Table]`): Of the document.
+        footnotes (`Iterable[str]`): Of the tables.
         plot (`Callable`, *optional*): Draws a document into a file, if a picture is wanted.
 
     Raises:
@@ -65,7 +65,7 @@ def show_results(
     from ..runs.earlier import picture_name
     from ..runs.results import RESULTS_FILE
 
-    show([table], [*footnotes, f"numbers: {output / RESULTS_FILE}"])
+    show(tables, [*footnotes, f"numbers: {output / RESULTS_FILE}"])
     if plot is not None:
         picture = output / picture_name(document["task"])
         plot(document, picture)

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         from ..evaluation.longbench.display import footnotes, longbench_table, plot_longbench
 
         plot = plot_longbench if draws else None
-        show_results(document, output, longbench_table(document), footnotes(document), plot)
+        show_results(document, output, [longbench_table(document)], footnotes(document), plot)
         return show_failures(document)
     return 0
 

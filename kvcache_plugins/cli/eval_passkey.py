@@ -84,6 +84,6 @@ def run(args: argparse.Namespace) -> int:
         from ..evaluation.passkey.display import footnotes, passkey_table, plot_passkey
 
         plot = plot_passkey if draws else None
-        show_results(document, output, passkey_table(document), footnotes(document), plot)
+        show_results(document, output, [passkey_table(document)], footnotes(document), plot)
         return show_failures(document)
     return 0

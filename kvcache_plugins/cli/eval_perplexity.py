@@ -75,6 +75,6 @@ def run(args: argparse.Namespace) -> int:
         from ..evaluation.perplexity.tables import footnotes, perplexity_table
 
         plot = plot_perplexity if draws else None
-        show_results(document, output, perplexity_table(document), footnotes(document), plot)
+        show_results(document, output, [perplexity_table(document)], footnotes(document), plot)
         return show_failures(document)
     return 0

@@ -560,7 +560,7 @@ def test_a_benchmark_that_nobody_reads_is_written(
     def closed(*args: Any) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(bench, "show", closed)
+    monkeypatch.setattr(bench, "show_results", closed)
     args = argparse.Namespace(benchmark="attention", output=str(tmp_path), no_plots=True)
     with pytest.raises(BrokenPipeError):
         bench.run(args)
