@@ -133,8 +133,8 @@ class EvictingLayer(PackedLayer):
         Args:
             length (`int`, *optional*): Tokens, those of earlier turns included; `None` if unknown.
         """
-        seen, begins = self.cumulative_length, length not in (None, self.prompt_length)
-        if length is not None and begins and length > seen:  # else a prompt or an answer goes on
+        seen = self.cumulative_length
+        if length is not None and length > seen and length != self.prompt_length:  # else what is read goes on
             self._turn_length = length - seen if seen else 0
         self.prompt_length = length
         if length is not None and self.evicts:
