@@ -152,3 +152,8 @@ def test_a_run_of_other_settings_is_not_continued(
     said = capsys.readouterr().err
     assert "unfinished run with other settings (max_new_tokens was 64, is 9)" in said
     assert (tmp_path / "progress" / "records-0.jsonl").read_bytes() == kept
+
+
+def test_nothing_is_kept_of_a_run_that_fitted_nowhere(machine: Machine, tmp_path: Path) -> None:
+    assert _bench(tmp_path / "new", "--lengths", str(10**12)) == 2
+    assert machine.jobs == [] and not (tmp_path / "new").exists()

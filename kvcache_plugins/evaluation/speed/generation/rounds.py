@@ -79,7 +79,7 @@ class Outcomes:
             self._journal.add(self._key(cache_config, point), outcome)
 
     def finish(self) -> None:
-        """Delete what was kept: the results are written."""
+        """Delete what was kept: the results are written, or there are none."""
         if self._journal is not None:
             self._journal.remove(self._names.is_outdated)
 

@@ -85,6 +85,7 @@ def measure_generation(
                     rows.append(row | dict.fromkeys(_MEASURED) | {"fits": False, "reason": reason})
             results += _compare(rows, 8 * getattr(torch, DTYPES[options.dtype]).itemsize)
         if any_answer is None:
+            outcomes.finish()
             raise ValueError(f"no measurement fitted the memory: {results[0]['reason']}")
         facts = {"parameters": any_answer["parameters"], "model_bytes": any_answer["model_bytes"]}
         document = build_document(
