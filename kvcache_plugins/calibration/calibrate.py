@@ -161,7 +161,7 @@ def _choose(
     choose_precision(
         model,
         samples.token_ids[chosen],
-        _cache_options(options, str(output)),
+        _cache_options(options, str(output.absolute())),  # from wherever it is used
         options.candidate_bits,
         options.target_bits,
         output,

@@ -126,6 +126,10 @@ class Journal:
             settings, records = first["settings"], {line["key"]: line["record"] for line in lines}
         except (KeyError, TypeError, ValueError) as error:
             raise ArtifactError(f"{path} is not a record of an unfinished run; remove it.") from error
+        if settings != self._settings and not records:  # it was stopped before it had done anything
+            if path == self._path:
+                path.unlink()
+            return {}
         check_settings(settings, self._settings, self._folder.parent)
         return records
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import TrainerState
 
-from ..artifacts.files import read_json, read_tensors
+from ..artifacts.files import read_json, read_tensors, write_json
 from ..errors import ArtifactError
 from ..retaining.configuration import RetainingHeadsConfig
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
@@ -26,12 +26,16 @@ __all__ = [
     "check_none_lost",
     "find_checkpoint",
     "is_finished",
+    "seconds_before",
     "training_facts",
+    "write_facts",
 ]
 
 TRAINING_FILE = "training.json"
 """What a checkpoint says of its training."""
 
+_SECONDS = "seconds"
+"""In it, beside the facts: how long the training had taken."""
 _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILES = ("optimizer.pt", "scheduler.pt")
 _RANDOM_FILES = "rng_state*.pth"
@@ -187,12 +191,35 @@ def check_checkpoint(checkpoint: str | None, config: RetainingHeadsConfig, facts
         return
     _check_shape(checkpoint, config)
     path = Path(checkpoint) / TRAINING_FILE
-    changed = differences({**facts, **read_json(path)}, facts) if path.is_file() else ""
+    found = read_json(path) if path.is_file() else {}
+    changed = differences({**facts, **{k: v for k, v in found.items() if k != _SECONDS}}, facts)
     if changed:
         raise ValueError(
             f"--resume_from_checkpoint: {checkpoint!r} is of another training ({changed}). Go on with the "
             "same options and files, or begin anew in another --output_dir."
         )
+
+
+def seconds_before(checkpoint: str | None) -> float:
+    """Return how long a training had taken when it left a checkpoint; 0 if that does not say.
+
+    Args:
+        checkpoint (`str`, *optional*): Its folder.
+    """
+    path = None if checkpoint is None else Path(checkpoint) / TRAINING_FILE
+    seconds = read_json(path).get(_SECONDS) if path is not None and path.is_file() else None
+    return float(seconds) if isinstance(seconds, (int, float)) else 0.0
+
+
+def write_facts(folder: Path, facts: Mapping[str, Any], seconds: float) -> None:
+    """Write into a checkpoint what it is of, for [`check_checkpoint`] and [`seconds_before`].
+
+    Args:
+        folder (`Path`): The checkpoint.
+        facts (`Mapping`): Of [`training_facts`].
+        seconds (`float`): How long the training has taken, with the parts before it was interrupted.
+    """
+    write_json(folder / TRAINING_FILE, {**facts, _SECONDS: seconds})
 
 
 def _check_shape(checkpoint: str, config: RetainingHeadsConfig) -> None:

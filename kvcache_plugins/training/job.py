@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +108,13 @@ def _train(
     # a Trainer that has evaluated would not average gradients over processes when it trains after that
     recalls = _measure(LocretTrainer(copy.deepcopy(heads), base_model, args, **data), "untrained")
     trainer = LocretTrainer(heads, base_model, args, facts, **data)
-    started = time.perf_counter()
     if checkpoint is not None and is_finished(checkpoint, args):  # of which the Trainer would make one more
         print(f"{checkpoint} has all of its steps; --max_steps {args.max_steps} asks for no more")
         trainer.restore(checkpoint)
     else:
         with naming(output):  # where its checkpoints go
             trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = time.perf_counter() - started
+    seconds = trainer.seconds
     heads.to(getattr(torch, DTYPES[options.heads_dtype]))  # measured as they will be used
     if not all(bool(weight.isfinite().all()) for weight in heads.parameters()):
         raise ValueError("The training diverged: the heads are not finite. Try a lower --learning_rate.")

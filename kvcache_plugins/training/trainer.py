@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,15 +14,15 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..artifacts.files import naming, write_json
+from ..artifacts.files import naming
 from ..models.decoder import decoder_only_config
 from ..models.layer_plan import plan_layers
 from ..retaining.heads import RetainingHeads
 from ..retaining.loading import WEIGHTS_FILE
-from ..retaining.losses import top_recall
+from ..retaining.losses import layer_loss, top_recall
 from ..retaining.projections import ProjectionTap
 from .arguments import LocretTrainingArguments
-from .checkpoints import TRAINING_FILE
+from .checkpoints import seconds_before, write_facts
 from .clipping import ClipValues
 from .targets import Targets, observe_targets
 
@@ -73,9 +74,26 @@ class LocretTrainer(Trainer):
         if args.clip_value > 0:
             self.add_callback(ClipValues(args.clip_value))
         self._facts = None if facts is None else dict(facts)
+        self._began = time.perf_counter()
         self.base_model = base_model.eval().requires_grad_(False)
         if getattr(base_model, "hf_device_map", None) is None:
             self.base_model.to(args.device)
+
+    @property
+    def seconds(self) -> float:
+        """How long the training has taken, with the parts of it that were interrupted."""
+        return time.perf_counter() - self._began
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train, as a `Trainer` does."""
+        checkpoint = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
+        self._began = time.perf_counter() - seconds_before(checkpoint)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def compute_loss(
         self,
@@ -130,11 +148,16 @@ class LocretTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the loss of a batch, the recall of every layer `(B, L)`, and that of `knorm`."""
+        """Return the loss of a batch, the recall of every layer `(B, L)`, and that of `knorm`.
+
+        The loss is of the layers that evict, as by it checkpoints are compared.
+        """
         with torch.no_grad():
             loss, (output, layers) = self.compute_loss(
                 model, self._prepare_inputs(inputs), return_outputs=True
             )
+            if 0 < len(self.evicting_layers) < len(layers):
+                loss = self._loss_of_evicting(output.scores, layers)
             if prediction_loss_only:
                 return loss, None, None
             device = self.args.device
@@ -147,6 +170,7 @@ class LocretTrainer(Trainer):
 
     def restore(self, checkpoint: str) -> None:
         """Take the heads and the state of a checkpoint, or of the best one that its training has kept."""
+        self._began = time.perf_counter() - seconds_before(checkpoint)
         self._load_from_checkpoint(checkpoint)
         self.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
         best = self.state.best_model_checkpoint
@@ -158,7 +182,16 @@ class LocretTrainer(Trainer):
         with naming(folder / WEIGHTS_FILE):
             super()._save(output_dir, state_dict)
         if self._facts is not None and self.args.should_save:  # called in every process
-            write_json(folder / TRAINING_FILE, self._facts)
+            write_facts(folder, self._facts, self.seconds)
+
+    def _loss_of_evicting(self, scores: Sequence[Tensor], layers: Sequence[Targets]) -> Tensor:
+        """Locret's loss as if the model had no layers but those that evict."""
+        terms: list[Tensor] = []
+        for index in self.evicting_layers:
+            score, layer = scores[index], layers[index]
+            labels, mask = layer.labels.to(score.device), layer.mask.to(score.device)
+            terms += layer_loss(score, labels, mask, len(self.evicting_layers))
+        return torch.stack([term.to(self.args.device) for term in terms]).sum()
 
     def observe(self, inputs: dict[str, Any], receive: Callable[[int, Targets], None]) -> None:
         """Let the base model read a batch of [`Collator`], as [`observe_targets`] does."""

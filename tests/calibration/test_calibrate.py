@@ -355,7 +355,10 @@ def test_options_from_a_file_and_precision(
     assert replaced in " ".join(capsys.readouterr().out.split())
 
 
-def test_precision_of_kvquant(subject: Subject, text: Path, tmp_path: Path) -> None:
+def test_precision_of_kvquant(
+    subject: Subject, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     given = {
         "nbits": None,
         "num_samples": 2,
@@ -364,7 +367,7 @@ def test_precision_of_kvquant(subject: Subject, text: Path, tmp_path: Path) -> N
         "precision_samples": 1,
     }
     base = {"backend": "kvquant", "residual_length": 0, "skip_layers": [1, 2, 3, 4]}
-    calibrate_subject(subject, options(text, **given, cache_config=[base]), tmp_path / "out")
+    calibrate_subject(subject, options(text, **given, cache_config=[base]), Path("out"))
     assert names(tmp_path / "out") == sorted([*FILES, "cache_config.json", "precision.json"])
     config = json.loads((tmp_path / "out" / "cache_config.json").read_text())
     assert config["calibration"] == str(tmp_path / "out")

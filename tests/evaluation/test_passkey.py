@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def test_an_interrupted_run_goes_on(
 def test_other_settings_do_not_continue_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(passkey, "ask_with_prompt", _interrupt)
+    monkeypatch.setattr(passkey, "ask_with_prompt", _stopped_after_one())
     assert main(["eval", "passkey", *_arguments(tmp_path, "--no_plots")]) == 130
     assert main(["eval", "passkey", *_arguments(tmp_path, "--no_plots", "--seed", "7")]) == 2
     assert "seed was 0, is 7" in capsys.readouterr().err
@@ -186,6 +187,19 @@ def test_other_settings_do_not_continue_a_run(
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def _stopped_after_one() -> Callable[..., Any]:
+    """A run that answers once: without a record there would be nothing to go on with."""
+    ask, asked = passkey.ask_with_prompt, []
+
+    def answer(*given: Any) -> Any:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(given)
+        return ask(*given)
+
+    return answer
 
 
 def _retouch(path: Path) -> None:
@@ -201,7 +215,7 @@ def test_a_model_that_has_changed_does_not_continue_a_run(
     model = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
     command = ["eval", "passkey", *_arguments(tmp_path / "out", "--no_plots"), "--model", str(model)]
     with monkeypatch.context() as stopped:
-        stopped.setattr(passkey, "ask_with_prompt", _interrupt)
+        stopped.setattr(passkey, "ask_with_prompt", _stopped_after_one())
         assert main(command) == 130
     _retouch(model / "model.safetensors")
     assert main(command) == 2

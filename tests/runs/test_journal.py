@@ -66,6 +66,17 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     assert "a" in Journal(tmp_path, SETTINGS)
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_settings_without_records_are_forgotten(tmp_path: Path, process: int) -> None:
+    """A run that was stopped before its first record has nothing that could be mixed with others."""
+    Journal(tmp_path, {"seed": 0}, process)
+    journal = Journal(tmp_path, {"seed": 1})
+    journal.add("a", {"loss": 1.0})
+    assert list(Journal(tmp_path, {"seed": 1})) == ["a"]
+    with pytest.raises(ValueError, match="seed was 1, is 0"):
+        Journal(tmp_path, {"seed": 0})
+
+
 @pytest.mark.parametrize(
     "damage", [b'{"key": "a"}\n', b"[]\n", b"\xff\n", b'{"settings": {}}\n{"ke\n', b'{"settings": {}}\n{}\n']
 )

@@ -143,12 +143,22 @@ def test_an_interrupted_training_goes_on(
     (tmp_path / "part").mkdir()
     (tmp_path / "whole" / "checkpoint-2").rename(tmp_path / "part" / "checkpoint-2")
     (tmp_path / "part" / "checkpoint-3").mkdir()  # whose saving was interrupted
+    told = tmp_path / "part" / "checkpoint-2" / "training.json"
+    facts = json.loads(told.read_text())
+    assert 0 < facts["seconds"] < 100
+    told.write_text(json.dumps(facts | {"seconds": 1000.0}))
     resume = ("--resume_from_checkpoint", "true")
     others = (*resume, "--hidden_dim", "8")
     assert main(["train-locret", *arguments(text, tmp_path / "part", *more, *saving, *others)]) == 2
     assert "are others than those of this training: hidden_dim 16, now 8." in capsys.readouterr().err
     assert main(["train-locret", *arguments(text, tmp_path / "part", *more, *saving, *resume)]) == 0
     torch.testing.assert_close(load_file(tmp_path / "part" / "model.safetensors"), whole, rtol=0, atol=0)
+    (trained,) = (
+        row["seconds"]
+        for row in json.loads((tmp_path / "part" / "results.json").read_text())["results"]
+        if row["label"] == "locret"
+    )
+    assert 1000 < trained < 1100, "with what it took before it was interrupted"
 
 
 def test_another_training_is_not_gone_on_with(

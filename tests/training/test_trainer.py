@@ -14,6 +14,7 @@ from transformers import EvalPrediction
 
 from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.heads import RetainingHeads
+from kvcache_plugins.retaining.losses import layer_loss
 from kvcache_plugins.testing import tiny_model
 from kvcache_plugins.training.arguments import LocretTrainingArguments
 from kvcache_plugins.training.card import heads_card
@@ -189,3 +190,20 @@ def test_the_mean_recall_is_of_the_layers_that_evict(tmp_path: Path) -> None:
     assert f"\n| all that evict | {recall:.3f} |" in card
     table = recall_table({"results": [{"label": "locret"} | row]})
     assert table.columns[1].header == "all that evict"
+
+
+def test_the_loss_of_an_evaluation_is_of_the_layers_that_evict(tmp_path: Path) -> None:
+    """By it checkpoints are compared: heads that no cache asks must not decide which one is best."""
+    trainer = build(tmp_path, tiny_model("gemma2", num_hidden_layers=4), per_device_eval_batch_size=8)
+    before = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        trainer.model.layers[0].fc2.weight.mul_(10)
+    assert trainer.evaluate()["eval_loss"] == before
+    batch = trainer._prepare_inputs(next(iter(trainer.get_eval_dataloader())))
+    with torch.no_grad():
+        _, (output, layers) = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    terms = [layer_loss(output.scores[i], layers[i].labels, layers[i].mask, 2) for i in (1, 3)]
+    assert before == pytest.approx(float(sum(regression + step for regression, step in terms)), rel=1e-5)
+    with torch.no_grad():
+        trainer.model.layers[1].fc2.weight.mul_(10)
+    assert trainer.evaluate()["eval_loss"] > 1.2 * before
