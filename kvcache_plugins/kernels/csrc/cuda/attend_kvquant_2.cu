@@ -3,7 +3,7 @@
 namespace kvcache {
 
 int attend_kvquant_2(const AttentionArguments& a, int batch, void* stream) {
-  return launch_known_levels<KVQuant2>(a, batch, stream);
+  return launch_known<KVQuant2>(a, batch, stream);
 }
 
 }  // namespace kvcache

@@ -3,7 +3,7 @@
 namespace kvcache {
 
 int attend_kvquant_3(const AttentionArguments& a, int batch, void* stream) {
-  return launch_known_levels<KVQuant3>(a, batch, stream);
+  return launch_known<KVQuant3>(a, batch, stream);
 }
 
 }  // namespace kvcache

@@ -3,7 +3,7 @@
 namespace kvcache {
 
 int attend_kvquant_4(const AttentionArguments& a, int batch, void* stream) {
-  return launch_known_levels<KVQuant4>(a, batch, stream);
+  return launch_known<KVQuant4>(a, batch, stream);
 }
 
 }  // namespace kvcache

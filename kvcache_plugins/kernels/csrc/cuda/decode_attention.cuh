@@ -29,17 +29,11 @@ KVCACHE_KERNEL(kThreads, Format::kResident) attend_known_kernel(const AttentionA
   wait_for_previous();
   const AttentionArguments known = as_known<Format>(a);
   const int split = static_cast<int>(blockIdx.y);
-  attend_fast<1, Format::kChunks, Format>(known, shared, split, split);
-}
-
-// The same of KVQuant.
-template <typename Format>
-KVCACHE_KERNEL(kThreads, Format::kResident) attend_known_levels_kernel(const AttentionArguments a) {
-  KVCACHE_SHARED(shared);
-  wait_for_previous();
-  const AttentionArguments known = as_known<Format>(a);
-  const int split = static_cast<int>(blockIdx.y);
-  attend_over_levels<Format::kChunks, Format>(known, Rows::mine(known), shared, split, split);
+  if constexpr (Format::kKind == kNonUniform) {
+    attend_over_levels<Format::kChunks, Format>(known, Rows::mine(known), shared, split, split);
+  } else {
+    attend_fast<1, Format::kChunks, Format>(known, shared, split, split);
+  }
 }
 
 // KVQuant: up to 8 query rows, values of up to `16 kTiles` channels.
@@ -80,12 +74,6 @@ template <typename Format>
 int launch_known(const AttentionArguments& a, int batch, void* stream) {
   return launch_early<attend_known_kernel<Format>>(attention_grid(a, batch), kThreads, known_shared_bytes(a), stream,
                                                    a);
-}
-
-template <typename Format>
-int launch_known_levels(const AttentionArguments& a, int batch, void* stream) {
-  return launch_early<attend_known_levels_kernel<Format>>(attention_grid(a, batch), kThreads, known_shared_bytes(a),
-                                                          stream, a);
 }
 
 }  // namespace kvcache

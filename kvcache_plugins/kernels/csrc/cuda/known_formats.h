@@ -100,7 +100,7 @@ struct Known {
 template <int kBits>
 struct KnownLevels {
   static constexpr bool kIsKnown = true, kIsRotated = false, kMayHaveSinks = true;
-  static constexpr int kNbits = kBits;
+  static constexpr int kNbits = kBits, kKind = kNonUniform;
   static constexpr int kChannels = 128, kChunks = kChannels / 16;
   static constexpr int kCodes = kBlockTokens * kChannels * kBits / 8, kField = 2 * kBlockTokens;
   static constexpr int kUnit = kCodes + 2 * kField;
