@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .backends.tova import TOVACache
     from .building import build_cache
     from .cache import KVCache
+    from .capacity import most_tokens
     from .config import BackendConfig
     from .encoder_decoder import KVEncoderDecoderCache
     from .errors import (
@@ -84,6 +85,7 @@ __all__ = [
     "estimate",
     "install",
     "list_backends",
+    "most_tokens",
     "register_backend",
     "uninstall",
 ]
@@ -119,6 +121,7 @@ _LAZY = {
     "UnsupportedOperationError": "errors",
     "build_cache": "building",
     "estimate": "estimation",
+    "most_tokens": "capacity",
 }
 
 

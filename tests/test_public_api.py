@@ -13,7 +13,7 @@ def test_exports() -> None:
         "KernelUnavailableError", "KeyDiffCache", "KnormCache",
         "LagKVCache", "LocretCache", "RandomCache", "RetainingHeads", "RetainingHeadsConfig", "SirLLMCache",
         "SnapKVCache", "StreamingLLMCache", "TOVACache", "UnsupportedOperationError", "build_cache",
-        "estimate", "install", "list_backends", "register_backend", "uninstall",
+        "estimate", "install", "list_backends", "most_tokens", "register_backend", "uninstall",
     ]  # fmt: skip
     for name in kvp.__all__:
         assert getattr(kvp, name) is not None

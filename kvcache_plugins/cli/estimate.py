@@ -10,17 +10,19 @@ from ..models.presets import PRESETS, preset_config
 from ..registry import TRANSFORMERS_BACKENDS
 from ..runs.labels import cache_label, dense_first
 from ..runs.model_options import OURS
-from ..runs.options import DTYPES, check_count, check_model
+from ..runs.options import DTYPES, MOST_GB, check_amount, check_count, check_model
 from .display import show
 from .options import add_cache_config_option, parse_cache_configs
 
 if TYPE_CHECKING:
     import torch
+    from rich.table import Table
     from transformers import PreTrainedConfig
 
 __all__ = ["add_parser", "run"]
 
 _DEFAULT_PRESET = "llama3-8b"
+_TOKENS = (4096, 32768)
 _MOST = 2**31 - 1  # positions have 32 bits
 
 
@@ -29,7 +31,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "estimate",
         help="predict the memory of caches",
-        description="Predict the memory of caches for a model, all metadata and exact tokens included.",
+        description="Predict the memory of caches for a model, all metadata and exact tokens included; or, "
+        "with --memory_gb, how many tokens fit.",
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="PATH_OR_HUB_ID", help="only its configuration is read")
@@ -37,13 +40,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--preset", choices=sorted(PRESETS), help=f"a known model (default: {_DEFAULT_PRESET})"
     )
     add_cache_config_option(parser, "int8, int4, kivi 4- and 2-bit, float8")
-    parser.add_argument(
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument(
         "--tokens",
         nargs="+",
         type=int,
-        default=[4096, 32768],
         metavar="N",
-        help="in the cache (default: 4096 32768)",
+        help=f"in the cache (default: {' '.join(map(str, _TOKENS))})",
+    )
+    asked.add_argument(
+        "--memory_gb",
+        type=float,
+        metavar="X",
+        help="instead: how long a prompt may be whose cache takes X * 10^9 bytes; the model comes on top",
     )
     parser.add_argument(
         "--encoder_tokens", type=int, metavar="N", help="that an encoder reads, of a model which has one"
@@ -58,11 +67,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one row per number of tokens and cache, the dense cache first."""
-    from ..estimation import MOST_NEW_TOKENS, estimate
+    """Print a row per number of tokens and cache, dense first; or, of some bytes, a row per cache."""
+    from ..estimation import MOST_NEW_TOKENS
 
-    for tokens in args.tokens:
+    for tokens in args.tokens or ():
         check_count("tokens", tokens, most=_MOST)
+    if args.memory_gb is not None:
+        check_amount("memory_gb", args.memory_gb, most=MOST_GB)
     check_count("batch_size", args.batch_size, most=_MOST)
     check_count("new_tokens", args.new_tokens, most=MOST_NEW_TOKENS)
     if args.encoder_tokens is not None:
@@ -77,20 +88,37 @@ def run(args: argparse.Namespace) -> int:
             )
     config = _model_config(args)
     dtype = _dtype(args.dtype, config)
+    if args.memory_gb is None:
+        rows = _sizes(args, config, dtype, cache_configs)
+    else:
+        rows = _lengths(args, config, dtype, cache_configs)
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        _print_table(args, dtype, rows)
+    return 0
+
+
+def _predicted(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
+    """What every prediction is told."""
+    told = {"batch_size": args.batch_size, "dtype": dtype, "new_tokens": args.new_tokens}
+    return told | {"encoder_tokens": args.encoder_tokens}
+
+
+def _sizes(
+    args: argparse.Namespace,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    cache_configs: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """The bytes of every cache at every number of tokens."""
+    from ..estimation import estimate
 
     rows: list[dict[str, Any]] = []
-    for tokens in args.tokens:
+    for tokens in args.tokens or _TOKENS:
         dense_bytes = 0
         for cache_config in cache_configs:
-            kv_bytes = estimate(
-                config,
-                dict(cache_config),
-                tokens,
-                args.batch_size,
-                dtype=dtype,
-                encoder_tokens=args.encoder_tokens,
-                new_tokens=args.new_tokens,
-            )
+            kv_bytes = estimate(config, dict(cache_config), tokens, **_predicted(args, dtype))
             dense_bytes = dense_bytes or kv_bytes  # the dense cache comes first
             fraction = kv_bytes / dense_bytes
             rows.append(
@@ -104,11 +132,46 @@ def run(args: argparse.Namespace) -> int:
                     "bits_per_value": 8 * dtype.itemsize * fraction,
                 }
             )
-    if args.json:
-        print(json.dumps(rows, indent=2))
-    else:
-        _print_table(args, dtype, rows)
-    return 0
+    return rows
+
+
+def _lengths(
+    args: argparse.Namespace,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    cache_configs: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """The longest prompt of every cache that fits the memory; `tokens` is None where any does."""
+    from ..capacity import GIGABYTE, most_tokens
+    from ..models.decoder import decoder_config
+    from ..runs.progress import progress_bar
+
+    positions = getattr(decoder_config(config), "max_position_embeddings", None)
+    memory_bytes = max(1, int(args.memory_gb * GIGABYTE))
+    found: list[int | None] = []
+    with progress_bar(len(cache_configs)) as progress:
+        for cache_config in cache_configs:
+            progress(cache_label(cache_config))
+            found.append(most_tokens(config, cache_config, memory_bytes, **_predicted(args, dtype)))
+            progress(cache_label(cache_config), advance=1)
+    dense = found[0]
+    rows: list[dict[str, Any]] = []
+    for cache_config, tokens in zip(cache_configs, found, strict=True):
+        note = None
+        if positions and (tokens is None or tokens + args.new_tokens - 1 > positions):
+            note = f"beyond the model's {positions:,} positions"
+        rows.append(
+            {
+                "cache_config": cache_config,
+                "memory_gb": args.memory_gb,
+                "new_tokens": args.new_tokens,
+                "batch_size": args.batch_size,
+                "tokens": tokens,
+                "of_dense": tokens / dense if dense and tokens is not None else None,
+                "note": note,
+            }
+        )
+    return rows
 
 
 def _model_config(args: argparse.Namespace) -> PreTrainedConfig:
@@ -138,9 +201,6 @@ def _dtype(name: str | None, config: PreTrainedConfig) -> torch.dtype:
 def _print_table(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[str, Any]]) -> None:
     from rich import box
     from rich.table import Table
-    from rich.text import Text
-
-    from ..evaluation.pages.cells import FORMATS
 
     name = args.model or args.preset or _DEFAULT_PRESET
     title = f"{name}, {str(dtype).removeprefix('torch.')}, batch of {args.batch_size}"
@@ -148,7 +208,21 @@ def _print_table(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[s
         title += f", {args.encoder_tokens} tokens of the encoder"
     if args.new_tokens > 1:
         title += f", {args.new_tokens} generated"
+    if args.memory_gb is not None:
+        title += f", {args.memory_gb:g} GB for the cache"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    if args.memory_gb is not None:
+        _fill_with_lengths(table, rows)
+    else:
+        _fill_with_sizes(table, rows)
+    show([table])
+
+
+def _fill_with_sizes(table: Table, rows: list[dict[str, Any]]) -> None:
+    from rich.text import Text
+
+    from ..evaluation.pages.cells import FORMATS
+
     table.add_column("tokens", justify="right")
     table.add_column("cache", overflow="fold")
     for column in ("memory", "of dense", "bits per value"):
@@ -165,4 +239,21 @@ def _print_table(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[s
             f"{row['bits_per_value']:.2f}",
         )
         previous = row["tokens"]
-    show([table])
+
+
+def _fill_with_lengths(table: Table, rows: list[dict[str, Any]]) -> None:
+    from rich.text import Text
+
+    table.add_column("cache", overflow="fold")
+    for column in ("tokens", "of dense"):
+        table.add_column(column, justify="right", no_wrap=True)
+    if any(row["note"] for row in rows):
+        table.add_column("")
+    for row in rows:
+        cells = [
+            Text(cache_label(row["cache_config"])),
+            "any number" if row["tokens"] is None else f"{row['tokens']}",
+            "" if row["of_dense"] is None else f"{row['of_dense']:.2f}",
+            row["note"] or "",
+        ]
+        table.add_row(*cells[: len(table.columns)])

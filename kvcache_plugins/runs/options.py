@@ -18,8 +18,10 @@ from .labels import dense_first
 
 __all__ = [
     "DTYPES",
+    "MOST_GB",
     "MOST_THREADS",
     "Options",
+    "check_amount",
     "check_choice",
     "check_count",
     "check_counts",
@@ -40,6 +42,8 @@ DTYPES = {
 }
 """Accepted names of dtypes, and torch's."""
 
+MOST_GB = 10**9
+"""Far beyond any machine; as many bytes as 64 bits can count."""
 MOST_THREADS = 1024
 """More than machines have; torch crashes where the system refuses it some."""
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a mapping"}
@@ -144,6 +148,12 @@ def check_count(name: str, value: Any, least: int = 1, most: int | None = None) 
     if not is_count or (most is not None and value > most):
         rule = f"an integer >= {least}" + (f" and at most {most}" if is_count else "")
         raise ValueError(f"--{name} must be {rule}, got {value!r}.")
+
+
+def check_amount(name: str, value: Any, most: float) -> None:
+    """Raise `ValueError` unless `value` is a number above 0 and not above `most`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
+        raise ValueError(f"--{name} must be a number above 0 and at most {most}, got {value!r}.")
 
 
 def check_counts(name: str, values: Any) -> None:

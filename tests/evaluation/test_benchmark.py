@@ -37,7 +37,7 @@ from kvcache_plugins.evaluation.speed.generation import rounds as generation_rou
 from kvcache_plugins.evaluation.speed.generation import run as generation_speed
 from kvcache_plugins.evaluation.speed.generation import worker as generation_worker
 from kvcache_plugins.evaluation.speed.generation.memory_prediction import (
-    most_tokens,
+    longest_context,
     predicted_bytes,
     predicted_peak_bytes,
     prompt_and_new_tokens,
@@ -591,7 +591,7 @@ def test_one_token_more_than_the_largest_context_does_not_fit(
 ) -> None:
     config = generation_worker.model_config(None)
     room = 50_000_000
-    tokens = most_tokens(config, cache_config, room, batch_size, torch.bfloat16)
+    tokens = longest_context(config, cache_config, room, batch_size, torch.bfloat16)
     assert tokens is not None
     held, more = (
         predicted_bytes(config, cache_config, count, batch_size, torch.bfloat16)
@@ -606,9 +606,9 @@ def test_one_token_more_than_the_largest_context_does_not_fit(
 
 def test_the_largest_context_has_ends() -> None:
     config = generation_worker.model_config(None)
-    assert most_tokens(config, DENSE, 100, 1, torch.bfloat16) == 0
-    assert most_tokens(config, DENSE, -5, 1, torch.bfloat16) == 0
-    assert most_tokens(config, DENSE, 2**60, 1, torch.bfloat16) is None
+    assert longest_context(config, DENSE, 100, 1, torch.bfloat16) == 0
+    assert longest_context(config, DENSE, -5, 1, torch.bfloat16) == 0
+    assert longest_context(config, DENSE, 2**60, 1, torch.bfloat16) is None
     assert predicted_bytes(config, {"backend": "hqq"}, 9, 1, torch.bfloat16) is None
     assert predicted_peak_bytes(config, {"backend": "hqq"}, 8, 9, 1, torch.bfloat16) is None
     offloaded = {"backend": "int8", "offload": True}
@@ -667,7 +667,7 @@ def test_a_largest_context_that_cannot_be_told_leaves_what_was_measured(
         raise generation_process.WorkerError("dense had not ended after 9 s (--time_limit)")
 
     monkeypatch.setattr(generation_rounds, "run_job", _answer)
-    monkeypatch.setattr(largest_context, "most_tokens", refuse)
+    monkeypatch.setattr(largest_context, "longest_context", refuse)
     monkeypatch.setattr(largest_context, "run_job", fail)
     options = GenerationOptions(
         cache_config=[{"backend": "int8"}], lengths=[64], memory_gb=0.1, verify_memory=True, device="cpu"
@@ -686,7 +686,7 @@ def test_the_largest_context_of_a_fraction_counts_what_is_generated(backend: str
     config = generation_worker.model_config(None)
     cache_config = {"backend": backend, "budget": 0.25, "sink_length": 0}
     room = 10_000_000
-    tokens = most_tokens(config, cache_config, room, 1, torch.bfloat16)
+    tokens = longest_context(config, cache_config, room, 1, torch.bfloat16)
     assert tokens is not None
     held = []
     for count in (tokens, tokens + 1, tokens + 4):

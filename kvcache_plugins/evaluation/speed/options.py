@@ -11,8 +11,10 @@ from ...models.presets import PRESETS
 from ...runs.model_options import COMPARISON, OURS
 from ...runs.options import (
     DTYPES,
+    MOST_GB,
     MOST_THREADS,
     Options,
+    check_amount,
     check_choice,
     check_count,
     check_counts,
@@ -33,8 +35,6 @@ _MOST_LAYERS = 1000
 """Far beyond any model; the configuration of a preset lists its layers one by one."""
 _MOST_SECONDS = 10**7
 """Some months."""
-_MOST_GB = 10**9
-"""Far beyond any machine; as many bytes as 64 bits can count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +142,8 @@ class GenerationOptions(SpeedOptions):
                 raise ValueError(f"--num_layers must be at most {_MOST_LAYERS}, got {self.num_layers}.")
             if self.preset is None:
                 raise ValueError("--num_layers needs --preset, whose layers it counts.")
-        for name, most in (("time_limit", _MOST_SECONDS), ("memory_gb", _MOST_GB)):
-            given = getattr(self, name)
-            is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
-            if given is not None and not (is_number and 0 < given <= most):
-                raise ValueError(f"--{name} must be a number above 0 and at most {most}, got {given!r}.")
+        for name, most in (("time_limit", _MOST_SECONDS), ("memory_gb", MOST_GB)):
+            if (given := getattr(self, name)) is not None:
+                check_amount(name, given, most)
         if self.verify_memory and self.memory_gb is None:
             raise ValueError("--verify_memory needs --memory_gb, the memory to verify.")

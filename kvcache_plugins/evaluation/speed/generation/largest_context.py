@@ -7,19 +7,17 @@ from typing import Any
 
 import torch
 
+from ....capacity import GIGABYTE
 from ....registry import TRANSFORMERS_BACKENDS
 from ....runs.labels import DENSE, cache_label
 from ....runs.progress import Progress, silent
 from ..devices import machine_bytes
 from ..options import DTYPES, GenerationOptions
-from .memory_prediction import most_tokens, predicted_bytes, prompt_and_new_tokens
+from .memory_prediction import longest_context, predicted_bytes, prompt_and_new_tokens
 from .process import DidNotFitError, WorkerError, make_job, peak_above_model, run_job
 from .rounds import Outcomes
 
-__all__ = ["GIGABYTE", "largest_contexts"]
-
-GIGABYTE = 10**9
-"""Bytes of one unit of `--memory_gb`."""
+__all__ = ["largest_contexts"]
 
 
 def largest_contexts(
@@ -90,7 +88,7 @@ def _entry(
     if cache_config.get("offload"):
         return entry | {"note": "offloaded: most of it rests in the host's memory, which is not bounded"}
     try:
-        tokens = most_tokens(config, cache_config, limit - model_bytes, batch_size, dtype)
+        tokens = longest_context(config, cache_config, limit - model_bytes, batch_size, dtype)
     except (ValueError, NotImplementedError) as error:  # everything has been measured, and is not lost
         return entry | {"note": f"not predicted: {error}"}
     if tokens is None:

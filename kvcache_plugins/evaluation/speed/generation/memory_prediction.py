@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ....capacity import most_that_fit
 from ....estimation import MOST_NEW_TOKENS, estimate
 from ....eviction.options import EvictingConfig
 from ....models.decoder import decoder_config
@@ -14,10 +15,7 @@ from ....models.layer_plan import key_value_heads, plan_layers
 from ....registry import TRANSFORMERS_BACKENDS, get_backend
 from ....runs.labels import DENSE
 
-__all__ = ["LONGEST", "most_tokens", "predicted_bytes", "predicted_peak_bytes", "prompt_and_new_tokens"]
-
-LONGEST = 2**30
-"""Tokens beyond which a context counts as unlimited, such as a cache that evicts."""
+__all__ = ["longest_context", "predicted_bytes", "predicted_peak_bytes", "prompt_and_new_tokens"]
 
 _NEW_TOKENS = 8
 """Tokens generated at the end of a context: enough to read the cache, few enough to be quick."""
@@ -111,7 +109,7 @@ def predicted_peak_bytes(
     return held + batch_size * prompt_tokens * widest * dtype.itemsize
 
 
-def most_tokens(
+def longest_context(
     config: Any, cache_config: Mapping[str, Any], available_bytes: int, batch_size: int, dtype: torch.dtype
 ) -> int | None:
     """Find the most tokens per row that a cache can be given and still take no more than so many bytes.
@@ -126,7 +124,7 @@ def most_tokens(
         dtype (`torch.dtype`): Of the states.
 
     Returns:
-        `int | None`: tokens, 0 if not even one fits; None if `LONGEST` fit.
+        `int | None`: tokens, 0 if not even one fits; None if any length does.
     """
 
     def fits(tokens: int) -> bool:
@@ -134,15 +132,7 @@ def most_tokens(
         needed = predicted_bytes(config, cache_config, prompt, batch_size, dtype, None, new_tokens)
         return needed is not None and needed <= available_bytes
 
-    if not fits(1):
-        return 0
-    if fits(LONGEST):
-        return None
-    low, high = 1, LONGEST  # fits, does not; more tokens never take fewer bytes
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return most_that_fit(fits)
 
 
 def prompt_and_new_tokens(tokens: int) -> tuple[int, int]:
