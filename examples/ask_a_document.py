@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvcache_plugins as kvp
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
+from kvcache_plugins.runs.hidden_codes import CODES, QUESTION, hide_codes
 from kvcache_plugins.runs.language_reference import read_language_reference
 from kvcache_plugins.runs.text_files import read_text_file
 
@@ -41,10 +42,6 @@ CACHE_CONFIG = {
     "chunk_size": 256,
     "storage": {"backend": "int4", "key_bits": 8, "value_bits": 4},
 }
-CODES = {"Alice": "48213", "Oliver": "90574", "Kate": "17362"}
-NEEDLE = " The code of {name} is {code}. Remember it. {code} is the code of {name}."
-QUESTION = " What is the code of {name}? The code of {name} is"  # the bundled model has learnt these words
-SPACING = 1300  # characters between two codes
 
 
 def main() -> int:
@@ -129,14 +126,6 @@ def ask(options: argparse.Namespace) -> None:
             do_sample=False,
         )
         print(f"{question.strip()}{tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)}")
-
-
-def hide_codes(text: str) -> str:
-    """The beginning of a text with `CODES` in it, evenly spaced."""
-    parts = []
-    for index, (name, code) in enumerate(CODES.items()):
-        parts += [text[index * SPACING : (index + 1) * SPACING], NEEDLE.format(name=name, code=code)]
-    return "".join([*parts, text[len(CODES) * SPACING : (len(CODES) + 1) * SPACING]])
 
 
 def load(model: str) -> tuple[Any, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
+import json
 import re
 import runpy
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 
 from kvcache_plugins import list_backends, registry
 from kvcache_plugins.cli.backend_table import SECTIONS, backend_rows
+from kvcache_plugins.runs.hidden_codes import hide_codes
 from kvcache_plugins.testing import BackendConformance
 from tests.launching import run_script
 
@@ -106,7 +109,7 @@ def test_a_document_that_cannot_be_saved_leaves_the_earlier_one(
 
 def test_a_document_is_read_once_and_asked_in_another_process(tmp_path: Path) -> None:
     script, folder = EXAMPLES / "ask_a_document.py", ["--folder", str(tmp_path / "cache")]
-    hide_codes, document = runpy.run_path(str(script))["hide_codes"], tmp_path / "document.txt"
+    document = tmp_path / "document.txt"
     document.write_text(hide_codes((EXAMPLES.parent / "LICENSE").read_text()))
     done = run_script(str(script), "read", "--document", str(document), *folder)
     assert done.returncode == 0, done.stderr
@@ -115,3 +118,31 @@ def test_a_document_is_read_once_and_asked_in_another_process(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     for name, code in (("Alice", "48213"), ("Oliver", "90574"), ("Kate", "17362")):
         assert f"The code of {name} is {code}" in done.stdout
+
+
+def test_what_is_kept_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every token the share of heads that hold it, where it stands in the text."""
+    example = runpy.run_path(str(EXAMPLES / "what_is_kept.py"))
+    text = "".join(f"{number} caf\u00e9s <b>&amp; bars</b>\n" for number in range(60))
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+
+    def run(cache_config: dict[str, Any], *words: str) -> tuple[int, str]:
+        words = ("--output", str(tmp_path / "out"), "--cache_config", json.dumps(cache_config), *words)
+        monkeypatch.setattr("sys.argv", ["what_is_kept.py", "--text", str(tmp_path / "text.txt"), *words])
+        return example["main"](), capsys.readouterr().err
+
+    recent = {"backend": "streaming_llm", "budget": 100}
+    assert run(recent, "--tokens", "400")[0] == 0
+    page = (tmp_path / "out" / "what_is_kept.html").read_text(encoding="utf-8")
+    spans = re.findall(r'<span style="--share: ([\d.]+)" title="token (\d+): [^"]*">([^<]*)</span>', page)
+    assert [int(place) for _, place, _ in spans] == list(range(400))
+    assert [float(share) for share, _, _ in spans] == [1.0] * 4 + [0.0] * 300 + [1.0] * 96
+    shown = html.unescape("".join(word for _, _, word in spans))
+    assert text.startswith(shown) and len(shown) > 500
+    assert (tmp_path / "out" / "what_is_kept.png").stat().st_size > 5000
+
+    status, error = run({"backend": "int8"})
+    assert status == 2 and "must name a backend that evicts" in error
+    assert run(recent, "--tokens", "0")[1] == "error: --tokens must be at least 1, got 0.\n"

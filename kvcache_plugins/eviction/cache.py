@@ -22,6 +22,7 @@ from ..models.facts import (
 )
 from ..models.layer_plan import LayerPlan, caches_latents, key_value_heads
 from ..registry import get_backend
+from .kept import kept_positions
 from .layer import EvictingLayer
 from .options import EvictingConfig
 from .pooling.stage import weights_of
@@ -111,6 +112,19 @@ class EvictingCache(KVCache):
     def needs_queries(self) -> bool:
         """Whether the model's attention function must show its queries."""
         return any(layer.scored_after == "attention" and layer.evicts for layer in self.evicting_layers)
+
+    def kept_positions(self) -> dict[int, Tensor]:
+        """Return where in the text the tokens stood that are held, by layer: what was thought worth keeping.
+
+        `input_ids[row, cache.kept_positions()[layer][row, head]]` are the tokens of a head (without its -1).
+
+        Returns:
+            `dict[int, torch.Tensor]`: For the index of every layer that evicts and has been given tokens,
+            int64 `(B, H, m)`: columns of the text, pads included in the count, ascending; -1 for pads that
+            are held, for what `pool` has made of several tokens, and where a head holds fewer than another.
+        """
+        layers = (layer for layer in self.evicting_layers if layer.evicts and layer.is_initialized)
+        return {layer.layer_idx: kept_positions(layer) for layer in layers}
 
     def num_held(self) -> int:
         """Tokens held per row and head: the most any evicting layer holds."""
