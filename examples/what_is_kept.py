@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvcache_plugins import EvictingCache
 from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.runs.hidden_codes import hide_codes
+from kvcache_plugins.runs.labels import cache_label
 from kvcache_plugins.runs.language_reference import read_language_reference
 from kvcache_plugins.runs.plot_labels import folded
 from kvcache_plugins.runs.plotting import pyplot
@@ -95,7 +96,9 @@ def show(options: argparse.Namespace) -> None:
     shares = held_by(kept, ids.shape[1])
     options.output.mkdir(parents=True, exist_ok=True)
     page, picture = options.output / "what_is_kept.html", options.output / "what_is_kept.png"
-    described = f"{ids.shape[1]} tokens, of which a head holds {cache.num_held()}: {options.cache_config}"
+    described = (
+        f"{ids.shape[1]} tokens, {cache.num_held()} held by a head: {cache_label(options.cache_config)}"
+    )
     write_page(page, words, shares, described)
     draw(plt, picture, kept, ids.shape[1], described)
     print(cache.report())
