@@ -103,6 +103,8 @@ def estimate(
     plans = plan_layers(config)
     cross_plans = plan_cross_attention(config) if reads_encoder else []
     if isinstance(cache_config, Mapping) and str(cache_config.get("backend")).lower() == "dense":
+        if options := {key: value for key, value in cache_config.items() if key != "backend"}:
+            raise ValueError(f"estimate: the dense cache has no options, got {options!r}.")
         layers: list[Any] = [plan.build_dense() for plan in (*plans, *cross_plans)]
     else:
         layers = layers_of(build_cache(model_or_config, cache_config, max_cache_length=max_cache_length))

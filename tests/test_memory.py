@@ -81,6 +81,8 @@ def test_estimate_equals_what_is_taken(backend: str) -> None:
 
 def test_estimate_of_the_dense_cache() -> None:
     assert kvp.estimate(CONFIG, {"backend": "dense"}, 1000, batch_size=3) == 3 * 1000 * 8 * 128 * 2 * 2
+    with pytest.raises(ValueError, match=r"the dense cache has no options, got \{'nbits': 4\}"):
+        kvp.estimate(CONFIG, {"backend": "dense", "nbits": 4}, 1000)
 
 
 @pytest.mark.parametrize(
