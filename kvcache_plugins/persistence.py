@@ -95,8 +95,8 @@ def load_cache(
         directory (`str`): Where it was saved.
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model it belongs to. With a model the
             tensors go to its device.
-        artifacts (`dict[str, str]`, *optional*): Where artifacts lie now, by the names that the options of
-            the cache have for them, if they have been moved.
+        artifacts (`dict[str, str]`, *optional*): Where artifacts lie now, if they have been moved, by what
+            the options of the cache name them: `{"old/heads": "new/heads"}`.
 
     Raises:
         ArtifactError: If files are missing or damaged, or were saved for a model of another shape or with
@@ -123,12 +123,16 @@ def load_cache(
     known = set(named_artifacts(facts["options"]))
     if unknown := sorted(set(artifacts or ()) - known):
         raise ValueError(f"artifacts must be of those that {folder} names, {sorted(known)}; got {unknown}.")
+    moved = ""
     try:
-        paths = still_there(facts.get(_PATHS, {})) | dict(artifacts or {})
+        lay_at = facts.get(_PATHS, {})
+        paths = still_there(lay_at) | dict(artifacts or {})
         options = with_artifacts_at(facts["options"], paths)
+        if lost := sorted(name for name in lay_at if not Path(paths.get(name, name)).exists()):
+            moved = f" Of what has been moved, artifacts={{{lost[0]!r}: PATH}} says where it lies now."
         cache = build_cache(model_or_config, {"backend": facts["backend"], **options})
     except (AttributeError, TypeError, ValueError) as error:
-        raise ArtifactError(f"{folder / _FACTS}: {error}") from error
+        raise ArtifactError(f"{folder / _FACTS}: {error}{moved}") from error
     if facts["reads_long_text"] and isinstance(cache, KVCache):
         if model is None:
             raise ArtifactError(
