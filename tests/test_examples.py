@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import html
 import importlib.util
 import json
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from kvcache_plugins import list_backends, registry
+from kvcache_plugins import RetainingHeads, list_backends, registry
 from kvcache_plugins.cli.backend_table import SECTIONS, backend_rows
 from kvcache_plugins.runs.hidden_codes import hide_codes
-from kvcache_plugins.testing import BackendConformance
+from kvcache_plugins.testing import BackendConformance, models
 from tests.launching import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -146,3 +148,12 @@ def test_what_is_kept_is_shown(
     status, error = run({"backend": "int8"})
     assert status == 2 and "must name a backend that evicts" in error
     assert run(recent, "--tokens", "0")[1] == "error: --tokens must be at least 1, got 0.\n"
+
+
+@pytest.mark.parametrize("docstring", [RetainingHeads.__doc__, models.__doc__], ids=["heads", "models"])
+def test_examples_in_docstrings(docstring: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    text = re.sub(r"(?m)^ *```.*$", "", docstring)
+    names = {"torch": torch, "RetainingHeads": RetainingHeads}
+    example = doctest.DocTestParser().get_doctest(text, names, "docstring", None, 0)
+    assert example.examples and doctest.DocTestRunner(verbose=False).run(example).failed == 0

@@ -8,7 +8,7 @@ mixture-of-experts blocks.
 ```python
 >>> from kvcache_plugins.testing.models import ARCHITECTURES, tiny_model
 
->>> model = tiny_model("gemma2", attn_implementation="sdpa", num_hidden_layers=4)
+>>> model = tiny_model("gemma3_text", attn_implementation="sdpa", num_hidden_layers=4)
 ```
 """
 
