@@ -61,7 +61,11 @@ class CacheReport:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits spent per key or value entry held, metadata, tail and slack included; 0 for an empty cache."""
+        """Bits spent per key or value entry held, metadata, tail and slack included; 0 for an empty cache.
+
+        Tables of evaluations and of `kvcache-plugins estimate` count the entries of all tokens seen instead,
+        so for a cache that evicts they show fewer bits.
+        """
         return 8 * self.kv_bytes / self.values if self.values else 0.0
 
     def __str__(self) -> str:

@@ -92,9 +92,12 @@ class KIVICache(KVCache):
     Paper: KIVI, arXiv 2402.02750 (section 3; Algorithm 1).
     Deviates: several new tokens at once follow the same closed form as one at a time; metadata is fp16; pads
         take no part in the statistics; `rope_mode="block"` is not in the paper.
-    Cost: `nbits + 32 / q_group_size` bits per value beyond the exact window (512 bits per channel pair and
-        block more than that for `q_group_size=128`, whose metadata is stored with each of its two blocks).
+    Cost: `nbits + 32 / q_group_size` bits per value beyond the exact window; `nbits + 1 / 2` for keys with
+        `q_group_size=128`, whose metadata is stored with each of the two blocks of a group, and `nbits + 32 /
+        head_dim` for values of heads shorter than a group.
     Limits: group sizes 16 to 128; `crop` into a packed group returns its survivors to the window as decoded.
+        Groups are counted from the beginning of a row, pads included: a padded row has other groups than
+        alone, unless its pads are a multiple of `residual_length`.
     """
 
     config_class = KIVIConfig

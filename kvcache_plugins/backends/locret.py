@@ -108,7 +108,7 @@ class LocretCache(EvictingCache):
     Deviates: the local window counts against the budget and is protected where it lies, so the end of the
         prompt is not read apart; positions stay absolute unless `positions="compact"`; what is kept may be
         packed, and then keeps its codes.
-    Cost: 8 bytes per token and head beside the storage; the heads take 2 to 8 % of the model's weights.
+    Cost: 8 bytes per token and head beside the storage; the heads take 1 to 9 % of the model's weights.
     Limits: needs heads trained for the model (`kvcache-plugins train-locret`), and all heads of a layer in
         one process, so no tensor parallel model.
     """

@@ -43,17 +43,18 @@ class EvictingConfig(BackendConfig):
             generating. If not given, 100, at most an eighth of the budget; and of a later turn of a
             conversation up to 100 tokens, at most a quarter of the budget.
         positions (`str`): `"absolute"`: what is kept stays where it was in the text. `"compact"`: it moves up
-            to close the gaps, so that no position exceeds the budget, a chunk and what was generated.
+            to close the gaps, so that no position exceeds the budget, a chunk and what was generated; for
+            models with rotary embeddings of a known layout all of whose layers keep as many tokens.
         evict_at_decode (`bool`): Whether generated tokens count against the budget too: up to 64 more are
             held before it is enforced again.
         storage (`dict`, *optional*): Backend that stores what is kept, and its options, such as `{"backend":
-            "int4", "key_bits": 8, "value_bits": 4}`; in the model's dtype if not given. `"kvquant"` needs
-            compact positions, and keeps up to 63 tokens fewer than `budget`, so that its blocks are whole.
-            Its sinks are `sink_length`, not its own default.
+            "int4", "key_bits": 8, "value_bits": 4}`; in the model's dtype if not given. Where keys rotate,
+            `"kvquant"` needs compact positions, with which no other packs. It keeps up to 63 tokens fewer
+            than `budget`, so that its blocks are whole. Its sinks are `sink_length`, not its own default.
         pool (`str | dict`, *optional*): What becomes of what is evicted: nothing; `"merge"`, its values are
             added to those of the most similar keys that stay; or `{"kind": "conv", "weights": FILE,
             "fraction": 0.125}`, LoCoCo's convolution with trained weights (`eviction.pooling.weights` says
-            how to make the file).
+            how to make the file). Only without a `storage`, and with absolute positions.
         residual_length (`int`, *optional*): Newest tokens the storage keeps exact, in place of its own
             default; refused without a storage, which keeps all of them so.
     """
