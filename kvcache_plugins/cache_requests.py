@@ -23,8 +23,6 @@ __all__ = [
     "own_choice",
 ]
 
-_WITHOUT_CACHE = ("flaubert", "openai-gpt", "xlm")
-"""Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
 _SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
 
 
@@ -67,7 +65,9 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
             f"exchange: cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed "
             "for this model is no cache_implementation at all."
         )
-    if model.config.model_type in _WITHOUT_CACHE:
+    from .models.decoder import WITHOUT_CACHE
+
+    if model.config.model_type in WITHOUT_CACHE:
         raise ValueError(
             f"{type(model).__name__} takes no cache and reads its whole text at every step: "
             f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed for this "

@@ -10,6 +10,7 @@ from torch import nn
 from .loops import check_loops
 
 __all__ = [
+    "WITHOUT_CACHE",
     "check_model",
     "decoder_config",
     "decoder_of",
@@ -19,6 +20,10 @@ __all__ = [
     "split_model_or_config",
 ]
 
+WITHOUT_CACHE = frozenset({"flaubert", "openai-gpt", "xlm"})
+"""Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
+_OWN_CACHES = frozenset({"minimax", "reformer", "xlnet", "xlstm"})
+"""Families with attention heads that keep their past in a class of their own."""
 _OWN_CROSS_CACHES = frozenset({"blip_text_model"})
 """Families that put keys of images beside those of text only if the cache they are given is transformers'."""
 _TAKING_CACHES_APART = frozenset({"rag"})
@@ -72,8 +77,8 @@ def decoder_config(config: Any) -> Any:
     """Return the configuration of the text decoder, which may be half of an encoder-decoder model.
 
     Raises:
-        ValueError: For models with two caches that are not one of each half, and for those that attend to
-            padding.
+        ValueError: For models without a cache, or with one of a class of their own, or two that are not one
+            of each half, and for those that attend to padding.
     """
     if config.model_type in _TAKING_CACHES_APART:
         raise ValueError(
@@ -81,6 +86,16 @@ def decoder_config(config: Any) -> Any:
             "together again as dense ones. Allowed for this model is no cache_implementation at all."
         )
     decoder = _decoders_half(config)
+    if decoder.model_type in WITHOUT_CACHE:
+        raise ValueError(
+            f"Models of type {decoder.model_type!r} take no cache and read their whole text at every step. "
+            "Allowed for this model is no cache_implementation at all."
+        )
+    if decoder.model_type in _OWN_CACHES:
+        raise ValueError(
+            f"Models of type {decoder.model_type!r} keep their past in a class of their own, which "
+            "transformers cannot exchange. Allowed for this model is no cache_implementation at all."
+        )
     check_loops(decoder)
     if decoder.model_type in _OWN_CROSS_CACHES:
         raise ValueError(

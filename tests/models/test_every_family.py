@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcache_plugins import KVCache
+from kvcache_plugins import KVCache, estimate
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.facts import biases_by_distance, masks_all_columns
 from tests.models.families import NAMES, NotSmall, greedy, small_model
@@ -66,6 +66,8 @@ def test_family(name: str) -> None:
     if not model._supports_default_dynamic_cache() or (keeps_keys and not is_used):
         with pytest.raises(ValueError, match="would be ignored"):
             generate(model, {"backend": "int8"})
+        with pytest.raises(ValueError, match=r"is no cache_implementation at all|no keys and"):
+            estimate(model.config, {"backend": "int8"}, LENGTH)
         return
     if not keeps_keys:
         pytest.skip(f"{name} keeps no keys")
