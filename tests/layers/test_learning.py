@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcache_plugins import build_cache
 from kvcache_plugins.layers.base import PackedLayer
+from kvcache_plugins.layers.windowed import with_window
 from kvcache_plugins.testing import tiny_model
 from kvcache_plugins.testing.conformance import decoded, feed
 from tests.reference.caches import smoothing_factors
@@ -24,8 +25,10 @@ PADS = [None, [0, 7]]
 LENGTH = 270
 
 
-def layer_of(name: str, pads: list[int] | None, kernel: str = "auto") -> PackedLayer:
-    config = {**LEARNING[name][0], "residual_length": 0, "sink_length": SINKS, "kernel": kernel}
+def layer_of(
+    name: str, pads: list[int] | None, kernel: str = "auto", sink_length: int = SINKS
+) -> PackedLayer:
+    config = {**LEARNING[name][0], "residual_length": 0, "sink_length": sink_length, "kernel": kernel}
     layer = build_cache(tiny_model("llama", num_key_value_heads=2, head_dim=16).config, config).layers[0]
     layer.padding.set(None if pads is None else torch.tensor(pads))
     return layer  # type: ignore[no-any-return]
@@ -79,14 +82,49 @@ def test_nothing_is_packed_before_it(name: str, pads: list[int] | None) -> None:
     )
 
 
+@pytest.mark.parametrize("sink_length", [0, SINKS])  # without any, a step's kernel might encode slot 0
 @pytest.mark.parametrize("pads", PADS, ids=["plain", "padded"])
 @pytest.mark.parametrize("name", LEARNING)
-def test_kernels_and_torch_end_in_equal_bytes_however_tokens_come(name: str, pads: list[int] | None) -> None:
+def test_kernels_and_torch_end_in_equal_bytes_however_tokens_come(
+    name: str, pads: list[int] | None, sink_length: int
+) -> None:
     keys, values = states(pads, 30.0)
-    expected = layer_of(name, pads, "torch")
+    expected = layer_of(name, pads, "torch", sink_length)
     feed(expected, keys, values, [LENGTH])
     for chunks in ([LENGTH], [1] * LENGTH, [100, 40, *[1] * 60, 70]):
-        layer = layer_of(name, pads)
+        layer = layer_of(name, pads, sink_length=sink_length)
         feed(layer, keys, values, chunks)
         for key, tensor in expected.state()[0].items():
             assert torch.equal(layer.state()[0][key], tensor), key
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_it_is_forgotten_with_the_tokens(name: str) -> None:
+    # before there is enough to learn from, what an earlier text left would be counted, saved and reordered
+    layer, (keys, values) = layer_of(name, None), states(None)
+    feed(layer, keys, values, [LENGTH])
+    layer.reset()
+    feed(layer, keys[:1, :, :9], values[:1, :, :9], [9])
+    assert layer.key_stream_.codec.batch_state() == {}
+    layer.reorder_cache(torch.tensor([0, 0]))
+    assert torch.equal(decoded(layer)[0], keys[:1, :, :9].expand(2, -1, -1, -1))
+
+
+@pytest.mark.parametrize("window", [None, 256])
+@pytest.mark.parametrize("count", [30, LENGTH])
+@pytest.mark.parametrize("name", LEARNING)
+def test_a_loaded_layer_learns_if_it_was_saved_before(name: str, count: int, window: int | None) -> None:
+    keys, values = states(None)
+    made = [layer_of(name, None) for _ in range(2)]
+    if window is not None:
+        made = [with_window(type(layer))(layer.config, 0, layer.facts) for layer in made]
+        for layer in made:
+            layer.window = window
+    saved, loaded = made
+    feed(saved, keys, values, [count])
+    tensors, facts = saved.state()
+    loaded.load_state({key: tensor.clone() for key, tensor in tensors.items()}, facts)
+    for layer in made:
+        feed(layer, keys.flip(2), values.flip(2), [1, 100, LENGTH - 101])
+    for key, tensor in saved.state()[0].items():
+        assert torch.equal(loaded.state()[0][key], tensor), key
