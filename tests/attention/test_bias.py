@@ -34,7 +34,7 @@ def test_a_mask_that_was_written_to_is_looked_at_again() -> None:
     assert torch.equal(after == -torch.inf, ~mask) and not torch.equal(before, after)
 
 
-@pytest.mark.parametrize("change", ["length", "mask", "causal"])
+@pytest.mark.parametrize("change", ["length", "mask", "causal", "hidden"])
 def test_another_question_has_another_answer(change: str) -> None:
     mask = mask_of(2)
     logit_bias(AttentionOptions(mask=mask), 1, 6)
@@ -44,6 +44,9 @@ def test_another_question_has_another_answer(change: str) -> None:
     elif change == "mask":
         found = logit_bias(AttentionOptions(mask=mask_of(3)), 1, 6)
         assert found.bias is not None and int((found.bias == -torch.inf).sum()) == 3
+    elif change == "hidden":  # as of layers with a window, of which another number of tokens has left
+        found = logit_bias(AttentionOptions(mask=mask), 1, 6, hidden=3)
+        assert found.bias is not None and found.bias.shape[-1] == 9
     else:
         assert logit_bias(AttentionOptions(mask=mask, sliding_window=4), 1, 6).is_causal
         assert not logit_bias(AttentionOptions(mask=mask), 1, 6).is_causal

@@ -83,6 +83,14 @@ def _flash_names() -> list[str]:
     return sorted(name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("flash_attention"))
 
 
+def test_a_mask_that_is_the_same_for_all_tokens(layer: PackedLayer) -> None:
+    query, key, value, dense = step(layer, 2)
+    mask = torch.tensor([0.0, 1.5]).view(1, 1, 2, 1)  # one number for a query, broadcast as torch does
+    expected = naive_attention(query, *dense, mask=mask.expand(1, 1, 2, 102))
+    found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    assert_close("output", expected, found, 1e-5)
+
+
 def test_the_functions_are_wrapped() -> None:
     assert {"flash_attention_2", "flash_attention_3"} <= set(_flash_names())
     for name in ("sdpa", "flex_attention", *_flash_names()):

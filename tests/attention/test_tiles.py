@@ -108,6 +108,7 @@ def _masks(query_length: int, length: int) -> dict[str, Tensor]:
         "additive-per-head": torch.randn(1, 6, query_length, length).masked_fill(~random[:1], -torch.inf),
         "wide": F.pad(padding & causal, (0, 9), value=True),
         "column": torch.ones(2, 1, 1, 1, dtype=torch.bool),
+        "additive-double": torch.randn(2, 1, query_length, length, dtype=torch.float64),
     }
 
 
@@ -250,6 +251,10 @@ def test_rows_hidden_by_finite_numbers(lowest: float) -> None:
     assert can_attend_tiles(AttentionOptions(mask=mask), 220, 20)
     mask[0, :, 3] = lowest
     assert not can_attend_tiles(AttentionOptions(mask=mask), 220, 20)
+    mask[0, :, 3, 204:] = 0.0  # which that query does not see either, if attention is causal
+    assert can_attend_tiles(AttentionOptions(mask=mask), 220, 20)
+    assert not can_attend_tiles(AttentionOptions(mask=mask, is_causal=True), 220, 20)
+    mask[0, :, 3] = lowest
     got = attend_handles(query, key, value, AttentionOptions(mask=mask))
     assert key.layer.kernel == "torch"
     expected = attend(query.double(), key.tokens, value.tokens, AttentionOptions(mask=mask))
@@ -269,7 +274,7 @@ def test_kernel_torch_is_the_reference() -> None:
 # -- visibility
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 30])
+@pytest.mark.parametrize("window", [None, 1, 7, 14, 30])  # 14: windows that begin where a part does
 @pytest.mark.parametrize("masked", [False, True])
 def test_visibility_of_parts(window: int | None, masked: bool) -> None:
     length, query_length = 60, 25
@@ -293,7 +298,27 @@ def test_visibility_of_parts(window: int | None, masked: bool) -> None:
             else:
                 assert bool(expected.all()) if seen else not bool(expected.any())
             kinds.add(type(seen) if isinstance(seen, Tensor) else seen)
-    assert Tensor in kinds and False in kinds and (True in kinds or window in (1, 7))
+    assert Tensor in kinds and False in kinds and (True in kinds or window in (1, 7, 14))
+
+
+@pytest.mark.parametrize("window", [None, 14])
+def test_visibility_of_an_additive_mask(window: int | None) -> None:
+    length, query_length = 60, 25
+    mask = torch.randn(1, 1, query_length, length)
+    mask[..., 10:20], mask[..., 30:40] = 0.0, -torch.inf
+    options = AttentionOptions(is_causal=True, sliding_window=window, mask=mask)
+    visibility = Visibility.of(options, length, query_length, torch.device("cpu"))
+    slots, own = torch.arange(length), torch.arange(length - query_length, length)[:, None]
+    visible = (slots <= own) & (slots > own - (window or length))
+    added = mask[0, 0].masked_fill(~visible, -torch.inf)
+    for start in range(0, length, 5):
+        for low in range(0, query_length, 5):
+            seen = visibility.part((start, start + 5), (low, low + 5))
+            expected = added[low : low + 5, start : start + 5]
+            if isinstance(seen, Tensor):
+                assert torch.equal(seen.expand(1, 1, 5, 5)[0, 0], expected)
+            else:
+                assert bool((expected == (0.0 if seen else -torch.inf)).all())
 
 
 # -- which way many queries go
