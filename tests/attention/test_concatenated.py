@@ -98,6 +98,17 @@ def test_a_query_that_sees_nothing_gets_zeros() -> None:
     assert found[:, 0].abs().max() == 0 < found[:, 1].abs().min()
 
 
+def test_a_part_that_was_changed_in_place_is_read_as_it_is() -> None:
+    _, key, value = handles(CONFIGS["int8"], 150, 0, 3)
+    exact = torch.randn(2, 2, HEADS, 7, WIDTH)
+    together = torch.cat([key, exact[0]], dim=2), torch.cat([value, exact[1]], dim=2)
+    key.mul_(2)
+    query = torch.randn(2, HEADS, 1, WIDTH)
+    keys, values = torch.cat([key.dense(), exact[0]], dim=2), torch.cat([value.dense(), exact[1]], dim=2)
+    expected = F.scaled_dot_product_attention(query, keys, values)
+    torch.testing.assert_close(F.scaled_dot_product_attention(query, *together), expected)
+
+
 @pytest.mark.parametrize(
     "how", ["changed", "other dimension", "other dtype", "nothing packed", "of an output"]
 )

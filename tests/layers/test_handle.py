@@ -275,6 +275,16 @@ def test_padded_heads_elsewhere_are_decoded_with_their_zeros(
     assert layer.fallback_reads == 1 and "PaddedHandle(8, KVHandle(" in repr(padded)
 
 
+def test_padded_heads_of_a_handle_that_was_changed_in_place(
+    handles: tuple[KVHandle, KVHandle], dense: tuple[Tensor, Tensor]
+) -> None:
+    query, padded = torch.randn(B, H, 1, D + 8), [F.pad(handle, (0, 8)) for handle in handles]
+    for states in (handles[0], dense[0]):
+        states.mul_(2)
+    expected = F.scaled_dot_product_attention(query, *(F.pad(states, (0, 8)) for states in dense))
+    assert_close("padded", expected, F.scaled_dot_product_attention(query, *padded), 1e-5)
+
+
 def test_native_refuses_what_has_to_be_decoded() -> None:
     layer = KIVILayer(KIVIConfig(**{**OPTIONS, "kernel": "native"}), 7, LayerFacts())
     layer.update(torch.randn(B, H, T - 1, D), torch.randn(B, H, T - 1, DV))
