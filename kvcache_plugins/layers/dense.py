@@ -16,8 +16,17 @@ __all__ = ["cropped", "repeat_rows", "select_rows", "tokens_seen"]
 
 
 def tokens_seen(layers: Iterable[Any]) -> set[int]:
-    """Return how many tokens layers have seen, of those that count any: recurrent ones do not."""
-    return {int(layer.get_seq_length()) for layer in layers if isinstance(layer, CacheLayerMixin)}
+    """Return how many tokens layers have seen, of those that count any: recurrent ones do not.
+
+    What an indexer has seen counts too: a model hands its keys over before or after the others.
+    """
+    counting = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
+    seen = {int(layer.get_seq_length()) for layer in counting}
+    keys, positions = (
+        [found for layer in counting if (found := getattr(layer, name, None)) is not None]
+        for name in ("indexer_keys", "indexer_position_ids")
+    )
+    return seen | {states.shape[1] for states in keys} | {states.shape[-1] for states in positions}
 
 
 def cropped(layer: Any, tokens_to_remove: int) -> dict[str, Any]:

@@ -122,6 +122,33 @@ def test_every_verb(name: str) -> None:
     assert ours.tensors() == {}
 
 
+@pytest.mark.parametrize("skipped", [[], [0]], ids=["packed", "dense"])
+@NAMED
+def test_a_forward_that_stops_at_an_indexer_is_noticed(name: str, skipped: list[int]) -> None:
+    """Where memory runs out: all layers have seen as many keys, and not all of their indexers."""
+    model = build(name)
+    cache = kvp.build_cache(model, {**INT8, "skip_layers": skipped})
+    ids = padded_prompt((60, 60))["input_ids"]
+    indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+
+    def stop(*_: Any) -> None:
+        raise MemoryError
+
+    with torch.no_grad():
+        model(ids[:, :40], **as_argument(cache))
+        cache.bind(model)
+        if name == "qwen4_exp_text":  # whose indexer is asked before the layer takes its keys
+            hook = indexers[0].register_forward_hook(stop)
+        else:
+            hook = indexers[-1].register_forward_pre_hook(stop)
+        with pytest.raises(MemoryError):
+            model(ids[:, 40:], **as_argument(cache))
+    hook.remove()
+    assert len({layer.get_seq_length() for layer in cache.layers}) == 1
+    with pytest.raises(ValueError, match="interrupted"):
+        cache.bind(model)
+
+
 @pytest.mark.parametrize("name", [name for name in ("deepseek_v32",) if name in FAMILIES])
 def test_indexer_keys_follow_a_model_that_is_cast(name: str) -> None:
     model = build(name)
