@@ -772,13 +772,21 @@ def test_an_assistant_has_a_cache_that_fits_it(
         bound[id(model)].add(self.backend)
         return bind(self, model, *args, **kwargs)
 
+    recorded, crop = [], kvp.KVCache.crop
+
+    def cropped(self: Any, *args: Any) -> None:
+        recorded.extend(layer.record_past for layer in self.packed_layers)
+        crop(self, *args)
+
     monkeypatch.setattr(kvp.KVCache, "bind", watched)
+    monkeypatch.setattr(kvp.KVCache, "crop", cropped)
     settings = {"cache_implementation": "quantized", "cache_config": cache_config}
     run = functools.partial(target.generate, INPUTS, max_new_tokens=9, do_sample=False, **settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         drafted = run(assistant_model=assistant)
     assert torch.equal(drafted, run())
+    assert recorded and all(recorded), "what is rejected has been packed"
     assert (bound[id(target)], bound[id(assistant)]) == ({"int8"}, used)
     found = [str(one.message) for one in caught if "LlamaForCausalLM drafts" in str(one.message)]
     assert len(found) == (said is not None) and all(str(said) in text for text in found)

@@ -9,7 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kvcache_plugins.eviction.renumbering import turn_to_slots
+from kvcache_plugins.layers.padding import Padding
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.testing.comparison import assert_close
 from kvcache_plugins.testing.generation import run_scenario
 from kvcache_plugins.testing.models import tiny_model
@@ -71,6 +74,16 @@ def test_keys_rotated_anew(method: str, rope: str, pads: list[int] | None) -> No
     # The two numberings differ, or this would have shown nothing.
     absolute, _ = run_with_evictions(model, tokens, calls, policy, pads)
     assert (absolute[is_real] - expected[is_real]).abs().max() > 0.1
+
+
+def test_pads_are_moved_and_not_turned() -> None:
+    # four of six have gone, of a row whose tokens stay where they are: there is no angle for what is left
+    keys = torch.randn(1, 2, 5, 8)
+    index = torch.tensor([0, 1, 6, 7, 8]).expand(1, 2, -1)
+    before, after = (Padding(lengths=torch.tensor([count])) for count in (6, 2))
+    moved = keys.clone()
+    turn_to_slots(moved, index, Rotary((1.0, 0.1, 0.01, 0.001)), before, after)
+    assert torch.equal(moved, keys)
 
 
 def test_no_position_exceeds_what_is_held() -> None:

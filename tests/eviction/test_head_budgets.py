@@ -216,6 +216,26 @@ def test_attention_with_sink_logits_and_a_softcap(length: int, dtype: torch.dtyp
             )
 
 
+@pytest.mark.parametrize("how", ["reset", "crop"])
+@pytest.mark.parametrize("method", ["snapkv", "expected"])
+def test_emptied_they_are_together_again(method: str, how: str) -> None:
+    model, tokens = model_of("llama", **SIZES), ids(76, 2, seed=3)
+    config = {**METHODS[method][0], "budget": 24, "head_floor": 0.2}
+    used, fresh = (bound_cache(model, config, 72) for _ in range(2))
+    feed(model, used, ids(72, 2), [40, 32])
+    layer = used.evicting_layers[0]
+    assert len(layer.uniform_layers) > 1
+    assert not layer.companions, "what was remembered of all heads is kept beside what their groups remember"
+    if how == "reset":
+        used.reset()
+    else:
+        used.crop(-72)
+    used.bind(model, prompt_length=72)
+    assert used.kv_bytes() == used.num_held() == 0 and layer.uniform_layers == (layer,)
+    calls = [40, 32, *[1] * 4]
+    assert torch.equal(feed(model, used, tokens, calls), feed(model, fresh, tokens, calls))
+
+
 @pytest.mark.allow_deprecation(
     "Passing .generation_config. together", reason="transformers drafts in this way"
 )
