@@ -37,6 +37,7 @@ from transformers import (
 )
 from transformers import cache_utils as host
 from transformers.generation import utils as generation_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import kvcache_plugins as kvp
@@ -551,6 +552,7 @@ def test_uninstall_restores_transformers_and_install_comes_back(model: Any) -> N
         assert generation_utils.GenerationMixin._prepare_cache_for_generation is prepare.__wrapped__  # type: ignore[attr-defined]
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is wrapped.__wrapped__  # type: ignore[attr-defined]
         assert "kvcache_plugins" not in ALL_ATTENTION_FUNCTIONS
+        assert "kvcache_plugins" not in ALL_MASK_ATTENTION_FUNCTIONS
         with pytest.raises(ValueError, match="kivi"):
             generate(model, {"backend": "kivi"})
         if host.is_optimum_quanto_available():

@@ -52,3 +52,25 @@ def test_blocks_that_straddle_an_eviction_differ(backend: str) -> None:
     fast, _ = _run(backend, [1, 89, *[65] * 3, TOTAL - 90 - 3 * 65])
     assert (fast[:, :89] - slow[:, :89]).abs().max() < 1e-4
     assert (fast - slow).abs().max() > 1e-2
+
+
+def test_the_newest_token_stays_although_nothing_protects_it() -> None:
+    """Of SnapKV, whose window is the newest token alone while tokens come one at a time."""
+    model, config = model_of(), {"backend": "snapkv", "budget": BUDGET, "local_length": 0}
+    cache = bound_cache(model, {**config, "evict_at_decode": True}, 1)
+    feed(model, cache, ids(89, 2), [1] * 89)
+    assert cache.num_held() == BUDGET
+    for layer in cache.evicting_layers:
+        assert (layer.ledger.positions[:, :, -1] == 88).all()
+
+
+@pytest.mark.parametrize("backend", ["knorm", "h2o", "snapkv"])
+def test_layers_say_how_many_tokens_come_before_room_is_made(backend: str) -> None:
+    model, tokens = model_of(), ids(TOTAL, 2)
+    cache = bound_cache(model, {"backend": backend, "budget": BUDGET, "evict_at_decode": True}, 1)
+    expected = BLOCKS if backend != "snapkv" else [1] * 95  # whose answer depends on how many come last
+    seen = 0
+    for count in expected:
+        assert {layer.room(TOTAL - seen) for layer in cache.evicting_layers} == {count}
+        feed(model, cache, tokens[:, seen : seen + count], [count])
+        seen += count

@@ -40,6 +40,19 @@ def test_reset_forgets_what_calls_have_told() -> None:
     _same(snapshot(cache), snapshot(fresh))
 
 
+def test_a_later_turn_that_is_read_in_several_calls_is_told_of_in_each() -> None:
+    model, config = model_of(num_hidden_layers=3), {"backend": "knorm", "budget": 24}
+    once, again = (bound_cache(model, config, PROMPT) for _ in range(2))
+    for cache in (once, again):
+        feed(model, cache, ids(PROMPT), chunks_of(PROMPT, 16))
+        cache.bind(model, prompt_length=PROMPT + 6)
+        feed(model, cache, ids(5, seed=2), [5])
+    again.bind(model, prompt_length=PROMPT + 6)  # which protects the newest of the turn, and not of its end
+    for cache in (once, again):
+        feed(model, cache, ids(1, seed=3), [1])
+    _same(snapshot(once), snapshot(again))
+
+
 def test_rows_go_together_while_they_are_away() -> None:
     model, mask = model_of(num_hidden_layers=3), mask_of(PROMPT, PADS)
     cache = bound_cache(model, {"backend": "h2o", "budget": 24}, PROMPT, mask)

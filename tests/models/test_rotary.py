@@ -183,6 +183,7 @@ def test_moving_a_text_turns_the_keys_that_are_said_to_rotate(name: str, from_co
     if family not in NAMES:
         pytest.skip("this release of transformers does not have it")
     model = small_model(family, **own)
+    said = model.config.to_dict()
     tokens = torch.randint(5, 100, (1, 12), generator=torch.Generator().manual_seed(0))
     caches = []
     for start in (0, 3):
@@ -199,6 +200,9 @@ def test_moving_a_text_turns_the_keys_that_are_said_to_rotate(name: str, from_co
             assert (before - after).norm() > 0.1 * before.norm()
             before = rotary.rotate(before, torch.full((12,), 3))
         assert (before - after).norm() < 1e-5 * before.norm()
+    assert (
+        model.config.to_dict() == said
+    )  # which is the user's, also where layers have frequencies of their own
 
 
 def test_keys_that_are_weighed_after_their_rotation_cannot_be_moved() -> None:
