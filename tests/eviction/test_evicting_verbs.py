@@ -40,17 +40,32 @@ def test_reset_forgets_what_calls_have_told() -> None:
     _same(snapshot(cache), snapshot(fresh))
 
 
-def test_a_later_turn_that_is_read_in_several_calls_is_told_of_in_each() -> None:
+@pytest.mark.parametrize("how", ["bound", "loaded"])
+def test_a_later_turn_goes_on_in_calls_that_are_told_of_it_again(how: str, tmp_path: Path) -> None:
     model, config = model_of(num_hidden_layers=3), {"backend": "knorm", "budget": 24}
     once, again = (bound_cache(model, config, PROMPT) for _ in range(2))
     for cache in (once, again):
         feed(model, cache, ids(PROMPT), chunks_of(PROMPT, 16))
         cache.bind(model, prompt_length=PROMPT + 6)
         feed(model, cache, ids(5, seed=2), [5])
-    again.bind(model, prompt_length=PROMPT + 6)  # which protects the newest of the turn, and not of its end
+    # which protects the newest of the turn, and not those of its end alone
+    if how == "bound":
+        again.bind(model, prompt_length=PROMPT + 6)
+    else:
+        again.save_pretrained(tmp_path)
+        again = EvictingCache.from_pretrained(tmp_path, model)
     for cache in (once, again):
         feed(model, cache, ids(1, seed=3), [1])
     _same(snapshot(once), snapshot(again))
+
+
+def test_reset_forgets_what_a_fraction_came_to() -> None:
+    model = model_of(num_hidden_layers=3)
+    cache = kvcache_plugins.build_cache(model, {**KNORM, "budget": 0.5})
+    for length in (60, 90):
+        feed(model, cache, ids(length), [length])
+        assert cache.num_held() == length // 2
+        cache.reset()
 
 
 def test_rows_go_together_while_they_are_away() -> None:

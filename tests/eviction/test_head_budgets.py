@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -214,6 +215,32 @@ def test_attention_with_sink_logits_and_a_softcap(length: int, dtype: torch.dtyp
             torch.testing.assert_close(
                 got[row, :, head].float(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0.0
             )
+
+
+def test_rows_of_a_padded_batch_go_together() -> None:
+    model, pads = model_of("llama", **SIZES), [0, 30]
+    mask, tokens, rows = mask_of(76, pads), ids(76, 2, pads=pads), torch.tensor([1, 1, 0])
+    cache = bound_cache(model, {"backend": "h2o", "budget": 24, "head_floor": 0.2}, 72, mask[:, :72])
+    feed(model, cache, tokens[:, :72], [40, 32], mask[:, :72])
+    assert len(cache.evicting_layers[0].uniform_layers) > 1
+    chosen = copy.deepcopy(cache)
+    chosen.batch_select_indices(rows)
+    expected = feed(model, cache, tokens[:, 72:], [1] * 4, mask)
+    got = feed(model, chosen, tokens[rows, 72:], [1] * 4, mask[rows])
+    torch.testing.assert_close(got, expected[rows], atol=1e-5, rtol=0.0)
+
+
+def test_rejected_drafts_have_asked_nothing() -> None:
+    model, config = model_of("llama", **SIZES), {**METHODS["expected"][0], "budget": 24, "head_floor": 0.2}
+    cache = bound_cache(model, config, 72)
+    feed(model, cache, ids(72), [72])
+    before = {name: tensor.clone() for name, tensor in cache.evicting_layers[0].tensors().items()}
+    cache.activate_past_recording()
+    feed(model, cache, ids(3, seed=4), [3])
+    cache.crop(-3)
+    names = [name for name in before if name.endswith(("count", "mean", "scatter"))]
+    after = cache.evicting_layers[0].tensors()
+    assert names and all(torch.equal(after[name], before[name]) for name in names)
 
 
 @pytest.mark.parametrize("how", ["reset", "crop"])
