@@ -75,6 +75,14 @@ def test_a_long_prompt_reads_as_with_a_dense_cache(model: Any, cache_config: dic
     assert torch.equal(expected.sequences, generate(model, 90).sequences)  # other calls are left alone
 
 
+@pytest.mark.parametrize("length", [SWITCH, SWITCH + 1])
+def test_the_last_short_prompt_and_the_first_long_one(model: Any, length: int) -> None:
+    given = {"max_new_tokens": 1, "output_logits": True}
+    expected = generate(model, length, **given).logits[0]
+    found = generate(model, length, **given, **quantized(backend="kivi", residual_length=4096)).logits[0]
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 def test_keys_carry_the_frequencies_of_long_texts(model: Any) -> None:
     dense = cache_of(generate(model, 90, max_new_tokens=1)).layers[0].keys
     evicting = quantized(backend="knorm", budget=60, chunk_size=16)
