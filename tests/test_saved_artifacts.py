@@ -105,6 +105,14 @@ def test_saved_from_another_directory(
     assert_loads("later", saved)
 
 
+@pytest.mark.parametrize("saved", ["kvquant"], indirect=True)
+def test_where_one_says_it_lies_counts_before_where_it_lay(saved: KVCache, tmp_path: Path) -> None:
+    calibrated(tmp_path / "copied")
+    calibrated(Path("made"), factor=1.5)
+    loaded = KVCache.from_pretrained("cache", model(), artifacts={"made": str(tmp_path / "copied")})
+    assert torch.equal(read(loaded, 8, seed=1), read(saved, 8, seed=1))
+
+
 @pytest.mark.parametrize("saved", USES, indirect=True)
 def test_an_artifact_that_was_replaced(saved: KVCache) -> None:
     calibrated(Path("made"), factor=1.5)

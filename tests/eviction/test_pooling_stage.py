@@ -243,6 +243,8 @@ def test_saved_and_loaded(weights_file: str) -> None:
     first[1].check(5, 2 * _head_dim() - 5, POOLED)
     with pytest.raises(ValueError, match="keys of 5 and values of 5 channels"):
         first[1].check(5, 5, None)
+    save_pooling_weights(weights_file, first[::-1])  # as long as before, and read again
+    assert torch.equal(load_pooling_weights(weights_file)[0].weight, tensors["layers.1.conv.weight"])
 
 
 def test_the_file_is_made_as_the_documentation_says(
