@@ -57,7 +57,7 @@ class VerbConformance(Fixtures):
                 assert torch.equal(got, old[:, :, :length])
         # other tokens than those that were there, of whose codes nothing may remain
         others = [torch.cat([t[:, :, :143], t[:, :, 143:].flip(2)], dim=2) for t in states]
-        feed(layer, *(t[:, :, 143:].contiguous() for t in others), [1] * 40 + [150])
+        feed(layer, others[0][:, :, 143:], others[1][:, :, 143:], [1] * 40 + [150])
         assert layer.get_seq_length() == 333
         for got, exact in zip(decoded(layer), others, strict=True):
             assert sqnr_db(exact[:, :, 143:], got[:, :, 143:]) >= cache.config.sqnr_floor_db
