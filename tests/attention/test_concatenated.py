@@ -77,6 +77,25 @@ def test_it_is_attention_over_what_they_stand_for(name: str, kind: str, queries:
     torch.testing.assert_close(found.transpose(1, 2).double(), expected, atol=2e-5, rtol=1e-4)
 
 
+def test_what_differs_from_query_to_query() -> None:
+    """More queries than one pass takes, each with sink logits and a bias of its own."""
+    _, first, first_values = handles(CONFIGS["int8"], 150, 0, 3)
+    exact = torch.randn(2, 2, HEADS, 7, WIDTH, generator=torch.Generator().manual_seed(2))
+    key, value = torch.cat([first, exact[0]], 2), torch.cat([first_values, exact[1]], 2)
+    query, bias, sinks = (
+        torch.randn(2, QUERY_HEADS, 80, WIDTH),
+        torch.randn(80, 157),
+        torch.randn(2, 4, 80, 1),
+    )
+    others = {"is_causal": True, "position_bias": bias, "sinks": sinks}
+    found, _ = attention_forward(torch.nn.Module(), query, key, value, None, 0.3, **others)
+    keys, values = (states.dense().repeat_interleave(2, dim=1) for states in (key, value))
+    hidden = torch.ones(80, 157, dtype=torch.bool).triu(157 - 80 + 1)
+    logits = (0.3 * query @ keys.mT + bias).masked_fill(hidden, -torch.inf)
+    weights = torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(found, (weights @ values).transpose(1, 2), atol=1e-5, rtol=1e-4)
+
+
 def test_torchs_own_attention() -> None:
     _, first, first_values = handles(CONFIGS["int8"], 150, 0, 3)
     _, second, second_values = handles(CONFIGS["int8"], 90, 1, 3)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache_plugins.layers.codec import AffineCodec, Codec, Float8Codec, SymmetricCodec
+from kvcache_plugins.layers.heads import joined_records
 from kvcache_plugins.layers.records import RecordLayout, Records, size_class
 from kvcache_plugins.quantizers.granularity import (
     per_block,
@@ -199,3 +200,19 @@ def test_widening_keeps_codes_and_numbers() -> None:
         assert (records.metadata(*at, 0, 5) == 1e6).all()
     records.ensure(2000)
     assert torch.equal(records.codes("key", 0, 5), codes["key"])
+
+
+def test_heads_that_are_joined_have_metadata_of_one_width() -> None:
+    """Of heads apart one may have met a number that fp16 cannot hold; the records of all have one layout."""
+    parts = [Records(RecordLayout(kivi()), 2, heads, CPU) for heads in (1, 2)]
+    for records in parts:
+        records.ensure(128)
+        records.codes("value", 0, 2).random_(0, 256)
+        records.metadata("key", "scale", 0, 2).fill_(3.0)
+    parts[1].widen_metadata()
+    parts[1].metadata("key", "scale", 0, 2).fill_(1e6)
+    codes = torch.cat([records.codes("value", 0, 2) for records in parts], dim=1)
+    joined = joined_records(parts)
+    assert joined.layout.metadata_bytes == 4 and torch.equal(joined.codes("value", 0, 2), codes)
+    scales = joined.metadata("key", "scale", 0, 2)
+    assert (scales[:, :1] == 3.0).all() and (scales[:, 1:] == 1e6).all()
