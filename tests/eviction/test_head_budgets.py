@@ -166,10 +166,11 @@ def test_room_is_reserved_for_what_each_head_will_hold() -> None:
             assert part.records.num_blocks == -(-part.stored_length // 64)
 
 
-def test_packed_tokens_move_as_they_are() -> None:
+@pytest.mark.parametrize("sinks", [0, 2])  # which are exact, and beside the codes
+def test_packed_tokens_move_as_they_are(sinks: int) -> None:
     config = {
         "backend": "h2o", "budget": 40, "head_floor": 0.1, "storage": {"backend": "int8"},
-        "local_length": 4, "stabilizer_length": 4, "evict_at_decode": True,
+        "local_length": 4, "stabilizer_length": 4, "evict_at_decode": True, "sink_length": sinks,
     }  # fmt: skip
     cache = bound_cache(model_of("llama", **SIZES), config, 100)
     layer = cache.evicting_layers[0]
@@ -179,7 +180,8 @@ def test_packed_tokens_move_as_they_are() -> None:
         query = 3 * torch.randn(2, 16, stop - start, 16, generator=generator)
         handles = layer.update(keys[:, :, start:stop], values[:, :, start:stop])
         forward_over_handles(Module(), query, *handles, None)
-    plain = kvcache_plugins.build_cache(cache.model_config, {"backend": "int8"}).layers[0]
+    stored = {"backend": "int8", "sink_length": sinks}
+    plain = kvcache_plugins.build_cache(cache.model_config, stored).layers[0]
     plain.update(keys, values)
     assert len(layer.parts) > 1
     for part in layer.parts:
