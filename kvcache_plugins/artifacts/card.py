@@ -40,6 +40,7 @@ model.generate(
 
 `scales.safetensors` and `scales.json` hold static scales of the same text, for the same `calibration` of the
 backends `float8` with `scale="head"` or `"tensor"` and `int8` with `granularity="head"` or `"tensor"`.
+`cache_config.json`, if it was made with `--target_bits`, are the bits of every layer, as a `cache_config`.
 """
 _WEIGHTS = {
     "fisher_scale": "squared gradient of the loss times squared scale of the vector (the paper, appendix E)",

@@ -69,6 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print a row per number of tokens and cache, dense first; or, of some bytes, a row per cache."""
     from ..estimation import MOST_NEW_TOKENS
+    from ..models.decoder import has_encoder
 
     for tokens in args.tokens or ():
         check_count("tokens", tokens, most=_MOST)
@@ -87,6 +88,9 @@ def run(args: argparse.Namespace) -> int:
                 "(examples/quickstart.py) but not predicted."
             )
     config = _model_config(args)
+    if has_encoder(config) != (args.encoder_tokens is not None):
+        kind = "needed for" if args.encoder_tokens is None else "not for"
+        raise ValueError(f"--encoder_tokens is {kind} a model of type {config.model_type!r}.")
     dtype = _dtype(args.dtype, config)
     if args.memory_gb is None:
         rows = _sizes(args, config, dtype, cache_configs)

@@ -23,9 +23,12 @@ import kvcache_plugins
 model.generate(
     **inputs,
     cache_implementation="quantized",
-    cache_config={{"backend": "locret", "heads": "HEADS", "budget": {budget}, "chunk_size": {chunk_size}}},
+    cache_config={{"backend": "locret", "heads": "HEADS"}},
 )
 ```
+
+Without a `budget`, the cache has the one they were trained for, {budget} tokens, and what else is not given
+of `chunk_size` ({chunk_size}), `stabilizer_length` ({stabilizer_length}) and `local_length` ({local_length}).
 
 | | |
 |---|---|

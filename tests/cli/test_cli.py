@@ -276,7 +276,9 @@ def test_estimate_of_an_encoder_decoder(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*arguments, "--encoder_tokens", "1500"]) == 0
     assert "1500 tokens of the encoder" in capsys.readouterr().out
     assert main(arguments) == 2
-    assert "encoder_tokens must be an integer >= 1, got None" in capsys.readouterr().err
+    assert "--encoder_tokens is needed for a model of type 'whisper'" in capsys.readouterr().err
+    assert main(["estimate", "--preset", "tiny", "--encoder_tokens", "9"]) == 2
+    assert "--encoder_tokens is not for a model of type 'llama'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

@@ -186,7 +186,8 @@ def test_the_mean_recall_is_of_the_layers_that_evict(tmp_path: Path) -> None:
     config = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     facts = config | {"input_dim": 128, "hidden_dim": 32, "hidden_act": "silu", "parameters": 1, "data": "d"}
     facts |= {"steps": 1, "batch": 1, "learning_rate": 1.0, "seconds": 1, "eval_examples": 8}
-    card = heads_card(facts | {"defaults": {"budget": 64, "chunk_size": 64}}, recalls)
+    defaults = {"budget": 64, "chunk_size": 48, "stabilizer_length": 8, "local_length": 7}
+    card = heads_card(facts | {"defaults": defaults}, recalls)
     assert f"\n| all that evict | {recall:.3f} |" in card
     table = recall_table({"results": [{"label": "locret"} | row]})
     assert table.columns[1].header == "all that evict"
