@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from .config import plain
 from .estimation import estimate
 
-__all__ = ["GIGABYTE", "LONGEST", "most_that_fit", "most_tokens"]
+__all__ = ["GIGABYTE", "LONGEST", "most_tokens"]
 
 GIGABYTE = 10**9
 """Bytes of one unit of `--memory_gb`."""
@@ -75,24 +75,12 @@ def most_tokens(
             new_tokens=new_tokens,
         )
 
-    return most_that_fit(lambda tokens: needed(tokens) <= given)
-
-
-def most_that_fit(fits: Callable[[int], bool]) -> int | None:
-    """Find the largest number from 1 to `LONGEST` that fits, where all smaller ones do.
-
-    Args:
-        fits (`Callable`): Whether a number does.
-
-    Returns:
-        `int | None`: The number; 0 if 1 does not fit, None if `LONGEST` does.
-    """
-    if not fits(1):
+    if needed(1) > given:
         return 0
-    if fits(LONGEST):
+    if needed(LONGEST) <= given:
         return None
-    low, high = 1, LONGEST
+    low, high = 1, LONGEST  # fits, does not; more tokens never take fewer bytes
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if needed(middle) <= given else (low, middle)
     return low

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....capacity import most_that_fit
+from ....capacity import most_tokens
 from ....estimation import MOST_NEW_TOKENS, estimate
 from ....eviction.options import EvictingConfig
 from ....models.decoder import decoder_config
@@ -124,15 +124,14 @@ def longest_context(
         dtype (`torch.dtype`): Of the states.
 
     Returns:
-        `int | None`: tokens, 0 if not even one fits; None if any length does.
+        `int | None`: tokens, 0 if not even those that are generated fit; None if any length does.
     """
-
-    def fits(tokens: int) -> bool:
-        prompt, new_tokens = prompt_and_new_tokens(tokens)
-        needed = predicted_bytes(config, cache_config, prompt, batch_size, dtype, None, new_tokens)
-        return needed is not None and needed <= available_bytes
-
-    return most_that_fit(fits)
+    if available_bytes < 1:
+        return 0
+    prompt = most_tokens(
+        config, cache_config, available_bytes, batch_size, dtype=dtype, new_tokens=_NEW_TOKENS
+    )
+    return prompt + _NEW_TOKENS - 1 if prompt else prompt
 
 
 def prompt_and_new_tokens(tokens: int) -> tuple[int, int]:
