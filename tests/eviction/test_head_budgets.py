@@ -166,21 +166,29 @@ def test_room_is_reserved_for_what_each_head_will_hold() -> None:
             assert part.records.num_blocks == -(-part.stored_length // 64)
 
 
-@pytest.mark.parametrize("sinks", [0, 2])  # which are exact, and beside the codes
-def test_packed_tokens_move_as_they_are(sinks: int) -> None:
+@pytest.mark.parametrize(
+    ("sinks", "storage"),  # sinks are exact, and beside the codes
+    [
+        (0, {"backend": "int8"}),
+        (2, {"backend": "int8"}),
+        (2, {"backend": "int4", "residual_length": 0, "smooth": 0.5}),
+    ],
+)
+def test_packed_tokens_move_as_they_are(sinks: int, storage: dict[str, Any]) -> None:
+    # With what was learnt of the first tokens of every head: int4's smoothing factors, which decode its keys.
     config = {
-        "backend": "h2o", "budget": 40, "head_floor": 0.1, "storage": {"backend": "int8"},
+        "backend": "h2o", "budget": 40, "head_floor": 0.1, "storage": storage,
         "local_length": 4, "stabilizer_length": 4, "evict_at_decode": True, "sink_length": sinks,
     }  # fmt: skip
     cache = bound_cache(model_of("llama", **SIZES), config, 100)
     layer = cache.evicting_layers[0]
     generator = torch.Generator().manual_seed(3)
     keys, values = (torch.randn(2, 8, 250, 16, generator=generator) for _ in range(2))
-    for start, stop in [(0, 50), (50, 100), *[(n, n + 1) for n in range(100, 250)]]:
+    for start, stop in [(0, 70), (70, 100), *[(n, n + 1) for n in range(100, 250)]]:
         query = 3 * torch.randn(2, 16, stop - start, 16, generator=generator)
         handles = layer.update(keys[:, :, start:stop], values[:, :, start:stop])
         forward_over_handles(Module(), query, *handles, None)
-    stored = {"backend": "int8", "sink_length": sinks}
+    stored = {**storage, "sink_length": sinks}
     plain = kvcache_plugins.build_cache(cache.model_config, stored).layers[0]
     plain.update(keys, values)
     assert len(layer.parts) > 1
