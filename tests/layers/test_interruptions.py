@@ -15,6 +15,7 @@ from torch import Tensor
 
 import kvcache_plugins
 from kvcache_plugins import KVCache, build_cache
+from kvcache_plugins.layers.checking import changing
 from kvcache_plugins.layers.nonuniform import NonUniformCodec
 from kvcache_plugins.layers.rows import num_rows
 from kvcache_plugins.models.cache_argument import as_argument
@@ -270,3 +271,32 @@ def test_nothing_was_missed_where_nothing_had_to_go(backend: str, tmp_path: Path
     else:
         with pytest.raises(ValueError, match="have not been shown what their newest tokens are worth"):
             cache.save_pretrained(tmp_path)
+
+
+def test_a_torn_layer_stays_torn_until_it_is_emptied() -> None:
+    # Changes are made within others, of which the outer one may yet be interrupted.
+    layer = build_cache(tiny_model("llama"), BACKENDS["int8"]).packed_layers[0]
+    states = torch.randn(1, 2, 70, 16)
+    layer.update(states, states)
+    with changing(layer):
+        with changing(layer):
+            pass
+        assert layer.is_torn
+        with pytest.raises(ValueError, match="Layer 0 of this cache was interrupted"):
+            layer.update(states, states)
+        with changing(layer):
+            layer._forget()
+            layer.is_torn = True
+        assert not layer.is_torn
+
+
+def test_a_torn_group_of_heads_is_noticed() -> None:
+    model: Any = tiny_model("llama", num_key_value_heads=4).eval()
+    cache = build_cache(model, {**BACKENDS["heads"], "budget": 24})
+    ids = torch.randint(3, 120, (1, 60), generator=torch.Generator().manual_seed(0))
+    model.generate(ids, **as_argument(cache), max_new_tokens=2, do_sample=False)
+    part = cache.packed_layers[0].uniform_layers[-1]
+    assert part is not cache.packed_layers[0]
+    part.is_torn = True
+    with pytest.raises(ValueError, match="was interrupted while it took tokens"):
+        cache.bind(model)
