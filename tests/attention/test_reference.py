@@ -331,3 +331,11 @@ def test_no_tile_mixes_codes_and_exact_tokens() -> None:
     attend(torch.randn(B, HEADS, 1, 48), *watched, AttentionOptions())
     assert watched[1].reads == [(0, 117), (117, 128), (128, 150)]
     assert watched[0].reads[1:] == watched[1].reads
+
+
+def test_autocast_rounds_nothing() -> None:
+    query, keys, values = qkv(3, 70)
+    views, options = (DenseView(keys), DenseView(values)), AttentionOptions(is_causal=True)
+    expected = attend(query, *views, options)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attend(query, *views, options), expected)
