@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import BartConfig, DPRConfig, DynamicCache, EncoderDecoderCache, RagConfig
 
 import kvcache_plugins as kvp
+from kvcache_plugins.layers.crossing import _without_padding
 from kvcache_plugins.models.cache_argument import as_argument, cache_of, given_cache
 from kvcache_plugins.models.decoder import decoder_config
 from tests.models.encoders import HEARING, OTHERS, READING, decoded, encoder_decoder, source, target
@@ -190,6 +191,13 @@ def test_an_assistant_drafts_with_a_cache_of_its_own(given: dict[str, Tensor]) -
     hook.remove()
     assert found.sequences.tolist() == expected.sequences.tolist()
     assert {type(cache) for cache in drafting} == {kvp.KVEncoderDecoderCache}
+
+
+def test_padding_stands_for_the_nearest_real_token() -> None:
+    real_tokens = torch.tensor([[0, 0, 1, 0, 1], [1, 1, 0, 0, 0]])
+    states = torch.arange(10.0).view(2, 1, 5, 1)
+    (found,) = _without_padding(real_tokens, states)
+    assert found.flatten(1).tolist() == [[2, 2, 2, 2, 4], [5, 6, 6, 6, 6]]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
