@@ -16,7 +16,7 @@ import kvcache_plugins
 from kvcache_plugins.attention import strongest
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.errors import UnsupportedOperationError
-from kvcache_plugins.eviction.repetition import Passage
+from kvcache_plugins.eviction.repetition import LEAD_LENGTH, Passage
 from kvcache_plugins.models.cache_argument import as_argument, cache_of, given_cache
 from kvcache_plugins.testing.models import tiny_model
 from tests.eviction.feeding import bound_cache, feed, ids, mask_of, model_of, real_positions
@@ -416,3 +416,11 @@ def test_attention_that_is_not_shown_is_told(monkeypatch: pytest.MonkeyPatch) ->
     cache = bound_cache(model, {"backend": "kvzip", "budget": 24}, 40)
     with pytest.raises(UnsupportedOperationError, match="was not shown by its model"):
         feed(model, cache, ids(40) % model.config.vocab_size, [40])
+
+
+def test_of_the_text_that_was_judged_the_last_tokens_are_kept_and_no_more() -> None:
+    model, tokens = model_of(), ids(96)
+    cache = bound_cache(model, {"backend": "kvzip", "budget": 24, "evict_at_decode": True}, 96)
+    feed(model, cache, tokens, [32, 32, 32])
+    new, lead = cache._memory.text()  # type: ignore[attr-defined]
+    assert new.shape[1] == 0 and lead.tolist() == tokens[:, -LEAD_LENGTH:].tolist()
