@@ -163,3 +163,25 @@ def test_positions_that_are_given_are_ignored() -> None:
             logits[positions, step] = out.logits
     assert torch.equal(logits["compact", 1], logits["compact", 3])
     assert (logits["absolute", 1] - logits["absolute", 3]).norm() > 0.01 * logits["absolute", 1].norm()
+
+
+def test_what_a_step_is_shown_is_as_it_was_before_its_eviction() -> None:
+    # Exact tokens behind packed ones are turned in a copy: the step that evicts has yet to read them.
+    model, states = model_of(), torch.randn(1, 2, 300, 16, generator=torch.Generator().manual_seed(0))
+    layers = [
+        bound_cache(
+            model,
+            {
+                "backend": "knorm", "budget": budget, "positions": "compact", "evict_at_decode": True,
+                "storage": {"backend": "kvquant", "calibration": "normal_float", "residual_length": 8},
+            },
+            200,
+        ).evicting_layers[0]
+        for budget in (200, 400)
+    ]  # fmt: skip
+    start, stop = 0, 200
+    while layers[0].held_length == start:
+        shown = [layer.update(*[states[:, :, start:stop]] * 2)[0] for layer in layers]
+        start, stop = stop, stop + 1
+    assert start > 200
+    assert torch.equal(*(keys.tokens.dense(torch.float32) for keys in shown))
