@@ -300,3 +300,18 @@ def test_a_torn_group_of_heads_is_noticed() -> None:
     part.is_torn = True
     with pytest.raises(ValueError, match="was interrupted while it took tokens"):
         cache.bind(model)
+
+
+def test_a_step_that_not_all_groups_of_heads_took_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_model("llama", num_key_value_heads=4).eval()
+    cache = build_cache(model, {**BACKENDS["heads"], "budget": 24})
+    ids = torch.randint(3, 120, (1, 60), generator=torch.Generator().manual_seed(0))
+    model.generate(ids, **as_argument(cache), max_new_tokens=2, do_sample=False)
+    layer = cache.packed_layers[0]
+    *_, last = layer.uniform_layers
+    monkeypatch.setattr(last, "update", lambda *states: 1 / 0)
+    states = torch.randn(1, 4, 1, 16)
+    with pytest.raises(ZeroDivisionError):
+        layer.update(states, states)
+    with pytest.raises(ValueError, match="was interrupted while it took tokens"):
+        cache.bind(model)
