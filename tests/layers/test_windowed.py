@@ -44,6 +44,7 @@ BATCH, HEADS, DIM = 2, 2, 32
 FEEDS: dict[str, Sequence[int]] = {
     "steps": [77, *[1] * 400],
     "long-prompt": [700, *[1] * 80],
+    "long-turn": [250, 700, *[1] * 80],  # of which what is stored and the first of it leave at once
     "chunks": [250, 250, 7, 1, 120, *[1] * 70, 33, 310, 1],
 }
 
