@@ -56,7 +56,8 @@ def test_more_tokens_take_no_fewer_bytes(cache_config: dict[str, Any]) -> None:
     """On which the search relies: windows that are packed all at once must not make room."""
     sizes = [
         kvp.estimate(CONFIG, cache_config, tokens, max_cache_length=tokens)
-        for tokens in (*range(1, 140), *range(180, 400, 7))
+        for multiple in (1, 32, 64, 96, 128, 192, 256, 320, 384)
+        for tokens in range(max(1, multiple - 2), multiple + 3)
     ]
     assert sizes == sorted(sizes)
 
