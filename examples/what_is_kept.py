@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcache_plugins import EvictingCache
+from kvcache_plugins import EvictingCache, build_cache
 from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.runs.hidden_codes import hide_codes
 from kvcache_plugins.runs.labels import cache_label
@@ -118,6 +118,9 @@ def tokenized(model: str, text: str, most: int) -> tuple[Tensor, list[str]]:
 
 def read(model: Any, ids: Tensor, cache_config: dict[str, Any]) -> EvictingCache:
     """Return the cache of a prompt that has been read, as `generate()` reads it."""
+    empty = build_cache(model, cache_config)  # what is wrong with it is told before anything is read
+    if not isinstance(empty, EvictingCache) or not any(layer.evicts for layer in empty.evicting_layers):
+        raise ValueError(f"--cache_config must name a backend that evicts here, got {cache_config}.")
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -126,9 +129,7 @@ def read(model: Any, ids: Tensor, cache_config: dict[str, Any]) -> EvictingCache
         cache_config=cache_config,
         return_dict_in_generate=True,
     )
-    cache = cache_of(output)
-    if not isinstance(cache, EvictingCache):
-        raise ValueError(f"--cache_config must name a backend that evicts, got {cache_config}.")
+    cache: EvictingCache = cache_of(output)
     return cache
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import runpy
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,8 +146,15 @@ def test_what_is_kept_is_shown(
     assert text.startswith(shown) and len(shown) > 500
     assert (tmp_path / "out" / "what_is_kept.png").stat().st_size > 5000
 
-    status, error = run({"backend": "int8"})
-    assert status == 2 and "must name a backend that evicts" in error
+    def generate(*_: Any, **__: Any) -> None:
+        pytest.fail("the text was read")
+
+    monkeypatch.setattr("transformers.LlamaForCausalLM.generate", generate)
+    for refused in ({"backend": "int8"}, {**recent, "skip_layers": [*range(6)]}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no layer is packed
+            status, error = run(refused)
+        assert status == 2 and "must name a backend that evicts" in error
     assert run(recent, "--tokens", "0")[1] == "error: --tokens must be at least 1, got 0.\n"
 
 
