@@ -1,7 +1,8 @@
 """How much attention every token received: column sums of the attention weights, without the weights.
 
 Two passes over the keys, tile by tile: the first finds the log-sum-exp of every query, the second adds up
-what each tile got. No matrix of queries by tokens is ever held, and no model has to return its weights.
+what each tile got, of its logits, which are kept where there are few of them and computed again elsewhere. No
+large matrix of queries by tokens is ever held, and no model has to return its weights.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .limits import GPU_TILES, TILE_SCORES
 from .reference import (
     AttentionOptions,
     TokenView,
@@ -57,12 +59,19 @@ def _received(query: Tensor, keys: TokenView, options: AttentionOptions, counted
     total = query.new_full((batch_size, query_heads, query_length), -torch.inf, dtype=torch.float32)
     if options.sink_logits is not None:
         total = total.logaddexp(sink_column(options.sink_logits).float()[..., 0])
+    most = TILE_SCORES if query.is_cpu else GPU_TILES * TILE_SCORES
+    are_kept = batch_size * query_heads * query_length * (length - first) <= most
+    kept: dict[int, Tensor] = {}  # by their first slot
     for start, stop in tiles:
-        total = total.logaddexp(logits(start, stop).logsumexp(-1))
+        found = logits(start, stop)
+        total = total.logaddexp(found.logsumexp(-1))
+        if are_kept:
+            kept[start] = found
     # A query that sees nothing gives nothing; nor does one that is not counted.
     gives = total > -torch.inf if counted is None else (total > -torch.inf) & counted[:, None]
     received = query.new_zeros((batch_size, kv_heads, length), dtype=torch.float32)
     for start, stop in tiles:
-        weights = (logits(start, stop) - total[..., None]).exp_().masked_fill_(~gives[..., None], 0.0)
+        found = kept.pop(start) if are_kept else logits(start, stop)
+        weights = found.sub_(total[..., None]).exp_().masked_fill_(~gives[..., None], 0.0)
         received[:, :, start:stop] = weights.view(batch_size, kv_heads, -1, stop - start).sum(2)
     return received

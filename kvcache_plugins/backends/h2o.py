@@ -66,7 +66,8 @@ class H2OCache(EvictingCache):
     Paper: H2O: Heavy-Hitter Oracle, arXiv 2306.14048.
     Deviates: evicts after a chunk, not after a token, while a prompt is read; scores are summed over the
         query heads of a group. Drafted tokens that are rejected have voted.
-    Cost: 8 bytes per token and head beside the storage; each step computes the logits twice more.
+    Cost: 8 bytes per token and head beside the storage; each step computes the logits once more,
+        of more than 4 million (of 64 million on a GPU) twice.
     Limits: needs the queries, so a model that asks transformers for its attention function.
     """
 

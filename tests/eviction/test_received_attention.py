@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_plugins.attention import reference
+from kvcache_plugins.attention import received, reference
 from kvcache_plugins.attention.received import received_attention
 from kvcache_plugins.attention.reference import AttentionOptions, DenseView
 
@@ -108,6 +108,25 @@ def test_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     expected = _by_hand(query, keys, options, None)
     torch.testing.assert_close(whole.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("most", "reads"), [(ROWS * QUERY_HEADS * 9 * 300, 1), (1, 2)])
+def test_keys_are_read_once_where_logits_are_few(
+    most: int, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CountingView(DenseView):
+        def read(self, start: int, stop: int) -> Tensor:
+            seen[start:stop] += 1
+            return super().read(start, stop)
+
+    query, keys = _states(9, 300)
+    monkeypatch.setattr(reference, "_TILE_VALUES", 1)  # 64 tokens each
+    whole = received_attention(query, DenseView(keys), AttentionOptions(is_causal=True))
+    seen = torch.zeros(300, dtype=torch.long)
+    monkeypatch.setattr(received, "TILE_SCORES", most)
+    got = received_attention(query, CountingView(keys), AttentionOptions(is_causal=True))
+    assert torch.equal(got, whole)
+    assert bool((seen[:-1] == reads).all())  # the last one also tells how many heads there are
 
 
 def test_every_query_gives_one_in_all() -> None:
