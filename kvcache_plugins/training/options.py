@@ -64,7 +64,11 @@ class LocretOptions:
     )
     dataset: str = field(
         default=SYNTHETIC,
-        metadata={"help": "synthetic, a .jsonl file, or a hub id with :NAME for its configuration"},
+        metadata={
+            "help": "synthetic, a hub id with :NAME for its configuration, or a .jsonl file; rows are "
+            '{"prompt", "answer"}, {"instruction", "output"}, {"question", "answer"}, {"prompt", '
+            '"completion"}, {"messages"} or {"conversations"}'
+        },
     )
     text_files: list[str] | None = field(
         default=None,
