@@ -36,11 +36,13 @@ def test_device_code_compiles(file: Path, builds: Path) -> None:
         spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
         frames = re.findall(r"(\d+) bytes stack frame", report)
         assert spills and frames and not any(map(int, spills + frames)), report
-        assert max(used) <= 65536 // 128 // resident(file.stem), report
+        assert max(used) <= 65536 // 128 // resident(file.stem, architecture), report
 
 
-def resident(stem: str) -> int:
+def resident(stem: str, architecture: str) -> int:
     """Thread blocks of 128 on a multiprocessor that the plan of decode attention counts on, by registers."""
+    if stem == "attend_kivi_2" and int(architecture) >= 90:
+        return 5
     if stem.startswith(("attend_int8", "attend_float8", "attend_kvquant")) or stem.endswith("rotated"):
         return 3
     return 4 if stem.startswith(("attend_int4", "attend_kivi")) or stem == "attend_8_rows" else 2

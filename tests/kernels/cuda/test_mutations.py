@@ -22,6 +22,7 @@ MUTATIONS = {
     "a missing barrier": ("unit_ring.cuh", BARRIER, BARRIER.replace("warp", "if (used_ > 0) warp")),
     "the slot of an exact key": ("exact_tokens.cuh", KEYS, KEYS.replace("+ i", "+ 1 - i")),
     "the slot of an exact value": ("exact_tokens.cuh", VALUES, VALUES.replace("+ i", "")),
+    "sums put aside": ("exact_attention.cuh", "take_back<kTiles>(aside)", "take_back<kTiles>(aside + 1)"),
     "a half of a pair of weights": (
         "exact_tokens.cuh",
         "const float even = half_low(pair)",

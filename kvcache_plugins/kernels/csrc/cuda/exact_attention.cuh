@@ -54,39 +54,47 @@ struct ExactUnit {
   }
 };
 
-template <bool kIsHalf, int kColumns, int kTiles, typename Multiply>
+template <bool kIsHalf, bool kPutsAside, int kColumns, int kTiles, typename Multiply>
 KVCACHE_DEVICE void attend_exact_in(const AttentionArguments& a, const Rows& rows, int unit, int last,
-                                 WarpState<kColumns, kTiles>& state, uint2* weights, Multiply multiply_mixed) {
+                                    WarpState<kColumns, kTiles>& state, uint2* weights, float2* aside,
+                                    Multiply multiply_mixed) {
 #pragma unroll 1
   for (; unit < last; unit += kWarps) {
     float products[kColumns][4][4] = {};
     {
-      const ExactUnit now(a, rows, unit);
+      const Rows mine = rows.template or_again<kPutsAside>(a);
+      const ExactUnit now(a, mine, unit);
       if (now.are_sinks && now.slots.last == 0) continue;
+      if (kPutsAside) state.template put_aside<kTiles>(aside);
       if (now.is_mixed) {
         multiply_mixed(now.block, products);
       } else {
-        exact_key_products<kIsHalf>(a, rows, now.tokens(a, a.key, rows), now.slots, products);
+        exact_key_products<kIsHalf>(a, mine, now.tokens(a, a.key, mine), now.slots, products);
       }
       if (!now.is_plain(a)) adjust(a, now.slots.start, now.slots.last, products);
+      if (kPutsAside) state.template take_back<kTiles>(aside);
     }
-    const ExactUnit now(a, rows, opaque(unit));  // worked out anew, which takes no registers meanwhile
+    const Rows mine = rows.template or_again<kPutsAside>(a);
+    const ExactUnit now(a, mine, opaque(unit));  // worked out anew, which takes no registers meanwhile
     const uint32_t seen = hide_others(now.slots, products);
     weigh<false>(products, state, weights);
     warp_barrier();  // every lane sees the weights
-    exact_value_products<kIsHalf>(a, now.tokens(a, a.value, rows), now.slots, weights, seen, state.output);
+    exact_value_products<kIsHalf, kPutsAside ? 4 : 8>(a, now.tokens(a, a.value, mine), now.slots, weights, seen,
+                                                      state.output);
     warp_barrier();  // and is done with them
   }
 }
 
-// This warp's units from `unit` on; `multiply_mixed` multiplies packed keys. `state` holds what codes stand for.
-template <int kColumns, int kTiles, typename Multiply>
+// This warp's units from `unit` on; `multiply_mixed` multiplies packed keys. `state` holds what codes stand for; with
+// `kPutsAside` its sums wait at `aside`, 16 bytes a lane and chunk, while logits are worked out.
+template <bool kPutsAside, int kColumns, int kTiles, typename Multiply>
 KVCACHE_DEVICE void attend_exact(const AttentionArguments& a, const Rows& rows, int unit, int last,
-                                 WarpState<kColumns, kTiles>& state, uint2* weights, Multiply multiply_mixed) {
+                                 WarpState<kColumns, kTiles>& state, uint2* weights, float2* aside,
+                                 Multiply multiply_mixed) {
   if (a.query_dtype == kFloat16) {
-    attend_exact_in<true>(a, rows, unit, last, state, weights, multiply_mixed);
+    attend_exact_in<true, kPutsAside>(a, rows, unit, last, state, weights, aside, multiply_mixed);
   } else {
-    attend_exact_in<false>(a, rows, unit, last, state, weights, multiply_mixed);
+    attend_exact_in<false, kPutsAside>(a, rows, unit, last, state, weights, aside, multiply_mixed);
   }
 }
 

@@ -130,12 +130,12 @@ KVCACHE_DEVICE void split_weights(uint32_t pair, uint32_t& high, uint32_t& low) 
   low = permute_bytes(float_bits(even_left), float_bits(odd_left), 0x7632);
 }
 
-// o[column][chunk] += values * weights; values of slots that no row sees may be anything. One that is not finite
-// reaches all rows if any of them sees its slot, as in dense attention with a mask.
-template <bool kIsHalf, int kColumns, int kTiles>
+// o[column][chunk] += values * weights; `kAtOnce`: chunks whose numbers are on the way. Values of slots that no row
+// sees may be anything. One that is not finite reaches all rows if any of them sees its slot, as in dense attention
+// with a mask.
+template <bool kIsHalf, int kAtOnce, int kColumns, int kTiles>
 KVCACHE_DEVICE void exact_value_products(const AttentionArguments& a, const ExactTokens& values, const SlotRange& slots,
                                          const uint2* weights, uint32_t seen, float (&o)[kColumns][kTiles][4]) {
-  constexpr int kAtOnce = 8;  // chunks whose numbers are on the way
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
 #pragma unroll 1
   for (int k = 0; k < 4; ++k) {

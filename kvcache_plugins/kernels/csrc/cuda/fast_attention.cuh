@@ -4,11 +4,12 @@
 // values of a block travel as two units, contiguous bytes of its record, through a ring of two or three places in
 // shared memory: the others are on the way while one is worked on. Queries are fp16 numbers, scaled by a power of two
 // per row so that none of weight is lost; products are summed in fp32. Bound: the bytes of the records, as long as at
-// least 30 KB a multiprocessor are on the way (two units of 4 to 8 KB per warp, 8 to 16 warps). On an H200 (32 query
+// least 30 KB a multiprocessor are on the way (two units of 3 to 8 KB per warp, 8 to 20 warps). On an H200 (32 query
 // and 8 key-value heads of 128, 8 sequences of 32k tokens, bf16) the kernels of known_formats.h read 8 bits with 95 to
-// 99 % of the bandwidth of a copy and 4 bits with 85 to 92 %; 2 bits, with 69 %, are bound by instructions and what
-// these wait for: by count in the machine code some 900 a block and warp. The kernels for all formats take 1500 to 1800
-// in all, as the counters have it, and wait for them. A mask or another bias takes some 410 more (as PTX).
+// 99 % of the bandwidth of a copy and 4 bits with 85 to 92 %; 2 bits, with 69 % by 16 warps, are bound by instructions
+// and what these wait for: by count in the machine code some 900 a block and warp, which keep a scheduler busy less
+// than half of the time. So 2 bits have 20 warps since, of 96 registers; not timed. The kernels for all formats take
+// 1500 to 1800 in all, as the counters have it, and wait for them. A mask or another bias takes some 410 more (as PTX).
 #pragma once
 
 #include "exact_attention.cuh"
@@ -294,13 +295,18 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, uint8_t* shared, in
       if (block >= a.whole_end) clear_metadata(a.key, place_of_unit, a.tokens_of(block));
       float products[kColumns][4][4] = {};
       multiply_packed_keys<Format, kUnroll>(a, key, place_of_unit, block, products);
-      if (block < a.plain_begin || block >= a.plain_end) adjust(a, block * kBlockTokens, a.tokens_of(block), products);
+      if (block < a.plain_begin || block >= a.plain_end) {
+        float2* const aside = reinterpret_cast<float2*>(weights);  // which the last block's products are done with
+        if (Format::kPutsAside) state.template put_aside<2>(aside);
+        adjust(a, block * kBlockTokens, a.tokens_of(block), products);
+        if (Format::kPutsAside) state.template take_back<2>(aside);
+      }
       weigh<true>(products, state, weights);
     }
     place_of_unit = ring.template next<false>(block);  // its barrier also shows every lane the weights
     value.codes = place_of_unit;
     if (!is_left_out) {
-      if (block >= a.whole_end) clear_metadata(a.value, place_of_unit, a.tokens_of(block));
+      if (block >= a.whole_end) clear_metadata(a.value, place_of_unit, a.tokens_of(opaque(block)));
       value.scale = value.codes + a.value_copy.scale;
       value.minimum = value.codes + a.value_copy.minimum;
       value.shrink = state.raise_exponent(scale_exponent<kIsKnown>(value));
@@ -325,16 +331,20 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, uint8_t* shared, in
   if constexpr (kIsKnown) {
     const int unit = block - a.fast_begin;  // the first of this warp's that is no packed block
     const int last = SplitUnits(a, opaque(split)).last;
-    attend_exact(a, rows, unit, last, state, weights, [&](int block, float(&products)[kColumns][4][4]) {
-      const uint8_t* record = a.records.of(rows.batch, rows.head) + block * a.records.record_bytes;
-      multiply_packed_keys<Format, 1>(a, key, ring.fetch_keys(record), block, products);
+    constexpr bool kPutsAside = Format::kPutsAside;
+    float2* const aside = kPutsAside ? reinterpret_cast<float2*>(ring.unused()) : nullptr;
+    attend_exact<kPutsAside>(a, rows, unit, last, state, weights, aside, [&](int at, float(&products)[kColumns][4][4]) {
+      const Rows mine = rows.template or_again<kPutsAside>(a);
+      const uint8_t* record = a.records.of(mine.batch, mine.head) + at * a.records.record_bytes;
+      multiply_packed_keys<Format, 1>(a, key, ring.fetch_keys(record), at, products);
     });
   }
+  const Rows mine = rows.template or_again<Format::kPutsAside>(a);
   const float* factors =
       a.value.factors == nullptr
           ? nullptr
-          : a.value.factors + (static_cast<int64_t>(rows.batch) * a.records.heads + rows.head) * a.value.head_dim;
-  merge_warps(a, rows, factors, shared, state, place);
+          : a.value.factors + (static_cast<int64_t>(mine.batch) * a.records.heads + mine.head) * a.value.head_dim;
+  merge_warps(a, mine, factors, shared, state, place);
 }
 
 }  // namespace kvcache

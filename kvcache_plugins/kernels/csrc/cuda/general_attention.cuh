@@ -85,8 +85,9 @@ KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, 
     }
     for (int j = 0; j <= next; ++j) {
       const RowInBlock mine(a, rows, row + j, start);
+      const float z = a.softcap > 0.0f ? capped(a, sum[j]) : sum[j];
       m.scores[(row + j) * kBlockTokens + token] =
-          token < first ? -infinity() : mine.adjusted(a, token, mine.bias_of(token), sum[j]);
+          token < first ? -infinity() : mine.adjusted(a, token, mine.bias_of(token), z);
     }
   }
   block_barrier();

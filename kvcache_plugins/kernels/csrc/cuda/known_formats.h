@@ -38,7 +38,8 @@ struct Known {
   static constexpr int kSlots = kBits == 2 ? 3 : 2;  // units of a warp: as few as let more thread blocks be resident
   static constexpr int kKeySwizzle = kBits == 8 ? 4 : 3, kValueSwizzle = kBits == 8 ? 5 : kBits == 4 ? 4 : 3;
   // Thread blocks on a multiprocessor, by its registers: as many as its shared memory has room for.
-  static constexpr int kResident = kBits == 8 || kRotated ? 3 : 4;
+  static constexpr int kResident = kRotated || kBits == 8 ? 3 : kBits == 2 ? 5 : 4;
+  static constexpr bool kPutsAside = kResident > 4;  // accumulators, while others need the registers
   static_assert(kGroup == 0 || (kFormat == kAffine && kBits < 8), "KIVI");
   static_assert(kUnit % 128 == 0, "units lie next to each other in shared memory");
 
@@ -107,6 +108,7 @@ struct KnownLevels {
   static constexpr int kSlots = kBits == 2 ? 3 : 2;  // units of a warp: as many as leave room for kResident
   static constexpr int kKeySwizzle = 3, kValueSwizzle = kBits == 4 ? 4 : 3;
   static constexpr int kResident = 3;  // thread blocks on a multiprocessor, by its registers and shared memory
+  static constexpr bool kPutsAside = false;
   static_assert(kUnit % 128 == 0, "units lie next to each other in shared memory");
 
   template <typename Visit>
@@ -145,7 +147,7 @@ struct KnownLevels {
 
 // What a kernel for all formats knows.
 struct AnyFormat {
-  static constexpr bool kIsKnown = false;
+  static constexpr bool kIsKnown = false, kPutsAside = false;
 };
 
 using Int8 = Known<8, kSymmetric, 0>;

@@ -208,7 +208,8 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   const Rows mine = Rows::mine_again(a);
   if constexpr (kIsKnown) {
     const int unit = block - a.fast_begin;  // the first of this warp's that is no packed block
-    attend_exact(a, mine, unit, SplitUnits(a, opaque(split)).last, state, weights, [](int, float(&)[1][4][4]) {});
+    attend_exact<false>(a, mine, unit, SplitUnits(a, opaque(split)).last, state, weights, nullptr,
+                        [](int, float(&)[1][4][4]) {});
   }
   merge_warps(a, mine, nullptr, shared, state, place);
 }

@@ -16,6 +16,11 @@ struct Rows {
   KVCACHE_DEVICE static Rows mine_again(const AttentionArguments& a) {
     return of(a, opaque(static_cast<int>(blockIdx.x)));
   }
+  // These, or the same worked out anew, if their registers are wanted meanwhile.
+  template <bool kAnew>
+  KVCACHE_DEVICE Rows or_again(const AttentionArguments& a) const {
+    return kAnew ? mine_again(a) : *this;
+  }
   KVCACHE_DEVICE static Rows of(const AttentionArguments& a, int group) {
     const int all = a.group * a.query_length, head = group / a.chunks % a.records.heads;
     const int first = group % a.chunks * a.chunk_rows;
@@ -46,6 +51,11 @@ KVCACHE_DEVICE float hyperbolic_tangent(float x) {
 #endif
 }
 
+// A product `q.k` times scaling, under a cap.
+KVCACHE_DEVICE float capped(const AttentionArguments& a, float z) {
+  return a.softcap * hyperbolic_tangent(z * a.inverse_softcap);
+}
+
 // A query row in one block, whose first slot is `start`: what may change its logits there, worked out once for all of
 // them. Slots are counted from `start`, and fit 32 bits as everywhere.
 struct RowInBlock {
@@ -70,10 +80,10 @@ struct RowInBlock {
                                    token * a.bias_token_stride + start;
   }
   KVCACHE_DEVICE float bias_of(int slot) const { return bias != nullptr ? bias[slot] : 0.0f; }
-  // A logit, in units of log 2, from a product `q.k` times scaling and the slot's bias; -inf where it is hidden, but
-  // not by the least number of a dtype alone: of nothing but such slots all are seen alike.
+  // A logit, in units of log 2, from a product `q.k` times scaling, under a cap if there is one, and the slot's bias;
+  // -inf where it is hidden, but not by the least number of a dtype alone: of nothing but such slots all are seen
+  // alike.
   KVCACHE_DEVICE float adjusted(const AttentionArguments& a, int slot, float added, float z) const {
-    if (a.softcap > 0.0f) z = a.softcap * hyperbolic_tangent(z * a.inverse_softcap);
     if (a.alibi != nullptr) z += slope * static_cast<float>(slot - query_slot);
     z = added == -infinity() ? added : z + added < kLeastLogit ? kLeastLogit : z + added;
     return slot < oldest || slot > newest ? -infinity() : z * kLog2E;

@@ -131,6 +131,11 @@ class UnitRing {
     warp_barrier();
     return places_;
   }
+  // What of this warp's places `fetch_keys` leaves alone, when all units have been waited for and read.
+  KVCACHE_DEVICE uint8_t* unused() const {
+    warp_barrier();  // every lane is done with the places
+    return places_ + a_.unit_bytes;
+  }
 
  private:
   const AttentionArguments& a_;

@@ -65,6 +65,31 @@ struct WarpState {
     }
     scale<kHasMinima>(n, decay[0], decay[1]);
   }
+  // Leaves the first `kCount` chunks in shared memory, where weights of this lane may lie, and takes them back: what
+  // comes between has their registers. No lane reads what another has left.
+  template <int kCount>
+  KVCACHE_DEVICE void put_aside(float2* shared) const {
+    const int lane = opaque_lane();
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2 * kCount; ++i)
+        shared[(2 * kCount * n + i) * 32 + lane] = {output[n][i / 2][i % 2 * 2], output[n][i / 2][i % 2 * 2 + 1]};
+    }
+  }
+  template <int kCount>
+  KVCACHE_DEVICE void take_back(const float2* shared) {
+    const int lane = opaque_lane();
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2 * kCount; ++i) {
+        const float2 pair = shared[(2 * kCount * n + i) * 32 + lane];
+        output[n][i / 2][i % 2 * 2] = pair.x;
+        output[n][i / 2][i % 2 * 2 + 1] = pair.y;
+      }
+    }
+  }
   // Turns sums of codes as they were multiplied into sums of what the codes stand for.
   KVCACHE_DEVICE void place_chunks(const Side& values, bool is_aligned) {
 #pragma unroll
@@ -90,13 +115,25 @@ struct WarpState {
 };
 
 // Applies to the logits of 64 slots from `start` on what is more than a product: masks, biases, and that slots end
-// before `end`, counted from there. All biases of a row are asked for before one is waited for. Columns without a row
-// do as the first row: nobody reads what becomes of them.
+// before `end`, counted from there. Caps come first, by themselves: they are what needs registers. All biases of a row
+// are asked for before one is waited for. Columns without a row do as the first row: nobody reads what becomes of them.
 template <int kColumns>
 KVCACHE_DEVICE void adjust(const AttentionArguments& a, int start, int end, float (&c)[kColumns][4][4]) {
   constexpr int kAtOnce = 2;  // tiles whose biases are on the way
   const Rows rows = Rows::mine_again(a);
   const int lane = opaque_lane(), g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) c[n][i / 4][i % 4] *= kLn2;
+  }
+  if (a.softcap > 0.0f) {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) c[n][i / 4][i % 4] = capped(a, c[n][i / 4][i % 4]);
+    }
+  }
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -122,7 +159,7 @@ KVCACHE_DEVICE void adjust(const AttentionArguments& a, int start, int end, floa
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& logit = c[n][first + k][2 * i + column];
-            logit = mine.adjusted(a, 16 * (first + k) + 2 * g + i, biases[k][i], logit * kLn2);
+            logit = mine.adjusted(a, 16 * (first + k) + 2 * g + i, biases[k][i], logit);
           }
         }
       }
