@@ -36,6 +36,7 @@ __all__ = ["CASES", "run"]
 
 VARIANTS = ((0, 0xAB), (1, 0xFF))
 """The seed of the order, which if odd turns that of thread blocks round, and what unused memory holds."""
+KIVI2 = {"backend": "kivi", "nbits": 2}
 LEVELS = {"backend": "kvquant", "calibration": NORMAL_FLOAT, "nbits": 3, "residual_length": 32}
 
 
@@ -81,6 +82,8 @@ def long_contexts() -> Iterator[Tensor]:
         for options in (LAYERS["kivi-2bit-block"], LAYERS["kivi-3bit"], LAYERS["int8-default"], LEVELS):
             case = step(build_layer(options, 1200, dtype=torch.float16, head_dim=128), 1, 4)
             yield emulation.attend(*case, AttentionOptions())
+        case = step(build_layer(KIVI2, 1200, dtype=torch.bfloat16, head_dim=128), 1, 4)
+        yield emulation.attend(*case, AttentionOptions(softcap=30.0))
     del os.environ["KVCACHE_EMULATED_SHARED_BYTES"]
 
 

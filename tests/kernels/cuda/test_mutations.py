@@ -81,7 +81,8 @@ for case in ("kivi-default", "kivi-2bit-block", "kivi-4bit-block-g128", "kvquant
     for dtype in (torch.float16, torch.float32 if isinstance(case, str) else torch.bfloat16):
         torch.manual_seed(0)
         options = CASES[case] if isinstance(case, str) else case
-        layer = build_layer(options, 600, dtype=dtype, head_dim=128)
+        length = 1500 if case is known else 600  # of which warps that read exact tokens have read others, too
+        layer = build_layer(options, length, dtype=dtype, head_dim=128)
         query, key, value = step(layer, 1, 4)
         got = emulation.attend(query, key, value, AttentionOptions())
         expected = attend(query.double(), key.tokens, value.tokens, AttentionOptions())
