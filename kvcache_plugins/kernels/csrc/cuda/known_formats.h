@@ -40,6 +40,7 @@ struct Known {
   // Thread blocks on a multiprocessor, by its registers: as many as its shared memory has room for.
   static constexpr int kResident = kRotated || kBits == 8 ? 3 : kBits == 2 ? 5 : 4;
   static constexpr bool kPutsAside = kResident > 4;  // accumulators, while others need the registers
+  static_assert(!kPutsAside || (kSlots - 1) * kUnit >= 512 * kChunks, "there is room for all of them");
   static_assert(kGroup == 0 || (kFormat == kAffine && kBits < 8), "KIVI");
   static_assert(kUnit % 128 == 0, "units lie next to each other in shared memory");
 
