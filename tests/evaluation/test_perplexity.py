@@ -18,7 +18,7 @@ from kvcache_plugins.cli import main
 from kvcache_plugins.evaluation.perplexity import run as perplexity
 from kvcache_plugins.evaluation.perplexity import scoring as perplexity_scoring
 from kvcache_plugins.evaluation.perplexity.options import PerplexityOptions
-from kvcache_plugins.evaluation.perplexity.summary import mean_and_error
+from kvcache_plugins.evaluation.perplexity.summary import mean_and_error, summarize
 from kvcache_plugins.evaluation.perplexity.texts import Text, Window, cut_windows, read_texts
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.runs import text_files
@@ -288,6 +288,43 @@ def test_standard_errors_over_windows_and_over_tokens() -> None:
     assert mean_and_error(records[:1], "nll") == pytest.approx(
         (float(values[0].mean()), float(values[0].std()) / math.sqrt(5))
     )
+
+
+def test_standard_errors_of_windows_of_different_lengths_and_of_one_token() -> None:
+    records = [{"tokens": 2, "nll": 6.0}, {"tokens": 6, "nll": 10.0}, {"tokens": 2, "nll": 2.0}]
+    # each window by its sum less what the mean of 1.8 would give: 2.4, -0.8 and -1.6
+    error = math.sqrt(3 / 2 * (2.4**2 + 0.8**2 + 1.6**2)) / 10
+    assert mean_and_error(records, "nll") == pytest.approx((1.8, error))
+    assert mean_and_error([{"tokens": 1, "nll": 2.5, "nll_squares": 6.25}], "nll") == (2.5, 0.0)
+
+
+def _record(kv_bytes: int, *, is_exact: bool, **sums: list[float]) -> dict[str, Any]:
+    """Of a window of two predicted tokens."""
+    record: dict[str, Any] = {"tokens": 2, "kv_bytes": kv_bytes, "is_exact": is_exact, "kernel": ["torch"]}
+    for name, values in sums.items():
+        record |= {name: sum(values), f"{name}_by_position": values}
+    return record | {"packed_read": 0.5, "agreement": 1, "seconds": 3.0}
+
+
+def test_windows_are_put_together() -> None:
+    dense = [_record(1000, is_exact=True, nll=values) for values in ([1.0, 2.0], [3.0, 4.0], [5.0, 6.0])]
+    records = [
+        _record(300, is_exact=True, nll=[1.5, 2.0], increase=[0.5, 0.0], kl=[0.25, 0.0]),
+        _record(500, is_exact=False, nll=[3.5, 4.0], increase=[0.5, 0.0], kl=[0.25, 0.5]),
+        _record(400, is_exact=True, nll=[5.5, 7.5], increase=[0.5, 1.5], kl=[0.25, 1.0]),
+    ]
+    row = summarize(INT8, records, dense, prefill=10, dense_bits=16)
+    assert (row["nll"], row["nll_increase"], row["kl_to_dense"]) == (4.0, 0.5, 0.375)
+    assert row["perplexity"] == pytest.approx(math.exp(4.0))
+    assert (row["kv_bytes"], row["memory_fraction"], row["bits_per_value"]) == (500, 0.5, 8.0)
+    assert (row["tokens"], row["windows"], row["seconds"], row["blocks"]) == (6, 3, 9.0, "approximate")
+    assert (row["packed_read_fraction"], row["top1_agreement"]) == (0.25, 0.5)
+    assert row["nll_by_position"] == [
+        {"start": 10, "stop": 11, "nll": 3.5, "increase": 0.5, "kl": 0.25},
+        {"start": 11, "stop": 12, "nll": 4.5, "increase": 0.5, "kl": 0.5},
+    ]
+    negative = [_record(300, is_exact=True, nll=[1.0, 1.0], kl=[-1e-17, 0.0])] * 2
+    assert summarize(INT8, negative, dense[:2], prefill=10, dense_bits=16)["kl_to_dense"] == 0.0
 
 
 # ---- a run ----

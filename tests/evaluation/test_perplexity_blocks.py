@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -20,7 +21,14 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, QuantizedCache
 import kvcache_plugins as kvp
 from kvcache_plugins.evaluation.caches import new_cache
 from kvcache_plugins.evaluation.perplexity.blocks import exact_blocks, packed_shares, room
-from kvcache_plugins.evaluation.perplexity.scoring import Prediction, Schedule, predictions, score_window
+from kvcache_plugins.evaluation.perplexity.scoring import (
+    Prediction,
+    Schedule,
+    _divergence,
+    bin_edges,
+    predictions,
+    score_window,
+)
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing.models import tiny_model
 
@@ -136,6 +144,49 @@ def test_dense_equals_one_forward_without_a_cache(block_length: int) -> None:
     assert record["nll"] / record["tokens"] == pytest.approx(float(expected), abs=1e-6)
 
 
+@torch.inference_mode()
+def test_a_record_sums_up_what_is_predicted() -> None:
+    schedule = Schedule(PREFILL, 64)
+    _, reference = score_window(model(), window(), CASES["dense"], schedule, keep_logits=True)
+    record, _ = score_window(model(), window(), CASES["kivi"], schedule, reference)
+    found = [read(CASES[name], 64) for name in ("dense", "kivi")]
+    dense, own = (torch.cat([prediction.logits for prediction in some]).log_softmax(-1) for some in found)
+    values = {
+        "nll": nll(found[1]),
+        "increase": nll(found[1]) - nll(found[0]),
+        "kl": torch.nn.functional.kl_div(own, dense, reduction="none", log_target=True).sum(-1),
+    }
+    count = WINDOW - PREFILL
+    edges = [index * count // 16 for index in range(17)]
+    for name, of_tokens in values.items():
+        assert record[name] == pytest.approx(float(of_tokens.sum()), rel=1e-6)
+        assert record[f"{name}_squares"] == pytest.approx(float((of_tokens * of_tokens).sum()), rel=1e-6)
+        parts = [float(of_tokens[low:high].sum()) for low, high in pairwise(edges)]
+        assert record[f"{name}_by_position"] == pytest.approx(parts, rel=1e-6)
+    assert record["agreement"] == int((dense.argmax(-1) == own.argmax(-1)).sum()) < count
+    assert record["packed_read"] == pytest.approx(sum(share for p in found[1] for share in p.packed_shares))
+
+
+def test_few_tokens_have_a_part_each() -> None:
+    assert bin_edges(3) == [0, 1, 2, 3]
+    assert bin_edges(40)[::4] == [0, 10, 20, 30, 40]
+
+
+def test_tokens_that_the_dense_cache_rules_out_do_not_diverge() -> None:
+    dense, other = torch.tensor([[0.0, 1.0, -torch.inf], [2.0, 1.0, -torch.inf]]).log_softmax(-1)[:, None]
+    expected = torch.nn.functional.kl_div(other[:, :2], dense[:, :2], reduction="sum", log_target=True)
+    assert _divergence(dense, other).tolist() == pytest.approx([float(expected)])
+    assert _divergence(dense, torch.zeros(1, 3).log_softmax(-1)).isfinite().all()
+
+
+def test_one_block_that_is_not_exact_makes_a_window_approximate() -> None:
+    require(CASES["quanto"])
+    found = read(CASES["quanto"], 20, approximate=True)
+    assert [prediction.is_exact for prediction in found] == [True, True, False, True]
+    record, _ = score_window(model(), window(), CASES["quanto"], Schedule(PREFILL, 20, approximate=True))
+    assert record["is_exact"] is False
+
+
 @HQQ_COMPILES
 def test_hqq_is_read_one_token_at_a_time() -> None:
     require(CASES["hqq"])
@@ -183,6 +234,20 @@ def test_heads_that_hold_different_numbers_of_tokens() -> None:
         assert share == pytest.approx(sum(m / (m + 1 + n) for m in held) / len(held), abs=1e-12)
 
 
+@torch.inference_mode()
+def test_a_share_is_the_mean_over_heads_not_over_groups_of_them() -> None:
+    four = tiny_model("llama", num_attention_heads=4, num_key_value_heads=4)
+    config = {**CASES["h2o-heads"], "storage": {"backend": "int8"}}
+    cache = kvp.build_cache(four, config).bind(four, prompt_length=12)
+    four(torch.arange(3, 15)[None], **as_argument(cache))
+    shares = [
+        [(len(part.group.heads), part.layer.held_length) for part in layer.parts] for layer in cache.layers
+    ]
+    assert any(len({heads for heads, _ in parts}) > 1 for parts in shares), "groups of different sizes"
+    expected = [sum(heads * held / (held + 1) for heads, held in parts) / 4 for parts in shares]
+    assert packed_shares(cache, 1) == pytest.approx([sum(expected) / len(expected)], abs=1e-12)
+
+
 def test_layers_left_dense_do_not_count_as_packing() -> None:
     some = read({"backend": "int8", "skip_layers": [0, -1]}, 1)
     assert some[-1].packed_shares == pytest.approx([(WINDOW - 2) / (WINDOW - 1)])
@@ -211,6 +276,21 @@ def test_of_an_unknown_layer_nothing_is_claimed() -> None:
     ]
 
 
+def test_the_token_that_fills_a_window_of_transformers_is_read_by_itself() -> None:
+    require(CASES["quanto"])
+    layer = new_cache(model(), CASES["quanto"]).layers[0]
+    for count, left in ((8, 31), (20, 11), (11, 1), (1, 31)):
+        layer.update(*torch.randn(2, 1, 2, count, 64))
+        assert room(layer, 64) == left
+
+    class Own(type(layer)):  # type: ignore[misc]
+        def update(self, *args: Any, **kwargs: Any) -> Any:
+            return super().update(*args, **kwargs)
+
+    layer.__class__ = Own
+    assert room(layer, 64) is None
+
+
 def test_a_layer_with_its_own_rule_is_unknown() -> None:
     cache = kvp.build_cache(model(), {"backend": "int8", "residual_length": 40})
     layer = cache.layers[0]
@@ -237,3 +317,12 @@ def test_a_token_reads_its_window() -> None:
             assert packed_shares(cache, 2) == pytest.approx([296 / 301, 296 / 302])
     # of the last 512 tokens the newest three are exact: themselves and what came with them
     assert packed_shares(cache, 3) == pytest.approx([511 / 512, 510 / 512, 509 / 512])
+
+
+def test_sinks_that_a_window_has_left_are_no_exact_tokens_of_it() -> None:
+    cache = kvp.build_cache(tiny_model("phi3", sliding_window=512), {"backend": "int8", "sink_length": 40})
+    for count in (300, 260, 20):
+        for layer in cache.layers:
+            layer.update(*torch.randn(2, 1, 2, count, 16))
+    assert cache.layers[0].padding.dropped > 40
+    assert packed_shares(cache, 1) == pytest.approx([511 / 512])
