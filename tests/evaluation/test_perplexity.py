@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import kvcache_plugins as kvp
 from kvcache_plugins.cli import main
@@ -90,6 +90,7 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--dataset", "pydoc", "--context_length", "64", "--stride", "31"], "at least the 32 predicted"),
         (["--dataset", "pydoc", "--block_length", "0"], "--block_length must be an integer >= 1"),
         (["--dataset", "pydoc", "--max_reference_gb", "0.001"], "--no_kl"),
+        (["--dataset", "pydoc", "--dtype", "fp32", "--max_reference_gb", "0.016"], "take 0.0168 GB, more"),
         (
             ["--dataset", "pydoc", "--no_kl", "--max_reference_gb", "9"],
             "--max_reference_gb is for the comparison that --no_kl leaves out, got 9.0.",
@@ -131,6 +132,13 @@ def test_an_output_that_cannot_be_written_is_refused(
     (tmp_path / "file").write_text("")
     assert "must be a directory" in _refused(capsys, on(book, tmp_path / "file"))
     assert "file" in _refused(capsys, on(book, tmp_path / "file" / "below"))
+
+
+def test_windows_beyond_the_positions_of_the_model_are_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    for length, warned in ((4096, 0), (4097, 1)):
+        perplexity._warn_of_length(_options(context_length=length), AutoConfig.from_pretrained(MODEL))
+        assert len(recwarn) == warned
+    assert "--context_length 4097 goes beyond the 4096 positions" in str(recwarn.pop().message)
 
 
 def test_a_model_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,6 +234,28 @@ def test_of_a_text_no_more_is_tokenized_than_is_read(limit: dict[str, int]) -> N
         read.clear()
 
 
+def test_windows_that_overlap_need_as_much_as_the_last_of_them_reads() -> None:
+    options = _options(context_length=1000, prefill_length=990, stride=10, max_windows=3)
+    windows = cut_windows(_texts(3000), _numbers, options)
+    assert [window.token_ids[-1] for window in windows] == [999, 1009, 1019]
+
+
+def test_a_beginning_of_too_few_tokens_is_not_all_that_is_read() -> None:
+    words = " ".join("x" * 60 for _ in range(300))
+    windows = cut_windows(
+        [Text("t", words)],
+        lambda text: list(range(len(text.split()))),
+        _options(context_length=100, max_windows=1),
+    )
+    assert [window.token_ids for window in windows] == [tuple(range(100))]
+
+
+def test_of_several_files_none_may_be_too_short() -> None:
+    options = _options(dataset="text", text_files=["t0", "t1"])
+    with pytest.raises(ValueError, match=r"needs 10 tokens of text, but 't1' has 9\."):
+        cut_windows(_texts(25, 9), _numbers, options)
+
+
 def test_a_text_beyond_the_memory_is_told_before_it_is_tokenized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,6 +292,18 @@ def test_pg19_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert [text.content for text in read_texts(_options(dataset="pg19"))] == ["a"]
     assert asked == ["emozilla/pg19-test"]
+
+
+def test_of_several_splits_the_test_set_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    splits = {name: datasets.Dataset.from_list([{"text": name}]) for name in ("train", "test", "dev")}
+    monkeypatch.setattr(datasets, "load_dataset", lambda path: splits)
+    assert [text.content for text in read_texts(_options(dataset="pg19"))] == ["test"]
+    del splits["test"]
+    with pytest.raises(ValueError, match=r"must have a split 'test', found are \['dev', 'train'\]"):
+        read_texts(_options(dataset="pg19"))
+    del splits["train"]
+    assert [text.content for text in read_texts(_options(dataset="pg19"))] == ["dev"]
 
 
 def test_a_data_set_without_texts_is_refused(tmp_path: Path) -> None:
@@ -417,6 +459,29 @@ def test_an_interrupted_run_goes_on(
     assert done[5:] == ["dense", "int8", "kivi"]
     again, whole = results(tmp_path)["results"], results(finished)["results"]
     assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in whole]
+
+
+def test_a_run_goes_on_with_other_windows_but_not_with_other_settings(
+    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[Any] = []
+
+    def score_window(*arguments: Any, **options: Any) -> Any:
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(arguments)
+        return perplexity_scoring.score_window(*arguments, **options)
+
+    monkeypatch.setattr(perplexity, "score_window", score_window)
+    assert main(on(book, tmp_path, "--no_plots")) == 130
+    for name, *value in (
+        ("prefill_length", "39"), ("dtype", "bf16"), ("block_length", "8"), ("no_kl",),
+    ):  # fmt: skip
+        said = _refused(capsys, on(book, tmp_path, f"--{name}", *value))
+        assert f"holds an unfinished run with other settings ({name} was " in said
+    fewer = ("--max_windows", "1", "--stride", "70", "--max_windows_per_text", "1", "--no_plots")
+    assert main(on(book, tmp_path, *fewer)) == 0
+    assert len(done) == 3 and [row["windows"] for row in results(tmp_path)["results"]] == [1] * 3
 
 
 def test_without_the_comparison(book: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcache_plugins.evaluation.longbench.answering import answer
@@ -53,6 +54,36 @@ def test_a_prompt_of_just_the_limit_keeps_its_middle(tokenizer: Any) -> None:
     length = len(tokenizer(QUESTION.prompt)["input_ids"])
     assert truncate(tokenizer, QUESTION.prompt, length) == (QUESTION.prompt, None)
     assert truncate(tokenizer, QUESTION.prompt, length - 1)[1] is not None
+
+
+def _with_a_first_token(tokenizer: Any) -> Any:
+    """A tokenizer that begins every text with its first token, as many do."""
+    first = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
+    )
+    return tokenizer
+
+
+def test_the_first_token_counts_and_is_no_text(tokenizer: Any) -> None:
+    plain = tokenizer(QUESTION.prompt)["input_ids"]
+    _with_a_first_token(tokenizer)
+    assert truncate(tokenizer, QUESTION.prompt, len(plain) + 1)[1] is None
+    assert truncate(tokenizer, QUESTION.prompt, len(plain))[1] is not None
+    expected = tokenizer.decode(plain[:9]), tokenizer.decode(plain[-10:])
+    assert truncate(tokenizer, QUESTION.prompt, 20) == expected
+
+
+@pytest.mark.parametrize("query_agnostic", [False, True])
+@pytest.mark.parametrize("template", [None, CHAT, CHAT.removeprefix("{{ bos_token }}")])
+@pytest.mark.parametrize("max_length", [60, 1000])
+def test_the_first_token_comes_first_and_nowhere_else(
+    tokenizer: Any, max_length: int, template: str | None, query_agnostic: bool
+) -> None:
+    _with_a_first_token(tokenizer).chat_template = template
+    prompt = build_prompt(tokenizer, TASKS["qasper"], QUESTION, max_length, query_agnostic=query_agnostic)
+    assert prompt.is_truncated == (max_length == 60) and bool(prompt.context_ids) == query_agnostic
+    assert [i for i, token in enumerate(prompt.ids) if token == tokenizer.bos_token_id] == [0]
 
 
 @pytest.mark.parametrize("query_agnostic", [False, True])

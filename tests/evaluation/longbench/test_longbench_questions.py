@@ -51,6 +51,12 @@ def test_rows_may_carry_their_prompts(tmp_path: Path) -> None:
         _load(data_dir=str(tmp_path), prompts=str(tmp_path / "prompts.json"))
 
 
+def test_rows_as_published_need_a_template_whatever_else_they_have(data: Path) -> None:
+    write_rows(data / "hotpotqa.jsonl", [row(0) | {"question": "Who?", "answer_prefix": "A:"}])
+    [question] = _load(data_dir=str(data), tasks=["hotpotqa"], prompts=str(data / "prompts.json"))["hotpotqa"]
+    assert question.prompt == TEMPLATES["hotpotqa"].format(**row(0))
+
+
 def test_an_archive_of_published_files_is_read(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "hub"
     folder.mkdir()
@@ -64,6 +70,14 @@ def test_an_archive_of_published_files_is_read(data: Path, tmp_path: Path) -> No
         _load(dataset=str(folder), tasks=["passage_count"], prompts=prompts)
     with pytest.raises(ValueError, match=r"must hold one musique.jsonl"):
         _load(dataset=str(folder), tasks=["musique"], prompts=prompts)
+
+
+def test_what_a_mac_adds_to_an_archive_is_passed_over(data: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as files:
+        files.write(data / "hotpotqa.jsonl", "data/hotpotqa.jsonl")
+        files.writestr("__MACOSX/data/._hotpotqa.jsonl", "no row")
+    [asked] = _load(dataset=str(tmp_path), tasks=["hotpotqa"], prompts=str(data / "prompts.json")).values()
+    assert len(asked) == 3
 
 
 def test_a_hub_dataset_has_a_configuration_for_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
