@@ -14,9 +14,12 @@ import pytest
 from kvcache_plugins.cli import main
 from kvcache_plugins.evaluation.longbench import run as run_module
 from kvcache_plugins.evaluation.longbench.prediction_files import folder_name
+from kvcache_plugins.evaluation.longbench.prompting import Prompt
+from kvcache_plugins.evaluation.longbench.summary import summarise
+from kvcache_plugins.evaluation.longbench.tasks import TASKS
 from kvcache_plugins.runs.labels import DENSE
 from kvcache_plugins.runs.results import check_document, read_results
-from tests.evaluation.longbench.rows import write_data, write_rows
+from tests.evaluation.longbench.rows import row, write_data, write_rows
 from tests.launching import run_script
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -258,6 +261,91 @@ def test_a_failure_of_transformers_own_cache_does_not_end_the_run(
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+class _Answers:
+    """Stands in for a model: tells what it was given, and can be stopped."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stops_at: int | None = None) -> None:
+        self.prompts: list[Prompt] = []
+        self.stops_at = stops_at
+        monkeypatch.setattr(run_module, "answer", self)
+
+    def __call__(self, subject: Any, cache_config: Any, task: Any, prompt: Prompt) -> dict[str, Any]:
+        if len(self.prompts) == self.stops_at:
+            raise KeyboardInterrupt
+        self.prompts.append(prompt)
+        measured = {"kv_bytes": 100, "cached_tokens": 10, "prompt_tokens": len(prompt.ids), "seconds": 1.0}
+        return measured | {"pred": "7", "new_tokens": 1}
+
+
+def test_prompts_are_as_asked_for(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = shutil.copytree(model, tmp_path / "chat")
+    (chat / "chat_template.jinja").write_text("User: {{ messages[0]['content'] }}")
+    answers, few = _Answers(monkeypatch), ["--limit", "1", "--tasks", "hotpotqa"]
+    documents = [
+        _run(chat, data, tmp_path / f"out{number}", *few, *options)
+        for number, options in enumerate(([], ["--no_chat_template"], ["--query_agnostic"]))
+    ]
+    usual, plain, agnostic = answers.prompts[::2]
+    assert len(usual.ids) > len(plain.ids) and not usual.context_ids and not plain.context_ids
+    assert agnostic.context_ids and len(agnostic.question_ids) < 20
+    found = [
+        (document["settings"]["uses_chat_template"], document["results"][0]["query_agnostic"])
+        for document in documents
+    ]
+    assert found == [(True, False), (False, False), (True, True)]
+
+
+def test_a_run_goes_on_with_answers_to_the_same_prompts_alone(
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answers, output = _Answers(monkeypatch, stops_at=3), tmp_path / "out"
+    assert main(["eval", "longbench", *_command(model, data, output)]) == 130
+    for name in ("query_agnostic", "no_chat_template", "longbench_e"):
+        assert main(["eval", "longbench", *_command(model, data, output, f"--{name}")]) == 2
+        assert f"unfinished run with other settings ({name} was False, is True)" in capsys.readouterr().err
+    answers.stops_at = None
+    kept = shutil.copytree(output, tmp_path / "kept")
+    _run(model, data, kept, "--max_length", "299")
+    assert len(answers.prompts) == 3 + 12, "a prompt that may be cut elsewhere is another one"
+    rows = [row(number) | {"input": "Who?"} for number in range(3)]
+    write_rows(data / "hotpotqa.jsonl", rows)
+    _run(model, data, output)
+    assert len(answers.prompts) == 3 + 12 + 12, "so is one with another question"
+
+
+def test_rows_are_put_together() -> None:
+    first, second = TASKS["qasper"], TASKS["hotpotqa"]
+    rows = [{"pred": pred, "answers": ["cat"], "all_classes": None} for pred in ("cat", "dog")]
+    sizes = {("qasper", 0): (100, 10), ("qasper", 1): (60, 20), ("hotpotqa", 0): (900, 90)}
+    dense_sizes = {("qasper", 0): (400, 20), ("qasper", 1): (240, 20), ("hotpotqa", 0): (1800, 90)}
+    records, dense = (
+        {
+            key: {"kv_bytes": kv_bytes, "cached_tokens": tokens, "prompt_tokens": tokens - 3, "seconds": 2.0}
+            | {"is_truncated": key[0] == "hotpotqa"}
+            for key, (kv_bytes, tokens) in of_rows.items()
+        }
+        for of_rows in (sizes, dense_sizes)
+    )
+    asked = {first: rows, second: rows[:1]}
+    result = summarise(INT8, asked, records, dense, dense_bits=16, longbench_e=False, query_agnostic=True)
+    assert (result["scores"], result["average"]) == ({"qasper": 50.0, "hotpotqa": 100.0}, 75.0)
+    assert (result["rows"], result["truncated"]) == (
+        {"qasper": 2, "hotpotqa": 1},
+        {"qasper": 0, "hotpotqa": 1},
+    )
+    # bytes a token, of dense: 10 of 20, 3 of 12, 10 of 20
+    assert result["memory_fraction"] == pytest.approx(1.25 / 3)
+    assert result["bits_per_value"] == pytest.approx(16 * 1.25 / 3)
+    assert (result["kv_bytes"], result["prompt_tokens"], result["seconds"]) == (900, 87, 6.0)
+    assert result["query_agnostic"] is True
 
 
 # ---- scores of files ----
