@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvcache_plugins.cli import main
 from kvcache_plugins.evaluation.passkey import display as passkey_display
@@ -22,6 +22,9 @@ from kvcache_plugins.evaluation.passkey import run as passkey
 from kvcache_plugins.evaluation.passkey.filler import read_filler
 from kvcache_plugins.evaluation.passkey.options import PasskeyOptions
 from kvcache_plugins.evaluation.passkey.prompts import Trial, build_trials
+from kvcache_plugins.evaluation.passkey.rows import build_rows, record_key
+from kvcache_plugins.runs.cache_names import CacheNames
+from kvcache_plugins.runs.journal import Journal
 from kvcache_plugins.runs.results import read_results
 from tests.launching import run_script
 
@@ -294,6 +297,71 @@ def test_a_failure_of_transformers_is_noted_and_ours_stops_the_run(
     assert main(arguments) == 0
     assert [row["trials"] for row in read_results(again)["results"]] == [8, 8, 8]
     assert read_results(again)["skipped"] == []
+
+
+def _answered(subject: Any, cache_config: Any, batch: list[Trial], tokens: int) -> list[dict[str, Any]]:
+    """Stands in for a model."""
+    measured = {"answer": "7", "is_right": True, "kv_bytes": 100, "cached_tokens": 10, "seconds": 1.0}
+    return [dict(measured) for _ in batch]
+
+
+def test_a_batch_of_which_a_part_was_kept_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Journal.add
+
+    def stopping(self: Journal, key: str, record: Any) -> Any:
+        add(self, key, record)
+        if len(self) == 5:  # the second of the second batch
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(passkey, "ask_with_prompt", _answered)
+    with monkeypatch.context() as stopped:
+        stopped.setattr(Journal, "add", stopping)
+        arguments = _arguments(tmp_path, "--no_plots", "--batch_size", "3", "--trials", "3")
+        assert main(["eval", "passkey", *arguments]) == 130
+    document = _run(tmp_path, "--no_plots", "--batch_size", "3", "--trials", "3")
+    assert [row["trials"] for row in document["results"]] == [12, 12]
+
+
+def test_another_filler_in_the_same_file_does_not_continue_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(passkey, "ask_with_prompt", _answered)
+    monkeypatch.setattr(passkey, "write_results", _interrupt)
+    filler = tmp_path / "filler.txt"
+    arguments = _arguments(tmp_path / "out", "--no_plots", "--filler_files", str(filler))
+    for text, status in (("One two three. " * 200, 130), ("Two three four. " * 200, 2)):
+        filler.write_text(text)
+        assert main(["eval", "passkey", *arguments]) == status
+    assert "unfinished run with other settings (filler_sha256 was" in capsys.readouterr().err
+
+
+def test_trials_are_put_together(tmp_path: Path) -> None:
+    names = CacheNames([DENSE, KIVI])
+    trials = [Trial(length, depth, 0, "12345", ()) for length in (300, 100) for depth in (0.0, 0.5)]
+    journal = Journal(tmp_path, {})
+    for name, sizes in ((names[DENSE], (1200, 1200, 400, 400)), (names[KIVI], (320, 280, 200, 200))):
+        for trial, kv_bytes in zip(trials, sizes, strict=True):
+            measured = {"kv_bytes": kv_bytes, "cached_tokens": trial.length, "seconds": 2.0}
+            is_right = trial.length == 300 and trial.depth == 0
+            journal.add(record_key(name, trial), measured | {"is_right": is_right})
+    (dense, kivi), failed = build_rows(journal, names, trials, 16, 1)
+    assert failed == []
+    assert (dense["kv_bytes"], dense["memory_fraction"], dense["bits_per_value"]) == (1200, 1, 16)
+    assert (kivi["kv_bytes"], kivi["memory_fraction"], kivi["bits_per_value"]) == (300, 0.25, 4)
+    assert kivi["memory_fraction_by_length"] == {"300": 0.25, "100": 0.5}
+    assert (kivi["accuracy"], kivi["trials"], kivi["seconds"]) == (0.25, 4, 8.0)
+    assert kivi["by_length"] == {"300": 0.5, "100": 0} and kivi["by_depth"] == {"0": 0.5, "0.5": 0}
+    assert [cell["accuracy"] for cell in kivi["grid"]] == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("question", "most"), [(0, 4088), (10, 4078)])
+def test_prompt_question_and_answer_may_fill_all_positions(question: int, most: int) -> None:
+    config = AutoConfig.from_pretrained(BUNDLED_MODEL)
+    passkey._check_positions(PasskeyOptions(model="m", lengths=[100, most]), config, question)
+    with pytest.raises(ValueError, match=f"--lengths must be at most {most}: .* got {most + 1}"):
+        passkey._check_positions(PasskeyOptions(model="m", lengths=[most + 1]), config, question)
 
 
 # ---- what is refused ----

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from kvcache_plugins import build_cache
 from kvcache_plugins.cli import main
 from kvcache_plugins.evaluation.pages.documents import find_results
 from kvcache_plugins.evaluation.pages.page import render_page
+from kvcache_plugins.evaluation.passkey import answers
 from kvcache_plugins.evaluation.passkey import display as passkey_display
 from kvcache_plugins.evaluation.passkey import run as passkey
-from kvcache_plugins.evaluation.passkey.answers import ask_afterwards
+from kvcache_plugins.evaluation.passkey.answers import ask_afterwards, ask_with_prompt
 from kvcache_plugins.evaluation.passkey.filler import read_filler
 from kvcache_plugins.evaluation.passkey.options import NAMES, PasskeyOptions
 from kvcache_plugins.evaluation.passkey.prompts import Trial, build_trials
@@ -191,6 +193,16 @@ def test_transformers_own_caches_are_copied(subject: Subject, tokenizer: Any) ->
     records = ask_afterwards(subject, {"backend": "hqq", **options}, trials, 6)
     assert len({record["answer"] for record in records}) == 3
     assert all(record["kv_bytes"] < 6 * 2 * 2 * 64 * 4 * 300 / 2 for record in records)
+
+
+@pytest.mark.parametrize("ask", [ask_with_prompt, ask_afterwards])
+def test_trials_share_the_time_of_what_they_are_asked_in(
+    ask: Any, tokenizer: Any, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = _build(tokenizer, lengths=[200], facts=3, trials=1)
+    ticks = iter([10.0, 16.0])
+    monkeypatch.setattr(answers, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    assert [record["seconds"] for record in ask(subject, DENSE, trials, 1)] == [2.0] * 3
 
 
 def test_one_prefill_for_each_prompt_and_cache(

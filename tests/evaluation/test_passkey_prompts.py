@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -115,6 +116,37 @@ def test_templates_and_repeated_filler(tokenizer: Any) -> None:
     assert len(trial.ids) == 150
     assert prompt.startswith(f"Find the code. Code: {trial.key}!")
     assert prompt.endswith(f"{grass}\nCode:") and prompt.count(grass) > 10
+
+
+def test_filler_is_repeated_for_the_longest_prompt(tokenizer: Any) -> None:
+    options = _options(lengths=[90, 900], depths=1, trials=1, filler_text="The grass is green.")
+    assert [len(trial.ids) for trial in build_trials(options, read_filler(options), tokenizer)] == [90, 900]
+
+
+def test_every_trial_has_a_piece_of_the_text_of_its_own(tokenizer: Any) -> None:
+    text = " ".join(f"Sentence number {number} of a dull text." for number in range(600))
+    trials = _build(tokenizer, text, lengths=[128], depths=1, trials=8)
+    pieces = {tokenizer.decode(trial.ids).partition(f"{trial.key} is the pass key.")[2] for trial in trials}
+    assert len(pieces) > 5
+
+
+def test_a_question_stands_in_the_prompt_as_it_is_given() -> None:
+    """Though the tokenizer puts a blank before the first word of a text."""
+    blank = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    blank.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
+    assert blank.decode(_plain(blank, "Code:")) == " Code:"
+    (trial,) = _build(blank, lengths=[128], depths=1, trials=1, needle="\nKey={key};", question="\nCode:")
+    prompt = blank.decode(trial.ids)
+    assert prompt.startswith(f"\nKey={trial.key};") and prompt.endswith("text.\nCode:")
+
+
+@pytest.mark.parametrize(
+    ("position", "distance", "end"),
+    [(12, 5, 10), (18, 5, 20), (15, 5, 10), (14, 3, 13), (17, 2, 17), (2, 5, 3), (27, 4, 25), (30, 4, 30)],
+)
+def test_the_closest_end_is_taken(position: int, distance: int, end: int) -> None:
+    filler = Filler(list(range(40)), words=[3, 10, 13, 20, 25], sentences=[10, 20])
+    assert filler.end_near(position, distance) == end
 
 
 def test_special_tokens_come_first_and_count(tokenizer: Any) -> None:
