@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from kvcache_plugins.runs import file_digests
 from kvcache_plugins.runs.cache_names import CacheNames
-from kvcache_plugins.runs.file_digests import digest_files, digest_folder, model_settings
+from kvcache_plugins.runs.file_digests import digest_files, digest_folder, digest_words, model_settings
 
 
 def write(folder: Path, weights: bytes = b"weights" * 3000) -> Path:
@@ -48,6 +48,29 @@ def test_pieces_of_a_large_file_show_a_change_all_over_a_matrix(
     start = min(place, len(data) - 1024)
     data[start : start + 1024] = b"x" * 1024
     assert digest_folder(write(tmp_path / "large", bytes(data))) != digest
+
+
+def test_length_and_end_of_a_large_file_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_digests, "_WHOLE", 1000)
+    monkeypatch.setattr(file_digests, "_STEP", 1024)
+    monkeypatch.setattr(file_digests, "_PIECE", 64)
+    contents = [bytes(20480), bytes(20470), bytes(20479) + b"x"]
+    assert len({digest_folder(write(tmp_path / "large", data)) for data in contents}) == 3
+
+
+def test_whatever_makes_a_model_counts(tmp_path: Path) -> None:
+    names = ["pytorch_model.bin", "pool.pt", "heads.pth", "chat_template.jinja", "tokenizer.model"]
+    names += ["modeling_own.py", "tokenizer.txt", "vocab.txt", "merges.txt", "generation_config.json"]
+    found = {digest_folder(write(tmp_path))}
+    for name in names:
+        (tmp_path / name).write_text("more")
+        found.add(digest_folder(tmp_path))
+    assert len(found) == len(names) + 1
+
+
+def test_words_are_told_from_their_parts() -> None:
+    words = (["ab", "c"], ["a", "bc"], ["abc"], ["c", "ab"], ["ab", "c", ""])
+    assert len({digest_words(some) for some in words}) == 5
 
 
 def test_nothing_has_no_digest(tmp_path: Path) -> None:
@@ -92,5 +115,7 @@ def test_caches_are_named_by_what_their_artifacts_hold(tmp_path: Path) -> None:
     for name in (names[locret], names[nested]):
         assert now.is_outdated(f"{name}|window") and not names.is_outdated(f"{name}|window")
     assert not now.is_outdated(f"{names[plain]}|window") and not now.is_outdated('{"backend": "int8"} task 3')
+    alone = {"backend": "locret", "heads": heads}
+    assert not CacheNames([alone]).is_outdated(f"{names[locret]}|window"), "of another cache"
     write(tmp_path / "heads")
     assert {name: c for c, name in CacheNames(caches)} == {name: c for c, name in names}

@@ -66,6 +66,15 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     assert "a" in Journal(tmp_path, SETTINGS)
 
 
+@pytest.mark.parametrize(("before", "now"), [({}, {"seed": 1}), ({"seed": 1}, {})])
+def test_a_setting_that_has_come_or_gone_is_another(
+    before: dict[str, int], now: dict[str, int], tmp_path: Path
+) -> None:
+    Journal(tmp_path, SETTINGS | before).add("a", {"x": 1})
+    with pytest.raises(ValueError, match=f"seed was {before.get('seed')}, is {now.get('seed')}"):
+        Journal(tmp_path, SETTINGS | now)
+
+
 @pytest.mark.parametrize("process", [0, 1])
 def test_settings_without_records_are_forgotten(tmp_path: Path, process: int) -> None:
     """A run that was stopped before its first record has nothing that could be mixed with others."""

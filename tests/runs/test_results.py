@@ -144,6 +144,27 @@ def test_results_of_another_run_are_kept_under_another_name(
     assert (tmp_path / "results-unknown.json").read_text() == "somebody else's"
 
 
+def test_a_cache_that_was_skipped_is_of_the_same_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = _document()
+    dense, int8 = whole["results"]
+    entry = {"cache_config": int8["cache_config"], "reason": "not installed"}
+    _told(tmp_path, capsys, whole | {"results": [dense], "skipped": [entry]})
+    assert _told(tmp_path, capsys, whole).startswith("replaced: ")
+
+
+@pytest.mark.parametrize("suffix", [".json", ".png"])
+def test_neither_numbers_nor_a_picture_kept_before_are_replaced(suffix: str, tmp_path: Path) -> None:
+    results.write_results(tmp_path, _document(task="bench attention"))
+    (tmp_path / "attention.png").write_text("of these")
+    before = tmp_path / f"results-bench-attention{suffix}"
+    before.write_text("before")
+    results.write_results(tmp_path, _document(task="passkey"))
+    assert before.read_text() == "before"
+    assert (tmp_path / "results-bench-attention-2.png").read_text() == "of these"
+
+
 @pytest.mark.parametrize("last", [0, 1, 2])
 def test_an_interruption_loses_no_results(last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever of the three files, old picture, old numbers and new ones, is the first not to arrive."""
