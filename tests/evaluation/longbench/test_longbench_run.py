@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from kvcache_plugins.cli import main
 from kvcache_plugins.evaluation.longbench import run as run_module
-from kvcache_plugins.evaluation.longbench.prediction_files import folder_name
+from kvcache_plugins.evaluation.longbench.options import LongBenchOptions
+from kvcache_plugins.evaluation.longbench.prediction_files import (
+    find_predictions,
+    folder_name,
+    name_folder,
+)
 from kvcache_plugins.evaluation.longbench.prompting import Prompt
 from kvcache_plugins.evaluation.longbench.summary import summarise
 from kvcache_plugins.evaluation.longbench.tasks import TASKS
@@ -138,6 +144,7 @@ def test_an_interrupted_run_goes_on_where_it_ended(
     assert len(calls) == 12  # each of them once
     assert _files(output) == _files(finished)
     assert _metrics(document) == _metrics(read_results(finished))
+    assert not (output / "results-longbench").exists(), "there are no predictions of another run"
 
 
 def test_a_full_disk_is_told_and_finished_rows_are_kept(
@@ -203,6 +210,12 @@ def test_a_prompt_and_its_answer_must_fit_the_positions(
     said = "at most 2016: the model has 2048 positions and an answer of passage_count takes 32; got 2017."
     assert capsys.readouterr().err == f"error: --max_length must be {said}\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_a_prompt_and_its_answer_may_fill_the_positions(model: Path, data: Path) -> None:
+    options = LongBenchOptions(model=str(model), data_dir=str(data), max_length=2048 - 128)
+    tasks, config = [TASKS["samsum"], TASKS["hotpotqa"]], AutoConfig.from_pretrained(model)
+    assert run_module._max_lengths(options, config, tasks) == dict.fromkeys(tasks, 1920)
 
 
 def test_longbench_e_is_scored_by_length(
@@ -412,6 +425,21 @@ def test_files_of_other_programs_are_scored_without_a_model(tmp_path: Path) -> N
     assert result["average"] == 62.5
     assert result["scores_by_length"]["qasper"] == {"0-4k": None, "4-8k": 50.0, "8k+": None}
     assert (tmp_path / "longbench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_files_of_longbench_e_are_not_those_of_longbench(tmp_path: Path) -> None:
+    write_rows(tmp_path / "qasper_e.jsonl", [{"pred": "cat", "answers": [], "all_classes": None}])
+    [(_, _, files)] = find_predictions(tmp_path, longbench_e=True)
+    assert files == {"qasper": tmp_path / "qasper_e.jsonl"}
+    with pytest.raises(ValueError, match="Unknown LongBench task 'qasper_e'"):
+        find_predictions(tmp_path)
+
+
+def test_the_dense_cache_comes_first_whatever_its_folder_is_called(tmp_path: Path) -> None:
+    for name, cache_config in (("a", INT8), ("b", DENSE)):
+        name_folder(tmp_path / name, cache_config)
+        write_rows(tmp_path / name / "qasper.jsonl", [{"pred": "cat", "answers": [], "all_classes": None}])
+    assert [label for label, _, _ in find_predictions(tmp_path)] == ["dense", "int8"]
 
 
 def test_folders_of_other_programs_are_told_apart_by_their_names(
