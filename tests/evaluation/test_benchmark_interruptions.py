@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvcache_plugins.cli import main
 from kvcache_plugins.evaluation.speed.generation import largest_context
 from kvcache_plugins.evaluation.speed.generation import rounds as generation_rounds
 from kvcache_plugins.evaluation.speed.generation.process import DidNotFitError, WorkerError
+from kvcache_plugins.evaluation.speed.options import GenerationOptions
+from kvcache_plugins.runs.labels import DENSE
+from kvcache_plugins.runs.progress import silent
 from kvcache_plugins.runs.results import read_results
+
+BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
 
 Answer = Callable[[dict[str, Any], int], None]
 
@@ -152,6 +159,54 @@ def test_a_run_of_other_settings_is_not_continued(
     said = capsys.readouterr().err
     assert "unfinished run with other settings (max_new_tokens was 64, is 9)" in said
     assert (tmp_path / "progress" / "records-0.jsonl").read_bytes() == kept
+
+
+@pytest.mark.parametrize(("option", "value"), [("threads", "2"), ("dtype", "fp32"), ("num_layers", "1")])
+def test_what_an_answer_depends_on_is_a_setting(
+    option: str, value: str, machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.stops_at(3)
+    assert _bench(tmp_path, "--lengths", "64", "128") == 130
+    assert _bench(tmp_path, "--lengths", "64", "128", f"--{option}", value) == 2
+    assert f"unfinished run with other settings ({option} was" in capsys.readouterr().err
+
+
+def test_answers_of_another_machine_or_model_are_not_mixed(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    arguments = ["--model", str(model), "--device", "cpu", "--no_plots", "--lengths", "64", "128"]
+    arguments += ["--cache_config", '{"backend": "int8"}', "--output", str(tmp_path / "out")]
+    machine.stops_at(2)
+    assert main(["bench", "generate", *arguments]) == 130
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(generation_rounds, "machine_names", lambda device: {"device": "d", "cpu": "c"})
+        assert main(["bench", "generate", *arguments]) == 2
+    assert "unfinished run with other settings (cpu was" in capsys.readouterr().err
+    (model / "generation_config.json").write_text('{"top_k": 7}')
+    assert main(["bench", "generate", *arguments]) == 2
+    assert "unfinished run with other settings (model_digest was" in capsys.readouterr().err
+
+
+def test_every_batch_size_is_measured(machine: Machine, tmp_path: Path) -> None:
+    assert _bench(tmp_path, "--lengths", "64", "--batch_sizes", "1", "2") == 0
+    assert machine.jobs == ALL + ALL
+    rows = read_results(tmp_path)["results"]
+    assert [(row["batch_size"], row["ms_per_token"]) for row in rows] == [
+        (1, 1.0), (1, 2.0), (1, 3.0), (2, 4.0), (2, 5.0), (2, 6.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("memory", "is_tried"), [(799_999, False), (800_000, True)])
+def test_the_prompts_of_all_rows_must_fit(
+    memory: int, is_tried: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_rounds, "machine_bytes", lambda device: memory)
+    options = GenerationOptions(lengths=[1000], cache_config=[])
+    outcomes = generation_rounds.Outcomes(None, options, None, torch.device("cpu"), [DENSE])
+    rounds = generation_rounds.Rounds(options, torch.device("cpu"), [DENSE], outcomes, silent)
+    assert bool(rounds.run(1000, 100, [None])) == is_tried == bool(machine.jobs)
+    assert (rounds.reason(0, 1000, 100) is None) == is_tried
 
 
 def test_nothing_is_kept_of_a_run_that_fitted_nowhere(machine: Machine, tmp_path: Path) -> None:
