@@ -33,6 +33,21 @@ def test_numbers_that_follow_from_others() -> None:
         report.kv_bytes = 0  # type: ignore[misc]
 
 
+def test_slack_may_take_more_than_the_dense_cache() -> None:
+    report = CacheReport("int8", tokens_seen=1, tokens_held=1, kv_bytes=300, dense_bytes=200, values=100)
+    assert (report.memory_fraction, report.bits_per_value) == (1.5, 24.0)
+
+
+def test_a_report_shows_what_was_read_of_the_encoder() -> None:
+    encoder = CacheReport("int8", 50, 50, kv_bytes=250, dense_bytes=1000, kernel=["cpu", "cpu"])
+    report = CacheReport("int8", 10, 9, 350, 1400, ["torch"], cross_attention=encoder)
+    shown = dict(re.split("  +", line, maxsplit=1) for line in str(report).splitlines())
+    assert (shown["tokens seen / held"], shown["encoder's tokens"]) == ("10 / 9", "50")
+    assert shown["bytes"] == "350 of 1,400 dense (25.0%)"
+    assert shown["encoder's bytes"] == "250 of 1,000 dense (25.0%)"
+    assert (shown["kernel"], shown["encoder's kernel"]) == ("torch x1", "cpu x2")
+
+
 def test_an_empty_cache() -> None:
     report = build_cache(tiny_model("llama"), {"backend": "kivi"}).report()
     assert (report.tokens_seen, report.tokens_held, report.kv_bytes, report.dense_bytes) == (0, 0, 0, 0)
