@@ -11,7 +11,9 @@ import os
 import subprocess
 import sys
 import traceback
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from kvcache_plugins.cli import main
 from kvcache_plugins.estimation import MOST_NEW_TOKENS, estimate
+from kvcache_plugins.evaluation.caches import new_cache
 from kvcache_plugins.evaluation.speed import plots as speed_plots
 from kvcache_plugins.evaluation.speed import tables as speed_tables
+from kvcache_plugins.evaluation.speed import timing
 from kvcache_plugins.evaluation.speed.attention import layers as attention_layers
 from kvcache_plugins.evaluation.speed.attention import on_host as attention_on_host
 from kvcache_plugins.evaluation.speed.attention import run as attention_speed
@@ -55,6 +59,7 @@ BUNDLED = str(ROOT / "examples" / "models" / "tiny-llama-books")
 LOCRET = {"backend": "locret", "heads": f"{BUNDLED}-locret", "budget": 99}
 BUNDLED_MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
 DENSE = {"backend": "dense"}
+KIVI = {"backend": "kivi", "nbits": 2, "residual_length": 32}
 KERNEL = "cpu" if loader.try_load() else "torch"
 
 
@@ -101,6 +106,16 @@ def test_candidates_are_timed_in_turn() -> None:
     assert len(turns) == 4 and set(turns) == {("a", "b"), ("b", "a")}, "each once a round, in no fixed order"
     assert len(rounds) == 4
     assert all(spread.p20_ms <= spread.median_ms <= spread.p80_ms for spread in spreads.values())
+
+
+def test_rounds_that_warm_up_are_not_counted() -> None:
+    times = {"a": iter([90.0, 80.0, 1.0, 2.0, 3.0]), "b": iter([70.0, 60.0, 4.0, 5.0, 9.0])}
+    spreads = time_in_turn(times, repeats=3, warm_up=2, stopwatch=next)
+    assert spreads == {"a": Spread.of([1.0, 2.0, 3.0]), "b": Spread.of([4.0, 5.0, 9.0])}
+
+
+def test_what_every_call_takes_besides_is_added_to_all_times() -> None:
+    assert Spread(2.0, 1.0, 3.0, 4.0).plus(0.5) == Spread(2.5, 1.5, 3.5, 4.5)
 
 
 def test_spread_of_known_times() -> None:
@@ -186,6 +201,83 @@ def test_bytes_are_the_prediction_for_the_tokens_held() -> None:
     tail = 2 * 2 * 65 * 64 * 4
     codes = 2 * 2 * 256 * 64 // 2
     assert codes + tail < int4["kv_bytes"] < 1.5 * (codes + tail)
+
+
+@pytest.mark.parametrize("length", [127, 128, 300])
+@pytest.mark.parametrize("backend", ["int8", "int4", "kivi"])
+def test_bytes_of_a_layer_are_those_of_a_model_of_one(backend: str, length: int) -> None:
+    config = generation_worker.model_config(None, "tiny", 1)
+    heads = attention_states.heads_of(config)
+    shape = attention_states.AttentionShape(2, **heads, length=length, dtype=torch.bfloat16)
+    states = attention_states.States.random(shape)
+    layer = attention_layers.filled_layer(config, {"backend": backend}, shape, states, lambda period: 1)
+    told: dict[str, Any] = {"dtype": torch.bfloat16, "max_cache_length": length + 1}
+    expected = estimate(config, {"backend": backend}, length + 1, 2, **told)
+    assert attention_layers.layer_bytes(config, {"backend": backend}, shape, layer) == expected
+
+
+def test_a_step_on_the_host_is_what_was_timed_and_its_share_of_encoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def timed(candidates: dict[str, Any], **_: Any) -> dict[str, Spread]:
+        return {name: Spread(2.0 + index, 1.0, 9.0, 3.0) for index, name in enumerate(candidates)}
+
+    def error(step: attention_layers.LayerStep, keys: Any, values: Any) -> float:
+        return 0.25 if type(step.layer).__name__ == "Int4Layer" else 0.5
+
+    monkeypatch.setattr(attention_on_host, "time_in_turn", timed)
+    monkeypatch.setattr(attention_on_host, "encode_ms", lambda step, period: 0.125)
+    monkeypatch.setattr(attention_layers.LayerStep, "error", error)
+    ticks = chain([1.0], repeat(7.0))
+    monkeypatch.setattr(attention_speed, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    options = AttentionOptions(
+        cache_config=[{"backend": "int8"}, {"backend": "int4"}], lengths=[64], preset="tiny", device="cpu"
+    )
+    dense, int8, int4 = attention_speed.measure_attention(options)["results"]
+    assert list(dense["baseline_ms"].values()) == [2.0, 3.0, 4.0] and dense["median_ms"] == 2.0
+    assert (int8["median_ms"], int8["p20_ms"], int8["p80_ms"], int4["median_ms"]) == (
+        5.125,
+        1.125,
+        9.125,
+        6.125,
+    )
+    assert (int8["encode_ms"], int8["max_rel_error"], int4["max_rel_error"]) == (0.125, 0.5, 0.25)
+    assert [row["seconds"] for row in (dense, int8, int4)] == [2.0] * 3, "measured together"
+    assert int8["ratio_to_best_dense"] == 5.125 / 2
+    assert int8["gb_per_s"] == pytest.approx(int8["kv_bytes"] / 5.125e-3 / 1e9)
+
+
+def test_an_error_is_that_of_attention_over_what_is_held() -> None:
+    class Wrong(attention_layers.LayerStep):
+        def attend(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(super().attend(keys, values))
+
+    shape = attention_states.AttentionShape(1, 4, 2, 16, 16, 33, torch.float32)
+    states = attention_states.States.random(shape)
+    for kind, error in ((attention_layers.LayerStep, 0.0), (Wrong, 1.0)):
+        step = kind(None, states)
+        assert step.error(states.keys, states.values) == pytest.approx(error, abs=1e-5)
+
+
+def test_a_period_is_that_of_the_stream_that_is_packed_in_longer_blocks() -> None:
+    config = generation_worker.model_config(None, "tiny", 1)
+    shape = attention_states.AttentionShape(
+        1, **attention_states.heads_of(config), length=9, dtype=torch.bfloat16
+    )
+    for cache_config, period in ((KIVI, 32), ({"backend": "dense"}, 1)):
+        layer = attention_layers.find_layer(new_cache(config, cache_config), cache_config)
+        assert attention_layers.period_of(layer, shape) == period
+
+
+def test_a_dense_step_writes_the_new_token_before_it_attends() -> None:
+    shape = attention_states.AttentionShape(2, 4, 2, 16, 16, 33, torch.float32)
+    states = attention_states.States.random(shape)
+    expected = exact_attention(states.query, states.keys, states.values)
+    for attend in BASELINES.values():
+        step = attention_on_host._dense_step(attend, states)
+        states.keys[:, :, -1:].zero_()
+        states.values[:, :, -1:].zero_()
+        torch.testing.assert_close(step(), expected)
 
 
 def test_attention_of_a_model_and_of_transformers_own_cache() -> None:
@@ -381,6 +473,126 @@ def test_generation_is_compared_and_failures_of_transformers_are_rows(
     assert document["environment"]["threads"] == 3
     reason = "failed at 64 tokens: hqq ended with 1: no compiler"
     assert document["skipped"] == [{"cache_config": {"backend": "hqq"}, "reason": reason, "is_failure": True}]
+
+
+def test_answers_of_all_rounds_are_put_together() -> None:
+    answer = _answer({"cache_config": DENSE}) | {"load_peak_bytes": 600}
+    answers = [
+        answer
+        | {"step_ms": [1.0, 2.0, 3.0], "ttft_ms": 20.0, "prefill_ms": 10.0, "seconds": 2.0}
+        | {"memory_before_bytes": 500, "peak_memory_bytes": 900, "kv_bytes": 7},
+        answer
+        | {"step_ms": [5.0, 6.0, 13.0], "ttft_ms": 30.0, "prefill_ms": 16.0, "seconds": 3.0}
+        | {"memory_before_bytes": 400, "peak_memory_bytes": 700, "kv_bytes": 8},
+    ]
+    row = generation_speed._measured(answers)
+    assert (row["ms_per_token"], row["ms_per_token_mean"], row["p20_ms"], row["p80_ms"]) == (4, 5, 2, 6)
+    assert (row["ttft_ms"], row["prefill_ms"], row["seconds"], row["kv_bytes"]) == (25, 13, 5, 8)
+    assert (row["memory_before_bytes"], row["peak_memory_bytes"]) == (500, 900)
+    assert (row["peak_above_model_bytes"], row["device_peak_bytes"]) == (400, None)
+    on_device = [
+        answer | {"device_before_bytes": before, "device_peak_bytes": peak}
+        for before, peak in ((10, 90), (50, 95), (30, 85))
+    ]
+    row = generation_speed._measured(on_device)
+    assert (row["device_peak_bytes"], row["peak_above_model_bytes"]) == (95, 80)
+
+
+def test_times_are_compared_with_the_same_times_of_others() -> None:
+    sizes = (("dense", 1000, 10.0, 100.0), ("int8", 500, 5.0, 150.0), ("quanto", 250, 20.0, 200.0))
+    rows = [
+        {"cache_config": {"backend": name}, "fits": True, "kv_bytes": kv_bytes, "ms_per_token": step}
+        | {"prefill_ms": prefill, "ttft_ms": 10 * prefill - 500, "estimated_kv_bytes": 9}
+        for name, kv_bytes, step, prefill in sizes
+    ]
+    _, int8, quanto = generation_speed._compare(rows, 16)
+    assert (int8["memory_fraction"], int8["bits_per_value"]) == (0.5, 8)
+    assert (int8["ratio_to_dense"], int8["prefill_ratio_to_dense"], int8["ratio_to_quanto"]) == (
+        0.5,
+        1.5,
+        0.25,
+    )
+    assert (quanto["ratio_to_dense"], quanto["prefill_ratio_to_dense"], quanto["ratio_to_quanto"]) == (
+        2,
+        2,
+        1,
+    )
+
+
+def test_the_peak_has_the_exact_states_of_a_layer_for_all_rows() -> None:
+    config = generation_worker.model_config(None, "gemma2-9b", 2)
+    held = predicted_bytes(config, {"backend": "int8"}, 300, 3, torch.bfloat16, None, 8)
+    peak = predicted_peak_bytes(config, {"backend": "int8"}, 300, 8, 3, torch.bfloat16)
+    assert held is not None
+    assert peak == held + 3 * 300 * 8 * (256 + 256) * 2
+
+
+def test_the_largest_context_is_compared_with_the_dense_one_of_as_many_rows() -> None:
+    options = GenerationOptions(
+        cache_config=[], lengths=[64], batch_sizes=[1, 4], memory_gb=0.021, preset="tiny", device="cpu"
+    )
+    config, caches = generation_worker.model_config(None, "tiny"), [DENSE, {"backend": "int8"}]
+    outcomes = generation_rounds.Outcomes(None, options, config, torch.device("cpu"), caches)
+    entries = largest_context.largest_contexts(config, options, caches, 10**6, torch.device("cpu"), outcomes)
+    assert [entry["batch_size"] for entry in entries] == [1, 1, 4, 4]
+    for dense, int8 in (entries[:2], entries[2:]):
+        assert dense["of_dense"] == 1 and int8["of_dense"] == int8["tokens"] / dense["tokens"] > 1.5
+    assert entries[0]["tokens"] // 4 == entries[2]["tokens"]
+
+
+def test_a_stopwatch_clears_the_processors_caches_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(timing.CacheFlusher, "__call__", lambda self: done.append("flushed"))
+    clock = SimpleNamespace(perf_counter=lambda: done.append("clock") or float(len(done)))
+    monkeypatch.setattr(timing, "time", clock)
+    assert HostStopwatch()(lambda: done.append("called")) == 2000
+    assert done == ["flushed", "clock", "called", "clock"]
+
+
+def test_what_is_flushed_is_larger_than_the_largest_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_LEAST_FLUSH_BYTES", 1000)
+    monkeypatch.setattr(timing, "_largest_cache_bytes", lambda: 4096)
+    assert timing.CacheFlusher()._buffer.nbytes == 8192
+    monkeypatch.setattr(timing, "_largest_cache_bytes", lambda: 0)
+    assert timing.CacheFlusher()._buffer.nbytes == 1000
+
+
+def test_a_table_shows_the_dense_ways_beside_the_best_of_them() -> None:
+    row = {
+        "cache_config": DENSE, "label": "dense", "length": 64, "batch_size": 1, "kernel": "matmul",
+        "median_ms": 2.0, "p20_ms": 1.5, "p80_ms": 2.5, "ratio_to_best_dense": 1.0, "kv_bytes": 2**21,
+        "ratio_to_sdpa_gqa": 0.25, "baseline_ms": {"sdpa_enable_gqa": 8.0, "matmul": 2.0, "other": 4.0},
+        "baseline_spread_ms": {"sdpa_enable_gqa": [7.0, 9.0], "matmul": [1.5, 2.5], "other": [3.0, 5.0]},
+    }  # fmt: skip
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "key_dim": 64, "dtype": "bf16"}
+    settings = {"model": None, "preset": "tiny"} | heads
+    table = speed_tables.attention_table({"settings": settings, "results": [row]})
+    shown = {
+        str(column.header).replace("\n", " "): [str(cell) for cell in column.cells]
+        for column in table.columns
+    }
+    assert shown["cache"] == ["dense sdpa_enable_gqa", "dense matmul", "dense other"]
+    assert shown["median ms"] == ["8.000", "2.000", "4.000"]
+    assert shown["p20 - p80"] == ["7.000 - 9.000", "1.500 - 2.500", "3.000 - 5.000"]
+    assert shown["of best dense"] == ["4.00", "1.00", "2.00"]
+    assert shown["of sdpa gqa"] == ["1.000", "0.250", "0.500"]
+
+
+def test_tables_show_bytes_in_mebibytes_and_each_ratio_in_its_column() -> None:
+    row = {
+        "cache_config": DENSE, "label": "dense", "length": 64, "batch_size": 1, "fits": True, "kernel": None,
+        "ttft_ms": 30.0, "prefill_ms": 20.0, "prefill_ratio_to_dense": 1.25, "ms_per_token": 3.0,
+        "ratio_to_dense": 0.75, "ratio_to_quanto": 0.5, "kv_bytes": 3 * 2**20, "bits_per_value": 4.0,
+        "estimated_kv_bytes": 2 * 2**20, "peak_memory_bytes": 2**30,
+    }  # fmt: skip
+    settings = {"model": "m", "parameters": 10**6, "dtype": "bf16", "max_new_tokens": 8}
+    table = speed_tables.generation_table({"settings": settings, "results": [row]})
+    shown = [(str(column.header).replace("\n", " "), str(next(column.cells))) for column in table.columns]
+    assert shown == [
+        ("tokens", "64"), ("cache", "dense"), ("first token ms", "30"), ("prefill ms", "20"),
+        ("of dense", "1.25"), ("ms per token", "3.0"), ("of dense", "0.75"), ("of quanto", "0.500"),
+        ("cache", "3.0"), ("esti- mate", "2.0"), ("bits per value", "4.00"), ("process peak", "1,024.0"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("backend", "status"), [("int8", 1), ("quanto", 0)])
@@ -653,6 +865,21 @@ def test_largest_contexts_are_predicted_verified_and_shown(
     assert f"{int8['tokens']:,}" in printed
     assert "0.021 GB" in printed
     assert (tmp_path / "generate.png").exists()
+
+
+def test_the_table_of_contexts_says_what_the_model_takes() -> None:
+    row = {
+        "label": "dense",
+        "batch_size": 1,
+        "tokens": 1234,
+        "of_dense": 1.0,
+        "kv_bytes": 2**21,
+        "note": None,
+    }
+    settings = {"model_bytes": 3 * 2**20, "memory_gb": 0.5}
+    table = speed_tables.context_table({"settings": settings, "largest_context": [row]})
+    assert str(table.title).startswith("largest context: model (3 MiB) and cache in 0.5 GB;")
+    assert [str(next(column.cells)) for column in table.columns] == ["dense", "1,234", "1.00", "2.0"]
 
 
 def test_a_largest_context_that_cannot_be_told_leaves_what_was_measured(
