@@ -42,6 +42,9 @@ def test_all_bits_are_spent() -> None:
     assert allocate_bits(floor, 4.0) == [4] * 20
     assert sum(allocate_bits(floor, 3.3)) == 66
     assert allocate_bits([{2: 3e-4, 3: 1e-4, 4: 2e-4}, {2: 9e-4, 3: 8e-4, 4: 1e-4}], 3.5) == [3, 4]
+    # where a sum, or the bits there are, come out a rounding below what they are
+    assert allocate_bits([{2: 0.2}, {2: 0.3, 4: 0.1}, {2: 0.3, 3: 0.1}], 8 / 3) == [2, 4, 2]
+    assert sum(allocate_bits([{4: 1.0, 5: 0.0}] * 100, 4.35)) == 435
 
 
 def test_too_few_bits() -> None:
