@@ -19,8 +19,12 @@ from kvcache_plugins.artifacts.codebooks import load_codebooks
 from kvcache_plugins.artifacts.scales import load_scales
 from kvcache_plugins.calibration import calibrate as job
 from kvcache_plugins.calibration.calibrate import calibrate_subject
+from kvcache_plugins.calibration.fitting import fit_layers
 from kvcache_plugins.calibration.options import CalibrationOptions
+from kvcache_plugins.calibration.passes import run_passes
 from kvcache_plugins.calibration.recording import calibrated_layers
+from kvcache_plugins.calibration.samples import read_samples
+from kvcache_plugins.calibration.statistics import Statistics
 from kvcache_plugins.cli import main
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary import find_rotary
@@ -118,6 +122,32 @@ def test_more_samples_and_other_seeds_differ(
     assert not torch.equal(first.tensors["layers.0.key_upper"], other.tensors["layers.0.key_upper"])
 
 
+def test_the_artifact_is_what_its_options_say(subject: Subject, text: Path, tmp_path: Path) -> None:
+    given = options(
+        text,
+        num_samples=2,
+        sequence_length=48,
+        nbits=(2,),
+        outlier_fraction=0.08,
+        sink_length=5,
+        weight="fisher",
+    )
+    calibrate_subject(subject, given, tmp_path / "out")
+    layers = calibrated_layers(subject.model)
+    statistics = Statistics(tmp_path, {}, layers, tokens=43, num_samples=2, tail=0.04)
+    samples = read_samples(subject, given).token_ids
+    run_passes(
+        subject.model, samples, layers, statistics, outlier_fraction=0.08, sink_length=5, weight="fisher"
+    )
+    found, scales = load_codebooks(str(tmp_path / "out")), load_scales(str(tmp_path / "out"))
+    assert (found.outlier_fraction, found.sink_length) == (0.08, 5)
+    expected = fit_layers(statistics, [2], q_norm=False)
+    torch.testing.assert_close(dict(found.tensors), expected, rtol=0, atol=0)
+    for index, layer in statistics.layers.items():
+        assert torch.equal(scales.key_absmax[index], layer.absmax["key"])
+        assert torch.equal(scales.value_absmax[index], layer.absmax["value"])
+
+
 def test_q_norm_adds_levels(subject: Subject, text: Path, tmp_path: Path) -> None:
     calibrate_subject(subject, options(text, nbits=(2,), num_samples=1, q_norm=True), tmp_path / "norm")
     layer = load_codebooks(str(tmp_path / "norm"))
@@ -194,6 +224,27 @@ def test_other_settings_are_not_continued(
     # the bits are fitted at the end, so they may change
     calibrate_subject(subject, options(text, nbits=(4,)), tmp_path)
     assert load_codebooks(str(tmp_path)).nbits == [4]
+
+
+def test_all_that_the_statistics_depend_on_stays_as_it_was(
+    subject: Subject, text: Path, tmp_path: Path
+) -> None:
+    def interrupt(description: str, advance: int = 0) -> None:
+        if advance:
+            raise Interrupt
+
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    given: dict[str, Any] = {"model": str(model), "num_samples": 1, "sequence_length": 24}
+    with pytest.raises(Interrupt):
+        calibrate_subject(subject, options(text, **given), tmp_path / "out", interrupt)
+    for name, value in (
+        ("weight", "none"), ("sink_length", 2), ("dtype", "bf16"), ("attn_implementation", "eager")
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} was .*, is {value!r}"):
+            calibrate_subject(subject, options(text, **given | {name: value}), tmp_path / "out")
+    (model / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes() + b" ")
+    with pytest.raises(ValueError, match="model_digest was"):
+        calibrate_subject(subject, options(text, **given), tmp_path / "out")
 
 
 def test_a_damaged_state_is_refused(subject: Subject, text: Path, tmp_path: Path) -> None:
@@ -378,6 +429,70 @@ def test_precision_of_kvquant(
     assert [layer.config.key_bits for layer in cache.packed_layers] == [
         override["key_bits"] for override in overrides.values()
     ]
+
+
+KIVI = {
+    "sequence_length": 72,
+    "target_bits": 3.0,
+    "backend": "kivi",
+    "cache_config": [{"backend": "kivi", "residual_length": 32, "skip_layers": [0, 1, 2, 3, 4]}],
+    "nbits": None,
+}
+
+
+def test_progress_is_told_of_as_many_steps_as_were_announced(
+    subject: Subject, text: Path, tmp_path: Path
+) -> None:
+    done = 0
+
+    def count(description: str, advance: int = 0) -> None:
+        nonlocal done
+        done += advance
+
+    few = {"num_samples": 2, "sequence_length": 48, "nbits": (2,)}
+    for name, given in {"levels": few, "precision": KIVI | {"num_samples": 2}}.items():
+        done, asked = 0, options(text, **given)
+        calibrate_subject(subject, asked, tmp_path / name, count)
+        assert done == job.steps_of(asked), name
+
+
+@pytest.mark.parametrize("backend", ["kvquant", "kivi"])
+def test_a_precision_is_judged_all_over_the_text_with_the_cache_that_is_described(
+    backend: str, subject: Subject, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(job, "choose_precision", lambda *args: seen.append(args))
+    monkeypatch.setattr(job, "check_candidates", lambda *args: None)
+    given = {"target_bits": 2.0, "backend": backend, "nbits": None, "num_samples": 7, "precision_samples": 4}
+    given |= {"sequence_length": 24, "sink_length": 3}
+    given |= {"outlier_fraction": 0.05, "nbits": (2,)} if backend == "kvquant" else {}
+    asked = options(text, **given)
+    calibrate_subject(subject, asked, tmp_path, progress := lambda description, advance=0: None)
+    ((_, samples, config, bits, target, output, settings, told),) = seen
+    assert torch.equal(samples, read_samples(subject, asked).token_ids[[0, 2, 4, 6]])
+    expected = {"backend": backend}
+    if backend == "kvquant":
+        expected |= {"calibration": str(tmp_path), "outlier_fraction": 0.05, "sink_length": 3}
+    assert config == expected and (bits, target, output) == (asked.candidate_bits, 2.0, tmp_path)
+    assert told is progress and settings["dtype"] == "fp32"
+
+
+def test_a_precision_of_other_levels_is_not_gone_on_with(
+    subject: Subject, text: Path, tmp_path: Path
+) -> None:
+    """The levels are fitted anew, also where the statistics are the same."""
+
+    def interrupt(description: str, advance: int = 0) -> None:
+        if description.startswith("loss") and advance:
+            raise Interrupt
+
+    base = {"backend": "kvquant", "residual_length": 0, "skip_layers": [0, 1, 2, 3, 4]}
+    given = {"nbits": (2,), "num_samples": 2, "sequence_length": 130, "target_bits": 2.0}
+    given |= {"cache_config": [base]}
+    with pytest.raises(Interrupt):
+        calibrate_subject(subject, options(text, **given), tmp_path, interrupt)
+    with pytest.raises(ValueError, match="q_norm was False, is True"):
+        calibrate_subject(subject, options(text, **given, q_norm=True), tmp_path)
 
 
 # -- the bundled artifact
