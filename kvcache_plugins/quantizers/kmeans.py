@@ -51,7 +51,7 @@ def optimal_kmeans(points: _Floats, weights: _Floats, num_clusters: int) -> _Flo
     kept = mass > mass.sum() * 2.0**-50
     costs = _Costs(distinct[kept], mass[kept])
     bounds = _partition(costs, min(num_clusters, costs.count))
-    centres = costs.means(bounds[:-1], bounds[1:])
+    centres = costs.means(bounds[:-1])
     return np.concatenate([centres, np.full(num_clusters - centres.size, centres[-1])])
 
 
@@ -63,6 +63,7 @@ class _Costs:
         self._centre = float(np.average(points, weights=mass))
         shifted = points - self._centre
         self.count = points.size
+        self._parts = mass, mass * shifted
         self._mass, self._first, self._second = (
             np.concatenate([[0.0], np.cumsum(mass * power)]) for power in (1.0, shifted, shifted**2)
         )
@@ -73,9 +74,13 @@ class _Costs:
         cost = self._second[stop] - self._second[start] - first**2 / (self._mass[stop] - self._mass[start])
         return np.asarray(np.maximum(cost, 0.0))
 
-    def means(self, start: _Indices, stop: _Indices) -> _Floats:
-        first = self._first[stop] - self._first[start]
-        return np.asarray(self._centre + first / (self._mass[stop] - self._mass[start]))
+    def means(self, starts: _Indices) -> _Floats:
+        """Means of the runs that begin there, each up to the next one: of their own sums.
+
+        Differences of sums of all would leave a run of next to no weight a mean beyond its own points.
+        """
+        mass, first = (np.add.reduceat(part, starts) for part in self._parts)
+        return np.asarray(self._centre + first / mass)
 
 
 def _partition(costs: _Costs, num_clusters: int) -> _Indices:

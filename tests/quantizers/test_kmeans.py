@@ -81,6 +81,14 @@ def test_cost_of_the_plain_dynamic_program(shape: str, num_clusters: int) -> Non
     assert cost_of(points, weights, centres) == pytest.approx(least, rel=1e-7)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_points_of_next_to_no_weight_have_centres_of_their_own(seed: int) -> None:
+    """Where there are clusters enough, beside points that outweigh them by far."""
+    random = np.random.default_rng(seed)
+    points, weights = np.sort(random.uniform(-1, 1, 16)), 10.0 ** random.uniform(-14, 0, 16)
+    np.testing.assert_allclose(optimal_kmeans(points, weights, 16), points, rtol=1e-12, atol=1e-14)
+
+
 def test_the_oracles_agree() -> None:
     random = np.random.default_rng(3)
     points, weights = random.normal(size=10), random.exponential(size=10)
