@@ -55,6 +55,21 @@ def test_keys_are_normalised_by_their_channel() -> None:
     assert not normalised.inside[1, :, 2].any(), "a channel without a range"
 
 
+def test_a_vector_without_a_range_needs_no_levels() -> None:
+    keys = torch.randn(2, 9, 3)
+    keys[0, :, 1] = 2.5
+    channels = normalise_keys(keys, keys.amin(1), keys.amax(1))
+    assert not channels.inside[0, :, 1].any() and channels.inside.sum() == 5 * 9
+    values = torch.randn(2, 9, 3)
+    values[:, 4] = 0.0
+    tokens = normalise_values(values, 0)
+    assert not tokens.inside[:, 4].any() and tokens.inside.sum() == 8 * 6
+    for normalised in (channels, tokens):
+        histogram = Histogram()
+        histogram.add(normalised, torch.ones(2, 9, 3).double())
+        assert np.isfinite(histogram.first).all() and np.isfinite(histogram.count_second).all()
+
+
 @pytest.mark.parametrize("outliers", [0, 1, 3])
 def test_values_are_normalised_by_their_token_over_all_heads(outliers: int) -> None:
     values = torch.randn(2, 7, 8)
@@ -85,6 +100,12 @@ def test_weights_of_any_size() -> None:
     weights = torch.where(numbers.abs() > 0.9, 1e-60, 1.0).double() * 1e-30
     levels = fit_codebook(filled(numbers, weights), 3)
     assert np.isfinite(levels).all() and np.abs(levels).max() < 0.9 and (np.diff(levels) > 0).all()
+
+
+def test_what_weighs_little_has_levels_where_there_are_enough() -> None:
+    numbers = torch.linspace(-1, 1, 8)
+    weights = torch.tensor([1.0, 1e-9] * 4)
+    np.testing.assert_allclose(fit_codebook(filled(numbers, weights), 3), numbers.double(), atol=1e-6)
 
 
 def test_fisher_information_needs_finite_gradients() -> None:
@@ -126,3 +147,9 @@ def test_q_norm_restores_mean_and_deviation() -> None:
     assert levels[codes].std() == pytest.approx(x.std(), rel=1e-3)
     # which the codebook itself does not: a mean of many numbers varies less than they do
     assert codebook[codes].std() < 0.98 * x.std()
+
+
+def test_q_norm_of_numbers_that_share_a_level() -> None:
+    histogram = filled(torch.tensor([0.5, 0.5, 0.5]), torch.ones(3))
+    levels = normalised_levels(histogram, np.array([-1.0, -0.5, 0.25, 1.0]))
+    assert levels.tolist() == [-0.75, -0.25, 0.5, 1.25]

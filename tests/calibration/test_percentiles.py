@@ -49,6 +49,7 @@ def test_fraction_zero_is_minimum_and_maximum() -> None:
     assert torch.equal(lower, numbers.amin(1)) and torch.equal(upper, numbers.amax(1))
 
 
-def test_numbers_that_are_not_finite() -> None:
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite(number: float) -> None:
     with pytest.raises(ValueError, match=r"finite.*--dtype"):
-        StreamingRange(2, 0.0).add(torch.tensor([[[1.0], [float("nan")]]]))
+        StreamingRange(2, 0.0).add(torch.tensor([[[1.0], [number]]]))

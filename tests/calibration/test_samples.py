@@ -58,6 +58,15 @@ def test_the_seed_decides_where(book: Path) -> None:
     assert not torch.equal(found[0].token_ids, found[2].token_ids) and found[0].digest != found[2].digest
 
 
+def test_samples_may_lie_anywhere(book: Path) -> None:
+    found = [
+        read_samples(subject(), options(text_files=[str(book)], seed=seed, num_samples=2)).token_ids
+        for seed in range(100)
+    ]
+    starts = torch.stack(found)[:, :, 0] - 200
+    assert starts.min() == 0 and starts.max() == 90 and len(starts.unique()) > 60
+
+
 def test_a_short_text_is_used_evenly(book: Path) -> None:
     samples = read_samples(subject(), options(text_files=[str(book)], sequence_length=40))
     assert samples.token_ids[:, 0].tolist() == [200, 220, 240, 260]
@@ -127,6 +136,13 @@ class TestDataset:
         assert calls[0] == (("org/name", "config"), {"split": "train", "streaming": True})
         assert samples.source == "org/name:config"
         assert "".join(map(chr, samples.token_ids[0].tolist())) in "row\n\n" * 4
+
+    def test_the_seed_decides_where(self, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        rows = [{"text": chr(200 + index)} for index in range(200)]
+        monkeypatch.setattr(sys.modules["datasets"], "load_dataset", lambda *args, **kwargs: iter(rows))
+        found = [read_samples(subject(), options(dataset="org/name", seed=seed)) for seed in (0, 1)]
+        assert found[0].digest != found[1].digest
+        assert max(int(samples.token_ids.max()) for samples in found) > 230, "of more than is needed"
 
     def test_the_papers_text_by_default(self, calls: list[Any]) -> None:
         read_samples(subject(), options())

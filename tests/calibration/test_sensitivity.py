@@ -155,6 +155,14 @@ def test_losses_are_divergences_from_the_dense_run(model: Any, samples: Tensor, 
     assert loss == pytest.approx(expected, rel=1e-3)
 
 
+@torch.no_grad()
+def test_predictions_are_taken_in_fp32(samples: Tensor) -> None:
+    """What bf16 rounds off would be a loss of every candidate."""
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    rows = sensitivity._predictions(model, samples[:1].split(64, dim=1), DynamicCache(config=model.config))
+    torch.testing.assert_close(rows.exp().sum(-1), torch.ones(256), rtol=0, atol=1e-5)
+
+
 def test_fewer_bits_lose_more(model: Any, samples: Tensor) -> None:
     for side in ("key", "value"):
         mode = "post" if side == "key" else None
@@ -212,6 +220,18 @@ def test_the_chosen_precision_is_the_best_of_all(model: Any, samples: Tensor, tm
     assert measured["summed_loss"] <= uniform
 
 
+def test_losses_are_means_over_the_samples(model: Any, samples: Tensor, tmp_path: Path) -> None:
+    choose(model, samples, tmp_path)
+    measured = json.loads((tmp_path / "precision.json").read_text())["losses"]
+    candidates = candidates_of(model, KIVI, (2, 3, 4))
+    losses = [dict(measure_candidates(model, sample[None], KIVI, candidates)) for sample in samples]
+    assert len(measured) == len(candidates)
+    for candidate, entry in zip(candidates, measured, strict=True):
+        first, second = (loss[candidate] for loss in losses)
+        assert first != second and entry["loss"] == pytest.approx((first + second) / 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache_config.json", "precision.json"]
+
+
 def test_it_is_ready_to_use(model: Any, samples: Tensor, tmp_path: Path) -> None:
     config = choose(model, samples, tmp_path, target=2.5)
     cache = build_cache(model, config)
@@ -245,6 +265,9 @@ def test_finished_measurements_are_not_repeated(
         choose(model, samples, tmp_path / "cut")
     assert not (tmp_path / "cut" / "cache_config.json").exists()
     monkeypatch.setattr(precision, "measure_candidates", watched)
+    for cache in ({**KIVI, "residual_length": 0}, {**KIVI, "skip_layers": [0]}):
+        with pytest.raises(ValueError, match="cache_config was"):
+            choose_precision(model, samples, cache, (2, 3, 4), 3.0, tmp_path / "cut", {"text": "t"})
     assert choose(model, samples, tmp_path / "cut") == whole
     assert len(seen) == 2 * 18 - 7
     for name in ("cache_config.json", "precision.json"):
