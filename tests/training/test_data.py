@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -67,11 +68,18 @@ def test_the_middle_is_cut() -> None:
             ]
         },
         {
+            "messages": [
+                {"role": "user", "content": "Who?"},
+                {"role": "assistant", "content": "I."},
+                {"role": "system", "content": "The end."},
+            ]
+        },
+        {
             "prompt": [{"role": "user", "content": "Who?"}],
             "completion": [{"role": "assistant", "content": "I."}],
         },
     ],
-    ids=["prompt", "instruction", "messages", "sharegpt", "trl"],
+    ids=["prompt", "instruction", "messages", "sharegpt", "closed", "trl"],
 )
 def test_rows_of_every_form(row: dict[str, Any]) -> None:
     assert messages_of(row) == [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
@@ -118,8 +126,18 @@ def test_a_prompt_ends_where_the_answer_begins(tokenizer: Any, monkeypatch: pyte
     chat = Conversations(rows, tokenizer, max_length=100)[0]
     assert tokenizer.decode(chat.prompt_ids) == "<user>Who is there?<end><assistant>"
     assert tokenizer.decode(chat.answer_ids) == "It is I.<end>"  # the end of the turn asks for things, too
+    thinking = CHAT.replace("%}<assistant>{%", "%}<assistant><think>{%")
+    monkeypatch.setattr(tokenizer, "chat_template", thinking)
+    opened = Conversations(rows, tokenizer, max_length=100)[0]
+    assert tokenizer.decode(opened.prompt_ids).endswith("<end><assistant><think>")
+    assert tokenizer.decode(opened.answer_ids) == "It is I.", "of a turn that its template opens otherwise"
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    assert (
+        tokenizer.decode(Conversations([row], tokenizer, max_length=100)[0].prompt_ids) == "a\n\nb\n\nc\n\n"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT)
     several = Conversations([row], tokenizer, max_length=100)[0]
     assert tokenizer.decode(several.prompt_ids) == "<user>a<end><assistant>b<end><user>c<end><assistant>"
 
@@ -254,6 +272,19 @@ def test_what_is_asked_for_stands_in_the_prompt(task: str, prose: str, tokenizer
             assert prompt[-40:] + answer[:40] in tokenizer.decode(data._filler.ids)
 
 
+def test_facts_lie_all_over_the_prompt_and_are_asked_for_in_another_order(prose: str, tokenizer: Any) -> None:
+    data = SyntheticTasks(prose, tokenizer, sequence_length=400, size=1)
+    places, orders = [], []
+    for seed in range(60):
+        example = TASKS["facts"][0](data, random.Random(seed), 400)
+        prompt, answer = tokenizer.decode(example.prompt_ids), tokenizer.decode(example.answer_ids)
+        found = [prompt.index(value) / len(prompt) for value in re.findall(r" (\d+)\.", answer)]
+        places += found
+        orders.append(found == sorted(found))
+    assert min(places) < 0.1 and max(places) > 0.9 and 0.3 < sum(places) / len(places) < 0.7
+    assert sum(orders) < 40
+
+
 def test_texts_that_are_too_short_or_prompts_that_are_too_long(
     prose: str, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -285,3 +316,29 @@ def test_evaluation_text_is_not_trained_on(prose: str, tokenizer: Any, tmp_path:
     texts = [tokenizer.decode(data._filler.ids) for data in (train, held_out)]  # type: ignore[attr-defined]
     assert "".join(texts) == prose.strip() and len(texts[1]) >= 0.09 * len(prose)
     assert len(held_out) == options.eval_examples  # type: ignore[arg-type]
+    for index in range(options.eval_examples):
+        assert train[index].answer_ids != held_out[index].answer_ids, "nor are the facts that are asked for"
+
+
+def test_all_texts_are_read(prose: str, tokenizer: Any, tmp_path: Path) -> None:
+    texts = [prose[start : start + 9000].strip() for start in (0, 20000)]
+    for name, text in zip("ab", texts, strict=True):
+        (tmp_path / f"{name}.txt").write_text(text)
+    files = [str(tmp_path / f"{name}.txt") for name in "ab"]
+    train, held_out = build_datasets(
+        LocretOptions(model="m", text_files=files, sequence_length=64), tokenizer, positions=None, seed=0
+    )
+    read, unseen = (
+        tokenizer.decode(data._filler.ids)  # type: ignore[attr-defined]
+        for data in (train, held_out)
+    )
+    cuts = [len(text) - len(text) // 10 for text in texts]
+    assert read == "\n\n".join(text[:cut] for text, cut in zip(texts, cuts, strict=True))
+    assert unseen == "\n\n".join(text[cut:] for text, cut in zip(texts, cuts, strict=True))
+
+
+def test_a_short_text_has_room_for_an_evaluation(prose: str, tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(prose[:2000])
+    options = LocretOptions(model="m", text_files=[str(tmp_path / "a.txt")], sequence_length=64)
+    for data in build_datasets(options, tokenizer, positions=None, seed=0):
+        assert data[0].prompt_ids

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.models.diffllama import modeling_diffllama
 
+from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.heads import RetainingHeads
 from kvcache_plugins.testing import tiny_model
@@ -118,6 +119,13 @@ def test_a_padded_batch_gives_what_its_rows_give(tmp_path: Any) -> None:
             assert layer.mask[row].sum() == length
             torch.testing.assert_close(layer.labels[row, :, :length], alone.labels[0], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(layer.features[row, :length], alone.features[0], rtol=1e-5, atol=1e-5)
+
+
+def test_norms_are_those_of_the_cached_keys(tmp_path: Any) -> None:
+    model, text = tiny_model("llama"), example(31, 5)
+    cache = cache_of(model(torch.tensor([[*text.prompt_ids, *text.answer_ids]]), use_cache=True))
+    for layer, cached in zip(targets(trainer_for(model, tmp_path), text), cache.layers, strict=True):
+        torch.testing.assert_close(layer.key_norms, cached.keys[:, :, :26].norm(dim=-1))
 
 
 def test_the_first_tokens_alone_with_labels_of_the_whole(tmp_path: Any) -> None:

@@ -95,6 +95,8 @@ def test_recall_of_batches_that_are_not_put_together() -> None:
     whole = recall_metrics(EvalPrediction(heads, norms))
     parts = EvalPrediction([heads[:2], heads[2:]], [norms[:2], norms[2:]])  # type: ignore[arg-type]
     assert recall_metrics(parts) == whole and whole["recall_layer_1"] == pytest.approx(heads[:, 1].mean())
+    assert whole["knorm_recall"] == pytest.approx(norms.mean())
+    assert whole["knorm_recall_layer_0"] == pytest.approx(norms[:, 0].mean())
 
 
 def test_recall_rises_and_the_base_stays(tmp_path: Path) -> None:
@@ -110,6 +112,13 @@ def test_recall_rises_and_the_base_stays(tmp_path: Path) -> None:
     assert sum(layers) / 2 == pytest.approx(trained["eval_recall"])
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_base_is_read_without_dropout(tmp_path: Path) -> None:
+    model = tiny_model("llama").train()
+    trainer = build(tmp_path, model)
+    trainer.train()
+    assert not any(module.training for module in model.modules())
 
 
 def test_saved_reloaded_and_resumed(tmp_path: Path) -> None:
@@ -157,6 +166,30 @@ def test_heads_of_another_model(tmp_path: Path) -> None:
     args = LocretTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(ValueError, match=r"num_hidden_layers=3.*num_hidden_layers=2"):
         LocretTrainer(heads, tiny_model("llama"), args)
+
+
+@pytest.mark.parametrize("option", ["fsdp", "deepspeed"])
+def test_gradients_layer_by_layer_are_not_for_weights_in_parts(option: str, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    heads = RetainingHeads(RetainingHeadsConfig.from_model(model, hidden_dim=8))
+    args = LocretTrainingArguments(output_dir=str(tmp_path), use_cpu=True, layerwise_backward=True)
+    setattr(args, option, "given")
+    with pytest.raises(ValueError, match="--layerwise_backward is for one process or DDP"):
+        LocretTrainer(heads, model, args)
+
+
+@pytest.mark.parametrize("load_best_model_at_end", [False, True])
+def test_what_is_restored_is_the_checkpoint_or_the_best(load_best_model_at_end: bool, tmp_path: Path) -> None:
+    """The best by the highest loss, which is that of the first."""
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": None}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 1e-2, "warmup_steps": 0}
+    options |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    build(tmp_path, **options).train()
+    restored = build(tmp_path, **options, load_best_model_at_end=load_best_model_at_end)
+    restored.restore(str(tmp_path / "checkpoint-4"))
+    assert restored.state.global_step == 4 and restored.state.best_global_step == 2
+    expected = load_file(tmp_path / f"checkpoint-{2 if load_best_model_at_end else 4}" / "model.safetensors")
+    torch.testing.assert_close(weights(restored), expected, rtol=0, atol=0)
 
 
 def test_a_negative_clip_value(tmp_path: Path) -> None:
