@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvcache_plugins.errors import ArtifactError
-from kvcache_plugins.retaining.configuration import RetainingHeadsConfig, default_hidden_dim
+from kvcache_plugins.retaining.configuration import DEFAULT_BUDGET, RetainingHeadsConfig, default_hidden_dim
 from kvcache_plugins.retaining.heads import RetainingHeads
 from kvcache_plugins.retaining.importing import import_heads
 from kvcache_plugins.retaining.loading import load_heads
@@ -67,6 +67,15 @@ def test_a_layer_is_copied_to_where_the_features_are() -> None:
     scores = heads.score(0, features.cuda())
     assert scores.is_cuda and heads.layers[0].fc1.weight.device.type == "cpu"
     torch.testing.assert_close(scores.cpu(), heads.score(0, features), rtol=1e-3, atol=1e-3)
+
+
+def test_a_copy_elsewhere_is_made_once_and_anew_when_weights_change() -> None:
+    heads, elsewhere = small_heads(), torch.device("meta")
+    copied = heads._layer_on(1, elsewhere)
+    assert heads._layer_on(1, elsewhere) is copied is not heads._layer_on(0, elsewhere)
+    with torch.no_grad():
+        heads.layers[1].fc2.weight.mul_(2)
+    assert heads._layer_on(1, elsewhere) is not copied
 
 
 def test_a_wrong_layer_or_width() -> None:
@@ -141,6 +150,12 @@ def test_recall_of_the_top_tenth() -> None:
         assert top_recall(scores, labels, (torch.arange(40) < length)[None]).tolist() == [0.5]
 
 
+def test_a_row_without_tokens_has_no_recall() -> None:
+    mask = torch.tensor([[True] * 10, [False] * 10])
+    first, second = top_recall(torch.randn(2, 2, 10), torch.randn(2, 2, 10), mask).tolist()
+    assert 0 <= first <= 1 and math.isnan(second)
+
+
 # -- configuration
 
 
@@ -150,6 +165,19 @@ def test_configuration_of_a_model() -> None:
     assert (config.input_dim, config.hidden_dim, config.max_train_length) == (256, 24, 99)
     assert (config.hidden_act, config.label, config.label_scale) == ("silu", "max_qk", "rsqrt_d")
     assert [default_hidden_dim(size) for size in (256, 1024, 4096, 8192)] == [128, 256, 1024, 1024]
+
+
+@pytest.mark.parametrize(
+    ("family", "activation"), [("gemma", "gelu_pytorch_tanh"), ("gpt2", "gelu_new"), ("gpt_neox", "gelu")]
+)
+def test_heads_have_the_activation_of_their_model(family: str, activation: str) -> None:
+    config = RetainingHeadsConfig.from_model(tiny_model(family))
+    assert config.hidden_act == activation and config.defaults == DEFAULT_BUDGET
+
+
+def test_keys_and_values_of_two_widths() -> None:
+    with pytest.raises(ValueError, match="keys and values of one width, got 32 and 16 channels"):
+        RetainingHeadsConfig.from_model(tiny_model("deepseek_v3"))
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, GPTBigCodeConfig, GPTBigCodeForCausalLM
 
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.projections import ProjectionTap
 from kvcache_plugins.testing import tiny_model
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "olmo2", "gpt_neox", "gpt2", "bloom")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma",
+    "olmo2",
+    "gpt_neox",
+    "gpt2",
+    "bloom",
+    "mpt",
+)
 IDS = torch.arange(3, 17).view(2, 7)
 
 
@@ -57,6 +69,8 @@ def expected(family: str, module: Any, hidden: Tensor) -> Tensor:
         return torch.cat([x.transpose(1, 2).flatten(2) for x in (query, key, value)], dim=-1)
     if family == "phi3":
         return module.qkv_proj(hidden)
+    if family == "mpt":
+        return module.Wqkv(hidden)
     if family == "gpt2":
         return module.c_attn(hidden)
     return torch.cat([module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)], dim=-1)
@@ -85,6 +99,27 @@ def test_features_are_the_projections(family: str) -> None:
         torch.testing.assert_close(
             features, expected(family, attention_modules(model)[index], inputs[index]), rtol=0, atol=0
         )
+
+
+@pytest.mark.parametrize("multi_query", [False, True])
+@torch.no_grad()
+def test_features_of_one_name_in_two_orders(multi_query: bool) -> None:
+    """GPT-BigCode fuses by head, unless all heads share one key."""
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 1, "n_positions": 32}
+    model = GPTBigCodeForCausalLM(GPTBigCodeConfig(**sizes, multi_query=multi_query)).eval()
+    attention = model.transformer.h[0].attn
+    outputs: list[Tensor] = []
+    attention.c_attn.register_forward_hook(lambda module, args, output: outputs.append(output))
+    ProjectionTap.of(model).attach(is_taking)
+    cache = TakingCache(model)
+    model(IDS, **as_argument(cache))
+    (fused,) = outputs
+    if not multi_query:
+        parts = fused.view(2, 7, 4, 24).split(8, dim=-1)
+        fused = torch.cat([part.flatten(2) for part in parts], dim=-1)
+    assert torch.equal(cache.features[0], fused)
+    keys = fused[..., 32:40] if multi_query else fused[..., 32:64]
+    assert torch.equal(cache.layers[0].keys, keys.unflatten(-1, (-1, 8)).transpose(1, 2))
 
 
 def test_only_wanted_forwards_and_once() -> None:
