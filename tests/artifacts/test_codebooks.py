@@ -102,6 +102,23 @@ def test_a_layer_gets_its_own(artifact: Path, made: Codebooks) -> None:
     assert found.key_levels is None
 
 
+def test_levels_to_decode_with_are_those_of_a_sides_own_bits(tmp_path: Path, made: Codebooks) -> None:
+    levels = {f"layers.0.key_levels_{bits}": torch.randn(2**bits) for bits in (2, 3)}
+    save_codebooks(tmp_path / "normed", replace(made, tensors={**made.tensors, **levels}))
+    loaded = load_codebooks(str(tmp_path / "normed"))
+    for key_bits, value_bits in ((2, 3), (3, 2)):
+        found = layer_of(loaded, key_bits=key_bits, value_bits=value_bits)
+        assert torch.equal(found.key_levels, levels[f"layers.0.key_levels_{key_bits}"])
+        assert (found.value_levels is None) == (value_bits == 3), "the values have some of two bits alone"
+
+
+def test_levels_may_be_repeated(tmp_path: Path, made: Codebooks) -> None:
+    """As those of fewer distinct numbers than levels are."""
+    levels = torch.tensor([-1.0, 0.5, 0.5, 0.5])
+    save_codebooks(tmp_path / "few", replace(made, tensors={**made.tensors, LEVELS: levels}))
+    assert torch.equal(load_codebooks(str(tmp_path / "few")).tensors[LEVELS], levels)
+
+
 def test_scales_may_lie_beside(tmp_path: Path, made: Codebooks) -> None:
     save_codebooks(tmp_path / "both", made, Scales({0: torch.ones(2)}, {0: torch.ones(2)}))
     assert load_scales(str(tmp_path / "both")).key_absmax.keys() == {0}
@@ -158,6 +175,8 @@ def test_another_model(artifact: Path) -> None:
     # of the same family, depth and heads
     with pytest.raises(ArtifactError, match="'fingerprint'"):
         loaded.check_model(tiny_model("llama", intermediate_size=96).config)
+    with pytest.raises(ArtifactError, match="'fingerprint'"):
+        loaded.check_model(tiny_model("llama", num_attention_heads=8, head_dim=16).config)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +291,9 @@ DAMAGE: dict[str, tuple[Any, str, str]] = {
     "too-few-levels": (lambda f: _edit_tensors(f, {LEVELS: torch.zeros(3)}), TENSORS, "4 levels, got (3,)"),
     "half": (lambda f: _edit_tensors(f, {LEVELS: torch.zeros(4).half()}), TENSORS, "float16"),
     "unknown-name": (lambda f: _edit_tensors(f, {"lm_head": torch.zeros(4)}), TENSORS, "'lm_head'"),
+    "range-of-two-shapes": (
+        lambda f: _edit_tensors(f, {"layers.0.key_upper": torch.ones(HEADS, 1)}), TENSORS, "of the shape of",
+    ),
     "range-upside-down": (
         lambda f: _edit_tensors(f, {"layers.0.key_upper": torch.full((HEADS, CHANNELS), -9.0)}), TENSORS,
         "layers.0.key_upper",
