@@ -92,6 +92,28 @@ def test_the_command(
     assert (output / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_options_reach_the_model_and_its_heads(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, load = [], job.load_model
+
+    def noted(*args: Any, **options: Any) -> Any:
+        loaded.append(options)
+        return load(*args, **options)
+
+    monkeypatch.setattr(job, "load_model", noted)
+    more = ("--max_steps", "1", "--gradient_accumulation_steps", "3", "--attn_implementation", "eager")
+    more += ("--heads_dtype", "bf16", "--max_train_length", "50", "--budget", "96", "--local_length", "5")
+    assert main(["train-locret", *arguments(text, tmp_path, *more, "--no_plots")]) == 0
+    heads = load_heads(str(tmp_path))
+    assert heads.dtype == torch.bfloat16 and heads.config.max_train_length == 50
+    wanted = {"budget": 96, "chunk_size": 1024, "stabilizer_length": 12, "local_length": 5}
+    assert heads.config.defaults == wanted and heads.config.hidden_dim == 16
+    (options,) = loaded
+    assert options["attn_implementation"] == "eager" and options["dtype"] == "float32"
+    assert json.loads((tmp_path / "results.json").read_text())["settings"]["batch"] == 3
+
+
 @pytest.mark.parametrize("layerwise", ["false", "true"])
 def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise: str) -> None:
     steps = ("--max_steps", "3", "--learning_rate", "1e-3", "--layerwise_backward", layerwise)
