@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from kvcache_plugins.training.arguments import LocretTrainingArguments
-from kvcache_plugins.training.checkpoints import training_facts
+from kvcache_plugins.training.checkpoints import find_checkpoint, training_facts
 from kvcache_plugins.training.options import LocretOptions
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
@@ -47,3 +48,60 @@ def test_synthetic_tasks_are_of_their_texts_alone(tmp_path: Path, monkeypatch: p
     assert _digest("synthetic", tmp_path, text_files=[str(text)]) == before
     text.write_text("another text")
     assert _digest("synthetic", tmp_path, text_files=[str(text)]) != before
+
+
+def _facts(tmp_path: Path, given: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    args = LocretTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, **arguments)
+    return training_facts(LocretOptions(model=str(MODEL), **given), args, LlamaConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dtype", "bf16"),
+        ("attn_implementation", "eager"),
+        ("sequence_length", 128),
+        ("max_length", 128),
+        ("num_examples", 3),
+        ("eval_examples", 3),
+        ("max_train_length", 50),
+    ],
+)
+def test_the_steps_of_a_training_depend_on_its_data(name: str, value: Any, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "b"}')
+    given = {"dataset": str(rows)} if name in ("max_length", "num_examples") else {}
+    before, after = _facts(tmp_path, given), _facts(tmp_path, given | {name: value})
+    assert after == before | {name: value} != before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("data_seed", 1),
+        ("warmup_steps", 7),
+        ("lr_scheduler_type", "cosine"),
+        ("weight_decay", 0.5),
+        ("adam_beta1", 0.5),
+        ("adam_beta2", 0.5),
+        ("max_grad_norm", 1.0),
+        ("clip_value", 0.1),
+        ("metric_for_best_model", "recall"),
+    ],
+)
+def test_the_steps_of_a_training_depend_on_its_optimizer(name: str, value: Any, tmp_path: Path) -> None:
+    before, after = _facts(tmp_path, {}), _facts(tmp_path, {}, **{name: value})
+    changed = {key for key in before if before[key] != after[key]}
+    assert name in changed <= {name, "greater_is_better"}  # which follows from the metric
+    assert _facts(tmp_path, {}, max_steps=7, save_steps=3, logging_steps=1) == before
+
+
+def test_the_checkpoint_with_the_most_steps_is_gone_on_from(tmp_path: Path) -> None:
+    for step in (2, 10, 9):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        state = {"global_step": step, "train_batch_size": 1}
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+    args = LocretTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=2, resume_from_checkpoint="true"
+    )
+    assert find_checkpoint(args, tmp_path) == str(tmp_path / "checkpoint-10")
