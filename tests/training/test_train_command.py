@@ -435,6 +435,8 @@ def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert training.output_dir == "there"
     epochs = ["--model", "m", "--output", "x", "--num-train-epochs=2"]
     assert [parse_arguments(epochs + more)[1].max_steps for more in ([], ["--max_steps", "9"])] == [-1, 9]
+    path.write_text("model: m\noutput: there\nnum_train_epochs: 2\nmax_steps: 7\n")
+    assert parse_arguments(["--config", str(path)])[1].max_steps == 7
     path.write_text("model: m\nlearning_rat: 1\n")
     assert main(["train-locret", f"--config={path}"]) == 2
     assert "Unknown option 'learning_rat'" in capsys.readouterr().err

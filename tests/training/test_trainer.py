@@ -192,6 +192,11 @@ def test_what_is_restored_is_the_checkpoint_or_the_best(load_best_model_at_end: 
     torch.testing.assert_close(weights(restored), expected, rtol=0, atol=0)
 
 
+def test_components_alone_are_clipped_by_default(tmp_path: Path) -> None:
+    args = LocretTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert (args.clip_value, args.max_grad_norm) == (0.5, 0.0)
+
+
 def test_a_negative_clip_value(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--clip_value must be at least 0"):
         LocretTrainingArguments(output_dir=str(tmp_path), clip_value=-1.0)
