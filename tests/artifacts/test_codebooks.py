@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvcache_plugins import ArtifactError
 from kvcache_plugins.artifacts import codebooks as module
+from kvcache_plugins.artifacts.card import model_card
 from kvcache_plugins.artifacts.codebooks import (
     Codebooks,
     LayerCodebooks,
@@ -129,6 +130,8 @@ def test_the_card_says_what_it_is(artifact: Path) -> None:
     card = (artifact / CARD).read_text()
     assert card.startswith("---\n") and "`llama`: 2 layers, 2 kv heads of 16 channels" in card
     assert '"nbits": 3' in card and "| bits | 2, 3 |" in card
+    card = model_card({**load_codebooks(str(artifact)).facts, "nbits": [2, 4]})
+    assert '"nbits": 4' in card and "| bits | 2, 4 |" in card
 
 
 def test_an_artifact_that_changed_is_read_again(artifact: Path, made: Codebooks) -> None:
@@ -272,6 +275,9 @@ DAMAGE: dict[str, tuple[Any, str, str]] = {
     "newer-version": (lambda f: _edit_facts(f, format_version=2), FACTS, "got 'kvquant' and 2"),
     "other-kind": (lambda f: _edit_facts(f, kind="kv_scales"), FACTS, "'kv_scales'"),
     "facts-incomplete": (lambda f: _edit_facts(f, rope=None, nbits=None), FACTS, "lacks ['nbits', 'rope']"),
+    "digest-missing": (
+        lambda f: _edit_facts(f, tensors_sha256=None), FACTS, "lacks ['tensors_sha256']",
+    ),
     "bits-no-list": (lambda f: _edit_facts(f, nbits=3), FACTS, "nbits must be of type list, got 3"),
     "share-no-number": (
         lambda f: _edit_facts(f, outlier_fraction=[]), FACTS, "outlier_fraction must be of type float | int",

@@ -166,6 +166,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fraction-half": ({"outlier_fraction": 0.5}, r"\[0, 0.1\], got 0.5"),
     "fraction-negative": ({"outlier_fraction": -0.1}, r"\[0, 0.1\], got -0.1"),
     "fraction-nan": ({"outlier_fraction": float("nan")}, r"\[0, 0.1\], got nan"),
+    "fraction-bool": ({"outlier_fraction": False}, r"\[0, 0.1\], got False"),
     "fraction-text": ({"outlier_fraction": "1%"}, r"got '1%'"),
     "weight": ({"weight": "fischer"}, "Did you mean 'fisher'"),
     "samples": ({"num_samples": 0}, "--num_samples must be an integer >= 1"),
@@ -179,6 +180,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "target-nan": ({"target_bits": float("nan")}, r"got nan"),
     "target-beyond-nbits": ({"target_bits": 3.0, "nbits": [2]}, r"within \[2, 2\]"),
     "cache-without-target": ({"cache_config": [{"backend": "kivi"}]}, "--target_bits"),
+    "two-caches": (
+        {"cache_config": [{"backend": "kvquant"}, {"backend": "kvquant"}], "target_bits": 3},
+        "the one cache",
+    ),
     "other-cache": (
         {"cache_config": [{"backend": "kivi"}], "target_bits": 3},
         "must be for --backend 'kvquant', got 'kivi'",

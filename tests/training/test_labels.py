@@ -121,6 +121,14 @@ def test_a_padded_batch_gives_what_its_rows_give(tmp_path: Any) -> None:
             torch.testing.assert_close(layer.features[row, :length], alone.features[0], rtol=1e-5, atol=1e-5)
 
 
+def test_autocast_leaves_labels_alone(tmp_path: Any) -> None:
+    trainer, text = trainer_for(tiny_model("llama"), tmp_path), example(31, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = targets(trainer, text)
+    for layer, same in zip(inside, targets(trainer, text), strict=True):
+        assert torch.equal(layer.labels, same.labels) and torch.equal(layer.features, same.features)
+
+
 def test_norms_are_those_of_the_cached_keys(tmp_path: Any) -> None:
     model, text = tiny_model("llama"), example(31, 5)
     cache = cache_of(model(torch.tensor([[*text.prompt_ids, *text.answer_ids]]), use_cache=True))

@@ -461,6 +461,10 @@ def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             ["--model", "m", "--output", "x", "--max_length", "1"],
             "--max_length must be an integer >= 2, got 1",
         ),
+        (
+            ["--model", "m", "--output", "x", "--sequence_length", "63"],
+            "--sequence_length must be an integer >= 64, got 63",
+        ),
         (["--model", "m", "--output", "x", "--dataset", "foo"], "got 'foo'"),
         (["--model", "m", "--output", "x", "--dataset", "no.jsonl"], "not there: 'no.jsonl'"),
         (["--model", "m", "--output", "x", "--text_files", "no.txt"], "not there: 'no.txt'"),
