@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
 import kvcache_plugins as kvp
-from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.testing import tiny_model
 
 CONFIG = LlamaConfig(
@@ -113,6 +113,42 @@ def test_a_known_final_length_is_allocated_once() -> None:
         layer.update(states[:, :, start : start + 1], states[:, :, start : start + 1])
     assert layer.records.data.data_ptr() == where
     assert layer.records.num_blocks == -(-1500 // 64)
+
+
+@pytest.mark.parametrize(("backend", "tokens", "new_tokens"), [("int8", 123, 70), ("kivi", 186, 70)])
+def test_room_is_made_for_all_but_the_last_token(backend: str, tokens: int, new_tokens: int) -> None:
+    """Which would be the first of another block."""
+    model, options = tiny_model("llama"), {"backend": backend}
+    output = model.generate(
+        torch.randint(3, 100, (1, tokens)), cache_implementation="quantized", cache_config=options,
+        max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True,
+    )  # fmt: skip
+    taken = cache_of(output).kv_bytes()
+    assert kvp.estimate(model, options, tokens, new_tokens=new_tokens) == taken
+    assert kvp.estimate(model, options, tokens, new_tokens=new_tokens + 1) > taken
+
+
+def test_the_largest_layers_take_turns_beside_the_others() -> None:
+    def in_turn(layers: int, overrides: dict[str, Any]) -> int:
+        config, options = tiny_model("llama", num_hidden_layers=layers).config, {"backend": "int4"}
+        given = {**options, "layer_overrides": overrides}
+        return kvp.estimate(config, {**given, "offload": True}, 500) - kvp.estimate(config, given, 500)
+
+    wide = {"nbits": 8}
+    none, one, two, all_of_them = (
+        in_turn(3, {str(layer): wide for layer in range(first, 3)}) for first in (3, 2, 1, 0)
+    )
+    assert 0 < none < one < two == all_of_them
+    assert in_turn(1, {}) == 0
+
+
+def test_an_estimate_is_of_what_the_model_was_cast_to() -> None:
+    model = tiny_model("llama").bfloat16()
+    assert model.config.dtype == torch.float32
+    for options in ({"backend": "dense"}, {"backend": "kivi"}):
+        found = kvp.estimate(model, options, 500)
+        assert found == kvp.estimate(model.config, options, 500, dtype=torch.bfloat16)
+        assert found < kvp.estimate(model.config, options, 500)
 
 
 @pytest.mark.parametrize("new_tokens", [2, 3, 40, 400])

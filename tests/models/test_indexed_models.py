@@ -86,7 +86,9 @@ def test_it_is_saved_counted_and_predicted(name: str, tmp_path: Path) -> None:
     kept = [tensor for layer in dense.layers for tensor in owned(layer)]
     assert report.dense_bytes == sum(tensor.nbytes for tensor in kept if tensor.is_floating_point())
     positions = sum(tensor.nbytes for tensor in kept if tensor.dtype == torch.int64)
-    assert kvp.estimate(model, {"backend": "dense"}, 90) == report.dense_bytes + positions
+    for tokens, new_tokens in ((90, 1), (80, 11)):
+        found = kvp.estimate(model, {"backend": "dense"}, tokens, new_tokens=new_tokens)
+        assert found == report.dense_bytes + positions
 
 
 @NAMED
