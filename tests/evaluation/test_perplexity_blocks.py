@@ -182,7 +182,7 @@ def test_tokens_that_the_dense_cache_rules_out_do_not_diverge() -> None:
 def test_one_block_that_is_not_exact_makes_a_window_approximate() -> None:
     require(CASES["quanto"])
     found = read(CASES["quanto"], 20, approximate=True)
-    assert [prediction.is_exact for prediction in found] == [True, True, False, True]
+    assert [prediction.is_exact for prediction in found[:3]] == [True, True, False]
     record, _ = score_window(model(), window(), CASES["quanto"], Schedule(PREFILL, 20, approximate=True))
     assert record["is_exact"] is False
 
