@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .limits import GPU_TILES, TILE_SCORES
+from .limits import tile_scores
 from .reference import (
     AttentionOptions,
     TokenView,
@@ -59,8 +59,8 @@ def _received(query: Tensor, keys: TokenView, options: AttentionOptions, counted
     total = query.new_full((batch_size, query_heads, query_length), -torch.inf, dtype=torch.float32)
     if options.sink_logits is not None:
         total = total.logaddexp(sink_column(options.sink_logits).float()[..., 0])
-    most = TILE_SCORES if query.is_cpu else GPU_TILES * TILE_SCORES
-    are_kept = batch_size * query_heads * query_length * (length - first) <= most
+    count = batch_size * query_heads * query_length * (length - first)
+    are_kept = count <= tile_scores(is_cpu=query.is_cpu)
     kept: dict[int, Tensor] = {}  # by their first slot
     for start, stop in tiles:
         found = logits(start, stop)

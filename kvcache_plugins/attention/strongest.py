@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .limits import GPU_TILES, TILE_SCORES
+from .limits import tile_scores
 from .reference import AttentionOptions, adjust_logits, sink_column
 
 __all__ = ["strongest_attention"]
@@ -44,8 +44,7 @@ def _strongest(
     scaling = options.scaling if options.scaling is not None else head_dim**-0.5
     transposed = keys.float().transpose(2, 3)
     plain = AttentionOptions(softcap=options.softcap)
-    most = TILE_SCORES if query.is_cpu else GPU_TILES * TILE_SCORES
-    step = max(1, most // (batch_size * query_heads * length))
+    step = max(1, tile_scores(is_cpu=query.is_cpu) // (batch_size * query_heads * length))
     # Logarithms, as the largest weight is the exponential of the largest of them: one exponential per key.
     strongest = query.new_full((batch_size, kv_heads, length), -torch.inf, dtype=torch.float32)
     for start in range(0, query_length, step):

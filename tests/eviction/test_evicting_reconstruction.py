@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import kvcache_plugins
-from kvcache_plugins.attention import strongest
+from kvcache_plugins.attention import limits, strongest
 from kvcache_plugins.attention.reference import AttentionOptions
 from kvcache_plugins.errors import UnsupportedOperationError
 from kvcache_plugins.eviction.repetition import LEAD_LENGTH, Passage
@@ -134,7 +134,7 @@ def _attention(groups: int, keys: int, queries: int) -> tuple[Tensor, Tensor, Te
 def test_strongest_attention(
     tile: int, softcap: float | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strongest, "TILE_SCORES", tile)
+    monkeypatch.setattr(limits, "TILE_SCORES", tile)
     query, key, visible, counted = _attention(groups=3, keys=19, queries=11)
     sinks = torch.linspace(-1, 2, 6) if has_sinks else None
     options = AttentionOptions(scaling=0.3, softcap=softcap, sink_logits=sinks, mask=torch.zeros(1).bool())

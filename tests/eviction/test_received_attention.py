@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_plugins.attention import received, reference
+from kvcache_plugins.attention import limits, reference
 from kvcache_plugins.attention.received import received_attention
 from kvcache_plugins.attention.reference import AttentionOptions, DenseView
 
@@ -123,7 +123,7 @@ def test_keys_are_read_once_where_logits_are_few(
     monkeypatch.setattr(reference, "_TILE_VALUES", 1)  # 64 tokens each
     whole = received_attention(query, DenseView(keys), AttentionOptions(is_causal=True))
     seen = torch.zeros(300, dtype=torch.long)
-    monkeypatch.setattr(received, "TILE_SCORES", most)
+    monkeypatch.setattr(limits, "TILE_SCORES", most)
     got = received_attention(query, CountingView(keys), AttentionOptions(is_causal=True))
     assert torch.equal(got, whole)
     assert bool((seen[:-1] == reads).all())  # the last one also tells how many heads there are
