@@ -138,11 +138,12 @@ def _fast_bytes(keys: Side, values: Side) -> int:
     pairs, value_dim = keys.layout.head_dim // 2, values.layout.head_dim
     unit = max(_copied_bytes(side.layout) for side in (keys, values))
     ring = max(8 * _aligned(unit), 128 * (value_dim + 6)) + 4096 + 128
+    sinks = 16 if keys.sinks is not None and keys.sinks.shape[2] else 0
     if keys.layout.format != FORMATS["nonuniform"]:
         turns = _aligned(8 * keys.layout.period * (pairs + 4)) if keys.cos is not None else 0
         has_two_sizes = keys.layout.width > 1 and keys.layout.nbits == 8 and keys.cos is None
         has_two_sizes = has_two_sizes and keys.layout.format == FORMATS["affine"]
-        return (64 if has_two_sizes else 32) * pairs + turns + ring
+        return (64 if has_two_sizes else 32) * pairs + turns + ring + sinks
     has_outliers = keys.outliers is not None or values.outliers is not None
     patches = 4 * (4096 if value_dim <= 128 else 8192) if has_outliers else 0
     turns = 16 * 16 * (pairs // 2 + 4)

@@ -215,6 +215,13 @@ def products() -> int:
     return int(library.kvcache_emulated_products())
 
 
+def launched() -> list[str]:
+    """Names of the kernels that this thread has launched since this was asked, among other text."""
+    (library,) = _loaded.values()
+    library.kvcache_emulated_kernels.restype = ctypes.c_char_p
+    return str(library.kvcache_emulated_kernels().decode()).splitlines()
+
+
 def attend(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor:
     """What `attention.native` does, by the emulated operator."""
     keys, values = describe(key.tokens), describe(value.tokens)

@@ -42,7 +42,7 @@ MUTATIONS = {
     ),
     "sinks in their block": (
         "level_attention.cuh",
-        "hide_sinks(HiddenSinks(a, rows.batch, block), products[0]);",
+        "hide_sinks(HiddenSinks(a, rows.batch, block), products);",
         ";",
     ),
     "what a patch of keys leaves": ("level_keys.cuh", "entry.patch >> 1 == which", "false"),

@@ -83,20 +83,21 @@ struct AttentionArguments {
   int64_t bias_batch_stride, bias_head_stride, bias_token_stride;
   const float *sink_logits, *alibi;  // of every query head
   int32_t are_sinks_of_queries;      // sink logits are of every query: [batch][query head][query token]
-  // The plan: which thread block attends to which 64-slot blocks.
+  // The plan: which thread block attends to which 64-slot blocks. Those of the fast path share packed blocks and, if
+  // they read what is exact as well, blocks whose keys are packed and values exact, blocks of exact keys, from slot
+  // `exact_start` on, and sinks, as if they were a block: those that are packed, and those of which keys alone are.
   int32_t fast_begin, fast_end, fast_splits;  // packed blocks, by tensor cores
-  int64_t fast_stop;                          // their last slots may be left to `general`: those from here on
-  int32_t whole_end;                          // blocks from here on hold slots that are left to it
+  int64_t fast_stop;                          // where the last of these ends
+  int32_t whole_end;                          // packed blocks from here on are not whole
   int32_t plain_begin, plain_end;             // products of these blocks are logits: nothing is hidden, added or capped
-  int32_t general_begin, general_end, general_splits;  // everything else
-  int32_t sink_splits;  // 1 if one more thread block attends to what `fast` leaves out because it holds sinks
-  // Where the fast path attends to exact slots as well: blocks whose keys are packed and values exact, blocks of exact
-  // keys, from slot `exact_start` on, and sinks, as if they were a block; `fast_splits` then share all of these, and
-  // nothing is `general`.
   int32_t mixed_begin, mixed_end, exact_begin, exact_end;
-  int32_t sink_units;  // 1 or 0
+  int32_t sink_units;  // 0 to 2
   int64_t exact_start;
   int32_t are_exact_plain;  // as with `plain_end`, of these
+  // What is left to the general kernel: blocks, all of them or from slot `fast_stop` on; and packed ones that hold
+  // sinks, which the fast path leaves out then, by one thread block more.
+  int32_t general_begin, general_end, general_splits;
+  int32_t sink_splits;  // 1 or 0
   UnitCopy key_copy, value_copy;
   // Of the fast path: room for either; units of a warp in shared memory, of which one is worked on and one or two are
   // on the way; their bytes; and those from the start of shared memory on that hold all of them, or the results.
@@ -116,8 +117,9 @@ struct AttentionArguments {
   KVCACHE_BOTH int exact_work() const { return key.format == kNonUniform ? 1 : 3; }
   // What the fast path takes for all of them, in that which it takes for a packed block.
   KVCACHE_BOTH int fast_work() const { return packed_units() + exact_work() * exact_units(); }
-  KVCACHE_BOTH int splits() const { return fast_splits + general_splits + sink_splits; }
-  // Of a block, those that are not left to `general`; slots fit 32 bits.
+  KVCACHE_BOTH int left_splits() const { return general_splits + sink_splits; }
+  KVCACHE_BOTH int splits() const { return fast_splits + left_splits(); }
+  // Of a packed block; slots fit 32 bits.
   KVCACHE_BOTH int tokens_of(int block) const { return static_cast<int>(fast_stop) - block * kBlockTokens; }
 };
 

@@ -3,7 +3,7 @@
 namespace kvcache {
 
 int attend_8_rows(const AttentionArguments& a, int batch, void* stream) {
-  return launch_early<attend_kernel<1, 8>>(attention_grid(a, batch), kThreads, shared_bytes(a, 1), stream, a);
+  return launch_attention<attend_kernel<1, 8>>(a, batch, stream);
 }
 
 }  // namespace kvcache

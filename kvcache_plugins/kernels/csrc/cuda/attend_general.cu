@@ -1,8 +1,10 @@
+#include "general_attention.cuh"
+
 #include "decode_attention.cuh"
 
 namespace kvcache {
 
-// No fast path: fp32 queries, and layouts that it does not know.
+// Fp32 queries, layouts that the fast path does not know, and what that leaves.
 KVCACHE_KERNEL(kThreads, 4) attend_general_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
   wait_for_previous();
@@ -25,9 +27,10 @@ KVCACHE_KERNEL(kMergeThreads, 2) merge_kernel(const AttentionArguments a) {
 
 int attend_general_rows(const AttentionArguments& a, int batch, void* stream) {
   const bool is_wide = tile_slots(GeneralMemory::larger_dim(a)) < kBlockTokens;
-  const dim3 grid = attention_grid(a, batch);
-  return is_wide ? launch_early<attend_general_wide_kernel>(grid, kThreads, shared_bytes(a, 0), stream, a)
-                 : launch_early<attend_general_kernel>(grid, kThreads, shared_bytes(a, 0), stream, a);
+  const dim3 grid = attention_grid(a, batch, a.left_splits());
+  const int shared = GeneralMemory::bytes(a);
+  return is_wide ? launch_early<attend_general_wide_kernel>(grid, kThreads, shared, stream, a)
+                 : launch_early<attend_general_kernel>(grid, kThreads, shared, stream, a);
 }
 
 int merge_rows(const AttentionArguments& a, int batch, void* stream) {
@@ -36,7 +39,6 @@ int merge_rows(const AttentionArguments& a, int batch, void* stream) {
   return launch_early<merge_kernel>(grid, kMergeThreads, merge_bytes(a), stream, a);
 }
 
-int attention_shared_bytes(const AttentionArguments& a, int columns) { return shared_bytes(a, columns); }
-int known_attention_shared_bytes(const AttentionArguments& a) { return known_shared_bytes(a); }
+int attention_shared_bytes(const AttentionArguments& a, int columns) { return fast_shared_bytes(a, columns); }
 
 }  // namespace kvcache

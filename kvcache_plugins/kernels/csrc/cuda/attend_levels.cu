@@ -3,7 +3,7 @@
 namespace kvcache {
 
 int attend_levels(const AttentionArguments& a, int batch, void* stream) {
-  return launch_early<attend_levels_kernel<8>>(attention_grid(a, batch), kThreads, shared_bytes(a, 1), stream, a);
+  return launch_attention<attend_levels_kernel<8>>(a, batch, stream);
 }
 
 }  // namespace kvcache

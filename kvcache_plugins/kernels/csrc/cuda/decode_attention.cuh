@@ -1,7 +1,10 @@
 // The kernels of decode attention and their launches. One launch attends, its thread blocks sharing the slots of every
-// row and head; a second merges what they found.
+// row and head; a second merges what they found. Where the fast path leaves exact slots to the general kernel, that has
+// been launched before.
 #pragma once
 
+#include "any_attention.cuh"
+#include "known_attention.cuh"
 #include "launches.h"
 #include "level_attention.cuh"
 
@@ -12,14 +15,8 @@ template <int kColumns, int kTiles>
 KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 4 : 2)) attend_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
   wait_for_previous();
-  const Rows rows = Rows::mine(a);
-  // The general splits come first: they take longest, and would be waited for at the end.
-  const int split = static_cast<int>(blockIdx.y), general = a.general_splits + a.sink_splits;
-  if (split < general) {
-    attend_general<false>(a, rows, shared, split, split);
-  } else {
-    attend_fast<kColumns, kTiles>(a, shared, split - general, split);
-  }
+  const int split = static_cast<int>(blockIdx.y);
+  attend_any<kColumns, kTiles>(a, shared, split, a.left_splits() + split);
 }
 
 // Thread blocks for which a kernel is compiled: before compute capability 9.0 there is no shared memory for five.
@@ -41,7 +38,7 @@ KVCACHE_KERNEL(kThreads, resident_here(Format::kResident)) attend_known_kernel(c
   if constexpr (Format::kKind == kNonUniform) {
     attend_over_levels<Format::kChunks, Format>(known, Rows::mine(known), shared, split, split);
   } else {
-    attend_fast<1, Format::kChunks, Format>(known, shared, split, split);
+    attend_known<Format>(known, shared, split, split);
   }
 }
 
@@ -50,39 +47,33 @@ template <int kTiles>
 KVCACHE_KERNEL(kThreads, 2) attend_levels_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
   wait_for_previous();
-  const Rows rows = Rows::mine(a);
-  const int split = static_cast<int>(blockIdx.y), general = a.general_splits + a.sink_splits;
-  if (split < general) {
-    attend_general<true>(a, rows, shared, split, split);
-  } else {
-    attend_over_levels<kTiles>(a, rows, shared, split - general, split);
-  }
+  const int split = static_cast<int>(blockIdx.y);
+  attend_over_levels<kTiles>(a, Rows::mine(a), shared, split, a.left_splits() + split);
 }
 
-// Bytes of dynamic shared memory of a kernel of known_formats.h.
-inline int known_shared_bytes(const AttentionArguments& a) {
-  return a.key.format == kNonUniform ? LevelMemory(a).bytes : FastMemory(a, 1).bytes;
+// Bytes of dynamic shared memory.
+inline int fast_shared_bytes(const AttentionArguments& a, int columns) {
+  return a.key.format == kNonUniform ? LevelMemory(a).bytes : FastMemory(a, columns).bytes;
 }
 
-// Bytes of that of the others; `columns` 0 stands for the general one.
-inline int shared_bytes(const AttentionArguments& a, int columns) {
-  const int general = GeneralMemory::bytes(a);
-  if (columns == 0) return general;
-  const int fast = a.key.format == kNonUniform ? LevelMemory(a).bytes : FastMemory(a, columns).bytes;
-  return fast > general ? fast : general;
-}
-
-inline dim3 attention_grid(const AttentionArguments& a, int batch) {
+// Thread blocks of `splits` splits.
+inline dim3 attention_grid(const AttentionArguments& a, int batch, int splits) {
   dim3 grid;
   grid.x = static_cast<unsigned>(static_cast<int64_t>(batch) * a.records.heads * a.chunks);  // fastest
-  grid.y = static_cast<unsigned>(a.splits());
+  grid.y = static_cast<unsigned>(splits);
   return grid;
+}
+
+// Launches a kernel of the fast path.
+template <auto kKernel>
+int launch_attention(const AttentionArguments& a, int batch, void* stream, int columns = 1) {
+  return launch_early<kKernel>(attention_grid(a, batch, a.fast_splits), kThreads, fast_shared_bytes(a, columns), stream,
+                               a);
 }
 
 template <typename Format>
 int launch_known(const AttentionArguments& a, int batch, void* stream) {
-  return launch_early<attend_known_kernel<Format>>(attention_grid(a, batch), kThreads, known_shared_bytes(a), stream,
-                                                   a);
+  return launch_attention<attend_known_kernel<Format>>(a, batch, stream);
 }
 
 }  // namespace kvcache

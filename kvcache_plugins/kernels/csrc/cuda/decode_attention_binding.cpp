@@ -151,6 +151,42 @@ struct Choice {
   const KnownKernel* known;
 };
 
+// Thread blocks of the fast path whose shared memory fits a multiprocessor, which has 1 KB more of it than a thread
+// block may have, and takes 1 KB for each of them.
+int fitting_blocks(const AttentionArguments& a, int columns, const Device& device) {
+  return (device.shared_bytes() + 1024) / (attention_shared_bytes(a, columns) + 1024);
+}
+
+// Leaves packed slots, those before `packed`, to the fast path, from block `first` on.
+void plan_packed(AttentionArguments& a, int64_t first, int64_t packed) {
+  a.fast_begin = static_cast<int32_t>(first);
+  a.fast_stop = packed;
+  a.fast_end = static_cast<int32_t>((packed + kBlockTokens - 1) / kBlockTokens);
+  a.whole_end = static_cast<int32_t>(packed / kBlockTokens);
+  if (a.softcap > 0 || a.alibi != nullptr || a.bias != nullptr) return;
+  const int64_t seen = a.is_causal != 0 ? std::min(packed, a.length - a.query_length + 1) : packed;
+  a.plain_end = static_cast<int32_t>(seen / kBlockTokens);
+  const int64_t hidden = a.window > 0 ? std::max<int64_t>(0, a.length - a.window) : 0;  // from the last query
+  a.plain_begin = static_cast<int32_t>((hidden + kBlockTokens - 1) / kBlockTokens);
+}
+
+// Leaves all others to it as well.
+void plan_exact(AttentionArguments& a, int64_t first, int64_t packed) {
+  const int64_t keys = a.key.packed_length;
+  const auto begin_at = [first](int64_t slot) { return static_cast<int32_t>(std::max(first, slot / kBlockTokens)); };
+  const auto end_before = [](int64_t slot) { return static_cast<int32_t>((slot + kBlockTokens - 1) / kBlockTokens); };
+  a.mixed_begin = begin_at(packed);
+  a.mixed_end = keys > packed ? std::max(a.mixed_begin, end_before(keys)) : a.mixed_begin;
+  a.exact_begin = begin_at(keys);
+  a.exact_end = a.length > keys ? std::max(a.exact_begin, end_before(a.length)) : a.exact_begin;
+  a.exact_start = keys;
+  a.sink_units = a.key.sink_length == 0 ? 0 : keys > packed ? 2 : 1;
+  const bool is_seen = a.is_causal == 0 || a.query_length == 1;
+  // what no query has in its window is packed, and no sink
+  const bool is_open = a.window <= 0 || (a.length - a.window <= packed && a.sink_units == 0);
+  a.are_exact_plain = a.softcap <= 0 && a.alibi == nullptr && a.bias == nullptr && is_seen && is_open;
+}
+
 // Divides the slots among thread blocks.
 Choice plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& device) {
   const int64_t rows = static_cast<int64_t>(a.group) * a.query_length;
@@ -188,14 +224,15 @@ Choice plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& de
     a.value_groups = are_known && a.value.width <= most_groups ? a.value.width : 0;
     a.are_values_aligned = a.value.nbits == 8 || chunks % (a.value.nbits == 4 ? 4 : 8) == 0 || a.value_groups > 0;
   }
+  const bool is_exact_read = columns > 0 && are_exact_fast(a);
   const KnownKernel* known = nullptr;
-  if (columns == 1 && rows <= 8 && are_exact_fast(a)) {
+  if (columns == 1 && rows <= 8 && is_exact_read) {
     for (const KnownKernel& each : kKnownKernels)
       if (each.is_served(a)) known = &each;
   }
   if (known != nullptr) {
     lay_out_ring(a, known->slots, columns);
-    resident = std::min(known->resident, (device.shared_bytes() + 1024) / (known_attention_shared_bytes(a) + 1024));
+    resident = std::min(known->resident, fitting_blocks(a, columns, device));
     if (resident == 0) known = nullptr;
   }
   for (; columns > 0 && known == nullptr; --columns) {  // fewer rows at once need less memory
@@ -205,10 +242,9 @@ Choice plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& de
     for (const int slots : {3, 2}) {  // three units of a warp unless two leave room for more thread blocks
       const int given = a.unit_slots;
       lay_out_ring(a, slots, columns);
-      // a multiprocessor has 1 KB more than a thread block may have, and takes 1 KB for each of them
-      const int fitting = (device.shared_bytes() + 1024) / (attention_shared_bytes(a, columns) + 1024);
-      if (std::min(fitting, most) > resident) {
-        resident = std::min(fitting, most);
+      const int fitting = std::min(most, fitting_blocks(a, columns, device));
+      if (fitting > resident) {
+        resident = fitting;
       } else {
         lay_out_ring(a, given, columns);
       }
@@ -218,54 +254,22 @@ Choice plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& de
   a.chunk_rows = rows_at_once(columns);
   a.chunks = static_cast<int32_t>((rows + a.chunk_rows - 1) / a.chunk_rows);
   const int64_t row_groups = batch * r.heads * a.chunks;
-  const int64_t places = processors * (columns > 0 ? resident : 2);
-  a.fast_begin = a.fast_end = 0;
-  a.fast_stop = 0;
-  a.general_begin = static_cast<int32_t>(first);
-  a.general_end = static_cast<int32_t>(blocks);
   if (columns > 0) {
-    a.fast_begin = static_cast<int32_t>(first);
-    a.fast_stop = packed;
-    a.fast_end = static_cast<int32_t>((packed + kBlockTokens - 1) / kBlockTokens);
-    a.general_begin = static_cast<int32_t>(std::max(first, packed / kBlockTokens));
-    if (packed == a.length) a.general_end = a.general_begin;  // the last block, too, is left to the fast path alone
-    a.whole_end = static_cast<int32_t>(packed / kBlockTokens);
-    if (a.softcap <= 0 && a.alibi == nullptr && a.bias == nullptr) {
-      const int64_t seen = a.is_causal != 0 ? std::min(packed, a.length - a.query_length + 1) : packed;
-      a.plain_end = static_cast<int32_t>(seen / kBlockTokens);
-      const int64_t hidden = a.window > 0 ? std::max<int64_t>(0, a.length - a.window) : 0;  // from the last query
-      a.plain_begin = static_cast<int32_t>((hidden + kBlockTokens - 1) / kBlockTokens);
+    plan_packed(a, first, packed);
+    if (is_exact_read) {
+      plan_exact(a, first, packed);
+    } else if (packed < a.length) {
+      a.general_begin = static_cast<int32_t>(std::max(first, packed / kBlockTokens));
+      a.general_end = static_cast<int32_t>(blocks);
     }
-    a.sink_splits = a.key.sink_length > 0 || a.value.sink_length > 0;
-  }
-  if (known != nullptr) {  // it reads what is not packed as well
-    const int64_t keys = a.key.packed_length;
-    const auto begin_at = [first](int64_t slot) { return static_cast<int32_t>(std::max(first, slot / kBlockTokens)); };
-    const auto end_before = [](int64_t slot) { return static_cast<int32_t>((slot + kBlockTokens - 1) / kBlockTokens); };
-    a.mixed_begin = begin_at(packed);
-    a.mixed_end = keys > packed ? std::max(a.mixed_begin, end_before(keys)) : a.mixed_begin;
-    a.exact_begin = begin_at(keys);
-    a.exact_end = a.length > keys ? std::max(a.exact_begin, end_before(a.length)) : a.exact_begin;
-    a.exact_start = keys;
-    a.general_end = a.general_begin;
-    a.sink_units = a.sink_splits;
-    a.sink_splits = 0;
-    const bool is_seen = a.is_causal == 0 || a.query_length == 1;
-    const bool is_open = a.window <= 0 || a.length - a.window <= packed;  // what no query has in its window is packed
-    a.are_exact_plain = a.softcap <= 0 && a.alibi == nullptr && a.bias == nullptr && is_seen && is_open;
-    a.fast_splits = choose_splits(a.fast_work(), 0, 0, row_groups, places).fast;
-    return {columns, known};
-  }
-  const int64_t general = a.general_end - a.general_begin;
-  if (columns > 0) {
-    const Splits splits = choose_splits(a.fast_end - first, general, a.sink_splits, row_groups, places);
-    a.fast_splits = splits.fast;
-    a.general_splits = splits.general;
+    a.sink_splits = !is_exact_read && (a.key.sink_length > 0 || a.value.sink_length > 0);
+    a.fast_splits = choose_splits(a.fast_work(), row_groups, processors * resident);
   } else {
-    const int64_t at_once = std::max<int64_t>(1, 2 * places / std::max<int64_t>(1, row_groups));
-    a.general_splits = static_cast<int32_t>(std::min({general, kMostGeneralSplits, at_once}));
+    a.general_begin = static_cast<int32_t>(first);
+    a.general_end = static_cast<int32_t>(blocks);
   }
-  return {columns, nullptr};
+  a.general_splits = choose_general_splits(a.general_end - a.general_begin, row_groups, 2 * processors);
+  return {columns, known};
 }
 
 // Contiguous fp32 numbers of this shape, or null where there are none.
@@ -348,6 +352,8 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, 
                       : columns == 2   ? attend_16_rows
                       : is_wide        ? attend_8_rows_wide
                                        : attend_8_rows;
+  if (known == nullptr && columns > 0 && a.left_splits() > 0)
+    device.check(attend_general_rows(a, static_cast<int>(batch), device.stream()));
   device.check(attend(a, static_cast<int>(batch), device.stream()));
   device.check(merge_rows(a, static_cast<int>(batch), device.stream()));
   return output;

@@ -1,27 +1,21 @@
-// Decode attention over whole packed blocks by tensor cores, for bf16 and fp16 queries.
+// What the kernels of decode attention over whole packed blocks share: by tensor cores, for bf16 and fp16 queries.
 //
-// A warp takes every fourth 64-token block of its thread block's range and meets the others only at the end. Keys and
-// values of a block travel as two units, contiguous bytes of its record, through a ring of two or three places in
-// shared memory: the others are on the way while one is worked on. Queries are fp16 numbers, scaled by a power of two
-// per row so that none of weight is lost; products are summed in fp32. Bound: the bytes of the records, as long as at
-// least 30 KB a multiprocessor are on the way (two units of 3 to 8 KB per warp, 8 to 20 warps). On an H200 (32 query
-// and 8 key-value heads of 128, 8 sequences of 32k tokens, bf16) the kernels of known_formats.h read 8 bits with 95 to
-// 99 % of the bandwidth of a copy and 4 bits with 85 to 92 %; 2 bits, with 69 % by 16 warps, are bound by instructions
-// and what these wait for: by count in the machine code some 900 a block and warp, which a scheduler of 1.8 GHz issues
-// in less than half of the time that they took. So 2 bits have 20 warps since, of 96 registers; not timed. The kernels
-// for all formats take 1500 to 1800 in all, as the counters have it, and wait for them. A mask or another bias takes
-// some 410 more (as PTX).
+// A warp takes every fourth unit of its thread block's range, packed blocks of 64 tokens and then what is exact, and
+// meets the others only at the end. Keys and values of a block travel as two parts of its record, contiguous bytes,
+// through a ring of two or three places in shared memory: the others are on the way while one is worked on. Queries are
+// fp16 numbers, scaled by a power of two per row so that none of weight is lost; products are summed in fp32. Bound: the
+// bytes of the records, as long as at least 30 KB a multiprocessor are on the way (two parts of 3 to 8 KB per warp, 8 to
+// 20 warps).
 #pragma once
 
 #include "exact_attention.cuh"
 #include "fast_keys.cuh"
-#include "general_attention.cuh"
-#include "known_formats.h"
 #include "unit_ring.cuh"
 
 namespace kvcache {
 
 constexpr int kFoldBlocks = 4;  // of a warp, from one `fold_minima` to the next
+constexpr int kMostChannels = 256;  // of keys
 
 // The exponent by which the largest number of a row becomes 2^size to 2^(size + 1).
 KVCACHE_DEVICE int exponent_of(float largest, int size = 8) {
@@ -37,73 +31,61 @@ KVCACHE_DEVICE float logit_scale(const AttentionArguments& a, const Rows& rows) 
   return scale;
 }
 
-// Query rows of a warp, every fourth, times what channels are multiplied by: read where they are needed.
-struct ReadQueries {
-  const AttentionArguments& a;
-  const Rows& rows;
-  const float* factors;  // of channels, or null
-
-  KVCACHE_DEVICE ReadQueries(const AttentionArguments& a, const Rows& rows)
-      : a(a),
-        rows(rows),
-        factors(a.key.factors == nullptr
-                    ? nullptr
-                    : a.key.factors +
-                          (static_cast<int64_t>(rows.batch) * a.records.heads + rows.head) * a.key.head_dim) {}
-  KVCACHE_DEVICE float number(int, int row, int, int channel) const {
-    return rows.query(a, row, channel) * (factors != nullptr ? factors[channel] : 1.0f);
-  }
-};
-
-// The same, read all at once and kept. Loads that are asked for behind the copies of a kernel's first units would wait
-// for those: so long that they were a sixth of the time of a batch of one (32k tokens, on an H200).
+// Query rows of a warp, every fourth, times what channels are multiplied by: read all at once and kept. Loads that are
+// asked for behind the copies of a kernel's first units would wait for those: so long that they were a sixth of the time
+// of a batch of one (32k tokens, on an H200).
 template <int kRows, int kChannels>
 struct KeptQueries {
-  float numbers[kRows / kWarps][kChannels / 32];
+  static constexpr int kLaneRows = kRows / kWarps, kLaneChannels = kChannels / 32;
+  float numbers[kLaneRows][kLaneChannels];
 
   KVCACHE_DEVICE KeptQueries(const AttentionArguments& a, const Rows& rows) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    const float* const factors =
+        a.key.factors == nullptr
+            ? nullptr
+            : a.key.factors + (static_cast<int64_t>(rows.batch) * a.records.heads + rows.head) * a.key.head_dim;
 #pragma unroll
-    for (int i = 0; i < kRows / kWarps; ++i) {
+    for (int j = 0; j < kLaneChannels; ++j) {
+      const int channel = lane + 32 * j;
+      const bool is_used = channel < a.key.head_dim;
+      const float factor = factors != nullptr && is_used ? factors[channel] : 1.0f;
 #pragma unroll
-      for (int j = 0; j < kChannels / 32; ++j) {
+      for (int i = 0; i < kLaneRows; ++i) {
         const int row = warp + i * kWarps;
-        numbers[i][j] = row < rows.count ? rows.query(a, row, lane + 32 * j) : 0.0f;
+        numbers[i][j] = row < rows.count && is_used ? rows.query(a, row, channel) * factor : 0.0f;
       }
     }
   }
-  KVCACHE_DEVICE float number(int i, int, int j, int) const { return numbers[i][j]; }
 };
 
 // Lays the queries down as `b` fragments in the order of the key codes, their row scales and sums, and the rotations.
-// `kUnroll`: 1, or so much that whatever is kept of the queries is found in registers.
-template <int kColumns, int kUnroll, typename Queries>
-KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& rows, const Queries& queries,
-                                    uint8_t* shared, const FastMemory& memory) {
+template <int kRows, int kChannels>
+KVCACHE_DEVICE void prepare_queries(const AttentionArguments& a, const Rows& rows,
+                                    const KeptQueries<kRows, kChannels>& queries, uint8_t* shared,
+                                    const FastMemory& memory) {
+  using Kept = KeptQueries<kRows, kChannels>;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, dim = a.key.head_dim, half = dim / 2;
   uint16_t* fragments = reinterpret_cast<uint16_t*>(shared + memory.fragments);
   uint16_t* small_fragments = reinterpret_cast<uint16_t*>(shared + memory.small_fragments);
   float* row_scale = reinterpret_cast<float*>(shared + memory.row_scale);
   float* row_sum = reinterpret_cast<float*>(shared + memory.row_sum);
-#pragma unroll(kUnroll)
-  for (int i = 0; i < 8 * kColumns / kWarps; ++i) {
+#pragma unroll
+  for (int i = 0; i < Kept::kLaneRows; ++i) {
     const int row = thread / 32 + i * kWarps;
     const bool is_used = row < rows.count;  // or zeros, for columns that nobody reads
     float largest = 0.0f;
-#pragma unroll(kUnroll)
-    for (int j = 0; j < (dim + 31) / 32; ++j) {
-      const int d = lane + 32 * j;
-      if (is_used && d < dim) largest = fmaxf(largest, fabsf(queries.number(i, row, j, d)));
-    }
+#pragma unroll
+    for (int j = 0; j < Kept::kLaneChannels; ++j) largest = fmaxf(largest, fabsf(queries.numbers[i][j]));
     largest = bits_float(warp_max(float_bits(largest)));  // of numbers that are not negative
     const int exponent = exponent_of(largest, query_size(a.key));
     const float shrink = bits_float(static_cast<uint32_t>(127 - exponent) << 23);
     float sum = 0.0f;
-#pragma unroll(kUnroll)
-    for (int j = 0; j < (dim + 31) / 32; ++j) {
+#pragma unroll
+    for (int j = 0; j < Kept::kLaneChannels; ++j) {
       const int d = lane + 32 * j;
       if (d >= dim) continue;
-      const uint16_t bits = float_half(is_used ? queries.number(i, row, j, d) * shrink : 0.0f);
+      const uint16_t bits = float_half(queries.numbers[i][j] * shrink);
       sum += half_float(bits);
       int step, quad, place;  // place: of the four numbers of a lane in a step
       if (a.key.nbits == 8) {
@@ -223,45 +205,8 @@ KVCACHE_DEVICE void fold_minima(const Side& side, const ValueUnit& values, WarpS
   });
 }
 
-// Points a unit to the keys of a block in shared memory and multiplies them: logits in units of log 2, but for what
-// `adjust` does.
-template <typename Format, int kUnroll, int kColumns>
-KVCACHE_DEVICE void multiply_packed_keys(const AttentionArguments& a, KeyUnit& key, const uint8_t* codes, int block,
-                                         float (&products)[kColumns][4][4]) {
-  key.codes = codes;
-  key.scale = key.codes + a.key_copy.scale;
-  key.minimum = key.codes + a.key_copy.minimum;
-  key.phase = a.key.cos != nullptr ? block * kBlockTokens % a.key.period : 0;
-  if constexpr (Format::kIsKnown) {
-    multiply_known_keys<Format, kUnroll>(key, products);
-  } else {
-    multiply_keys(a.key, key, products);
-  }
-  if (a.key.scale_offset >= 0 && a.key.width == 1) place_tokens(a, key, products);
-}
-
-// One split: units of which every fourth is a warp's. Its results go to `place` among those of all. `Format`: one of
-// known_formats.h, which the compiler knows; the newest slots are among the units then.
-template <int kColumns, int kTiles, typename Format = AnyFormat>
-KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, uint8_t* shared, int split, int place) {
-  constexpr bool kIsKnown = Format::kIsKnown;
-  constexpr int kUnroll = 4;  // of known formats
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const FastMemory memory(a, kColumns);
-  UnitRing<kIsKnown> ring(a, Rows::mine(a), shared, SplitUnits(a, split));
-  if constexpr (kIsKnown) {
-    const KeptQueries<8 * kColumns, 16 * kTiles> queries(a, Rows::mine(a));
-    ring.begin_copies();  // nothing else in shared memory has to wait for them
-    prepare_queries<kColumns, 8>(a, Rows::mine(a), queries, shared, memory);
-  } else {
-    ring.begin_copies();
-    const Rows mine = Rows::mine(a);
-    prepare_queries<kColumns, 1>(a, mine, ReadQueries(a, mine), shared, memory);
-  }
-  block_barrier();
-
-  uint2* const weights = reinterpret_cast<uint2*>(shared + memory.weights) + warp * kColumns * 128;
-
+// The parts of shared memory that keys are multiplied from, and what is the same for all blocks.
+KVCACHE_DEVICE KeyUnit key_unit(const AttentionArguments& a, const uint8_t* shared, const FastMemory& memory) {
   KeyUnit key{};
   key.fragments = reinterpret_cast<const uint2*>(shared + memory.fragments);
   key.small_fragments = reinterpret_cast<const uint2*>(shared + memory.small_fragments);
@@ -275,6 +220,11 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, uint8_t* shared, in
   key.swizzle = a.key_copy.swizzle;
   key.tile_shift = a.key_tile_shift;
   key.interleaved = a.key.interleaved != 0;
+  return key;
+}
+
+// The same of values.
+KVCACHE_DEVICE ValueUnit value_unit(const AttentionArguments& a, const uint2* weights) {
   ValueUnit value{};
   value.weights = weights;
   value.chunks = a.value_chunks;
@@ -285,67 +235,51 @@ KVCACHE_DEVICE void attend_fast(const AttentionArguments& a, uint8_t* shared, in
   value.groups = a.value_groups;
   value.has_scales = a.value.scale_offset >= 0;
   value.is_aligned = a.are_values_aligned != 0;
+  return value;
+}
 
-  WarpState<kColumns, kTiles> state;
-  state.clear();
-  int block = ring.begin;
-  for (; block < ring.end; block += kWarps) {
-    const bool is_left_out = !kIsKnown && holds_sinks(a, Rows::mine(a).batch, block);
-    uint8_t* place_of_unit = ring.template next<true>(block);
-    if (!is_left_out) {
-      if (block >= a.whole_end) clear_metadata(a.key, place_of_unit, a.tokens_of(block));
-      float products[kColumns][4][4] = {};
-      multiply_packed_keys<Format, kUnroll>(a, key, place_of_unit, block, products);
-      if (block < a.plain_begin || block >= a.plain_end) {
-        float2* const aside = reinterpret_cast<float2*>(weights);  // which the last block's products are done with
-        if (Format::kPutsAside) state.template put_aside<2>(aside);
-        adjust(a, block * kBlockTokens, a.tokens_of(block), products);
-        if (Format::kPutsAside) state.template take_back<2>(aside);
-      }
-      weigh<true>(products, state, weights);
-    }
-    place_of_unit = ring.template next<false>(block);  // its barrier also shows every lane the weights
-    value.codes = place_of_unit;
-    if (!is_left_out) {
-      if (block >= a.whole_end) clear_metadata(a.value, place_of_unit, a.tokens_of(opaque(block)));
-      value.scale = value.codes + a.value_copy.scale;
-      value.minimum = value.codes + a.value_copy.minimum;
-      value.shrink = state.raise_exponent(scale_exponent<kIsKnown>(value));
-      if constexpr (kIsKnown) {
-        value_products<Format::kNbits, Format::kKind, true, kTiles, Format::kValueGroups, kUnroll>(value, state.output,
-                                                                                                   state.minima);
-      } else {
-        multiply_values(a.value, value, state.output, state.minima);
-      }
-    }
-    if (static_cast<unsigned>(block) / kWarps % kFoldBlocks == kFoldBlocks - 1) fold_minima(a.value, value, state);
-  }
-  copy_wait<0>();
+// Points a unit to the keys of a block in shared memory.
+KVCACHE_DEVICE void point_to_block(const AttentionArguments& a, KeyUnit& key, const uint8_t* codes, int block) {
+  key.codes = codes;
+  key.scale = codes + a.key_copy.scale;
+  key.minimum = codes + a.key_copy.minimum;
+  key.phase = a.key.cos != nullptr ? block * kBlockTokens % a.key.period : 0;
+}
 
-  const Rows rows = Rows::mine_again(a);
+// The same of values.
+KVCACHE_DEVICE void point_to_block(const AttentionArguments& a, ValueUnit& value, const uint8_t* codes) {
+  value.codes = codes;
+  value.scale = codes + a.value_copy.scale;
+  value.minimum = codes + a.value_copy.minimum;
+}
+
+// Makes logits, in units of log 2, of products of which metadata per token are left out; but for what `adjust` does.
+template <int kColumns>
+KVCACHE_DEVICE void place_products(const AttentionArguments& a, const KeyUnit& key, float (&products)[kColumns][4][4]) {
+  if (a.key.scale_offset >= 0 && a.key.width == 1) place_tokens(a, key, products);
+}
+
+// Turns sums of codes into sums of what the codes stand for, once the last packed block has been read.
+template <int kColumns, int kTiles>
+KVCACHE_DEVICE void leave_codes(const AttentionArguments& a, const ValueUnit& value, const Rows& rows,
+                                WarpState<kColumns, kTiles>& state) {
   fold_minima(a.value, value, state);
   state.place_chunks(a.value, value.is_aligned);
   const float grow = a.value.scale_offset >= 0 ? bits_float(static_cast<uint32_t>(127 + state.exponent) << 23)
                                                : a.value.static_scale[rows.head];
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) state.template scale<false>(n, grow, grow);
-  if constexpr (kIsKnown) {
-    const int unit = block - a.fast_begin;  // the first of this warp's that is no packed block
-    const int last = SplitUnits(a, opaque(split)).last;
-    constexpr bool kPutsAside = Format::kPutsAside;
-    float2* const aside = kPutsAside ? reinterpret_cast<float2*>(ring.unused()) : nullptr;
-    attend_exact<kPutsAside>(a, rows, unit, last, state, weights, aside, [&](int at, float(&products)[kColumns][4][4]) {
-      const Rows mine = rows.template or_again<kPutsAside>(a);
-      const uint8_t* record = a.records.of(mine.batch, mine.head) + at * a.records.record_bytes;
-      multiply_packed_keys<Format, 1>(a, key, ring.fetch_keys(record), at, products);
-    });
-  }
-  const Rows mine = rows.template or_again<Format::kPutsAside>(a);
-  const float* factors =
+}
+
+// Merges the warps of a thread block into the split's results.
+template <int kColumns, int kTiles>
+KVCACHE_DEVICE void finish(const AttentionArguments& a, const Rows& rows, uint8_t* shared,
+                           WarpState<kColumns, kTiles>& state, int place) {
+  const float* const factors =
       a.value.factors == nullptr
           ? nullptr
-          : a.value.factors + (static_cast<int64_t>(mine.batch) * a.records.heads + mine.head) * a.value.head_dim;
-  merge_warps(a, mine, factors, shared, state, place);
+          : a.value.factors + (static_cast<int64_t>(rows.batch) * a.records.heads + rows.head) * a.value.head_dim;
+  merge_warps(a, rows, factors, shared, state, place);
 }
 
 }  // namespace kvcache

@@ -136,7 +136,7 @@ KVCACHE_BOTH int query_size(const Side& keys) {
 // Dynamic shared memory of the fast path, in bytes from its start. The ring is first, so that its places, which are
 // needed most, are worked out quickest.
 struct FastMemory {
-  int fragments, small_fragments, row_scale, row_sum, rotations, weights, bytes;
+  int fragments, small_fragments, row_scale, row_sum, rotations, weights, sinks_end, bytes;
   int rotation_stride;  // entries of 8 bytes
 
   KVCACHE_BOTH static int aligned(int bytes) { return (bytes + 127) / 128 * 128; }
@@ -149,7 +149,8 @@ struct FastMemory {
     rotations = row_sum + 4 * kMostRows;
     rotation_stride = a.key.head_dim / 2 + 4;
     weights = rotations + (a.key.cos != nullptr ? aligned(a.key.period * rotation_stride * 8) : 0);
-    bytes = weights + kWarps * columns * 1024;
+    sinks_end = weights + kWarps * columns * 1024;
+    bytes = sinks_end + (a.key.sink_length > 0 ? 16 : 0);
   }
 };
 

@@ -111,13 +111,6 @@ KVCACHE_DEVICE void attend_block(const AttentionArguments& a, const Rows& rows, 
   block_barrier();
 }
 
-KVCACHE_DEVICE bool holds_sinks(const AttentionArguments& a, int batch, int64_t block) {
-  if (a.sink_splits == 0) return false;
-  const int length = a.key.sink_length > a.value.sink_length ? a.key.sink_length : a.value.sink_length;
-  const int64_t first = a.records.sink_start != nullptr ? a.records.sink_start[batch] : 0;
-  return block * kBlockTokens < first + length && (block + 1) * kBlockTokens > first;
-}
-
 // Asks for the keys and values that `attend_block` will read.
 KVCACHE_DEVICE void prefetch_block(const AttentionArguments& a, const Rows& rows, int block, int low, int high) {
   const int start = block * kBlockTokens, end = start + kBlockTokens;

@@ -24,12 +24,11 @@ int attend_16_rows(const AttentionArguments& a, int batch, void* stream);
 int attend_8_rows_wide(const AttentionArguments& a, int batch, void* stream);  // of up to 256
 int attend_levels(const AttentionArguments& a, int batch, void* stream);       // any KVQuant, of up to 128 channels
 int attend_levels_wide(const AttentionArguments& a, int batch, void* stream);
-int attend_general_rows(const AttentionArguments& a, int batch, void* stream);
+int attend_general_rows(const AttentionArguments& a, int batch, void* stream);  // what these leave, or all
 int merge_rows(const AttentionArguments& a, int batch, void* stream);
 
-// Dynamic shared memory of a thread block for up to `8 columns` query rows; 0 columns: of the general kernel.
+// Dynamic shared memory of a thread block of the fast path for up to `8 columns` query rows.
 int attention_shared_bytes(const AttentionArguments& a, int columns);
-int known_attention_shared_bytes(const AttentionArguments& a);  // of a kernel of a known format
 
 int decode_slots(const DecodeArguments& a, int batch, void* stream);
 int gather_slots(const GatherArguments& a, int batch, void* stream);

@@ -1,9 +1,9 @@
-// Decode attention over whole packed blocks of KVQuant by tensor cores, for bf16 and fp16 queries: as
-// fast_attention.cuh, of 8 query rows, with products of its own (level_keys.cuh, level_values.cuh). The kernels of
-// known_formats.h attend to the newest slots and to the sinks as well.
+// Decode attention over whole packed blocks of KVQuant by tensor cores, for bf16 and fp16 queries, and over what is
+// exact: as fast_attention.cuh, of 8 query rows, with products of its own (level_keys.cuh, level_values.cuh).
 #pragma once
 
 #include "fast_attention.cuh"
+#include "known_formats.h"
 #include "level_keys.cuh"
 #include "level_values.cuh"
 
@@ -82,35 +82,7 @@ KVCACHE_DEVICE void prepare_turns(const AttentionArguments& a, uint8_t* shared, 
   }
 }
 
-// Slots of a block that are sinks, which are attended to by themselves.
-struct HiddenSinks {
-  int first, last;  // counted from the block's start, and perhaps beyond it
-
-  KVCACHE_DEVICE HiddenSinks(const AttentionArguments& a, int batch, int block) {
-    const SlotRange sinks = packed_sinks(a, batch);
-    first = sinks.start - block * kBlockTokens;
-    last = first + sinks.last;
-  }
-  KVCACHE_DEVICE bool has(int slot) const { return slot >= first && slot < last; }
-  // Blocks from here on have none.
-  KVCACHE_DEVICE static int end_block(const AttentionArguments& a, int batch) {
-    const SlotRange sinks = packed_sinks(a, batch);
-    return (sinks.start + sinks.last + kBlockTokens - 1) / kBlockTokens;
-  }
-};
-
-KVCACHE_DEVICE void hide_sinks(const HiddenSinks& sinks, float (&c)[4][4]) {
-  const int g = static_cast<int>(threadIdx.x) % 32 / 4;
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (sinks.has(16 * k + 2 * g + i / 2)) c[k][i] = -infinity();
-    }
-  }
-}
-
-// Sets their scales and offsets in a unit of values to zero: a weight of zero would not undo what is not a number.
+// Sets the scales and offsets of sinks in a unit of values to zero: a weight of zero would not undo what is not a number.
 KVCACHE_DEVICE void clear_sinks(const HiddenSinks& sinks, uint8_t* scale, uint8_t* offset) {
   for (int slot = static_cast<int>(threadIdx.x) % 32; slot < kBlockTokens; slot += 32) {
     if (!sinks.has(slot)) continue;
@@ -135,7 +107,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   OutlierBounds key_bounds(a.key, rows, heads, ring.begin, ring.begin < ring.end);
   OutlierBounds value_bounds(a.value, rows, heads, ring.begin, ring.begin < ring.end);
   int* const sinks_end = reinterpret_cast<int*>(shared + memory.sinks_end);  // a block; in memory, to spare a register
-  if (threadIdx.x == 0) *sinks_end = kIsKnown && a.sink_units > 0 ? HiddenSinks::end_block(a, rows.batch) : 0;
+  if (threadIdx.x == 0) *sinks_end = a.sink_units > 0 ? HiddenSinks::end_block(a, rows.batch) : 0;
   prepare_level_rows(a, rows, shared, memory);
   prepare_level_tables(a, shared, memory);
   OutlierList<kEntries> of_keys, of_values;
@@ -185,7 +157,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
       of_values.load(a.value, rows, block, value_bounds);
       scale_rows(row_scale, products);
       if (block < a.plain_begin || block >= a.plain_end) adjust(a, block * kBlockTokens, a.tokens_of(block), products);
-      if (kIsKnown && block < *sinks_end) hide_sinks(HiddenSinks(a, rows.batch, block), products[0]);
+      if (block < *sinks_end) hide_sinks(HiddenSinks(a, rows.batch, block), products);
       weigh<true>(products, state, weights);
     }
     of_keys.load(a.key, rows, block + kWarps, key_bounds);
@@ -195,7 +167,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
     if (!is_left_out) {
       value.unit.scale = codes + a.value_copy.scale;
       value.unit.minimum = codes + a.value_copy.minimum;
-      if (kIsKnown && block < *sinks_end)
+      if (block < *sinks_end)
         clear_sinks(HiddenSinks(a, rows.batch, block), codes + a.value_copy.scale, codes + a.value_copy.minimum);
       value.unit.shrink = state.raise_exponent(needed_exponent(value.unit, of_values.largest()));
       multiply_level_values<Format>(a.value, value, of_values, state.output[0], state.minima[0]);
@@ -206,11 +178,9 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   const float grow = bits_float(static_cast<uint32_t>(127 + state.exponent) << 23);
   state.template scale<true>(0, grow, grow);
   const Rows mine = Rows::mine_again(a);
-  if constexpr (kIsKnown) {
-    const int unit = block - a.fast_begin;  // the first of this warp's that is no packed block
-    attend_exact<false>(a, mine, unit, SplitUnits(a, opaque(split)).last, state, weights, nullptr,
-                        [](int, float(&)[1][4][4]) {});
-  }
+  const int unit = block - a.fast_begin;  // the first of this warp's that is no packed block
+  attend_exact<false>(a, mine, unit, SplitUnits(a, opaque(split)).last, state, weights, nullptr,
+                      [](int, float(&)[1][4][4]) {});
   merge_warps(a, mine, nullptr, shared, state, place);
 }
 

@@ -125,7 +125,7 @@ class UnitRing {
   // Copies the keys of one more block, when all others have been waited for.
   KVCACHE_DEVICE uint8_t* fetch_keys(const uint8_t* record) const {
     warp_barrier();  // every lane is done with the place
-    copy_known_unit(places_, record + threadIdx.x % 32 * 16 + a_.key_copy.codes_offset, a_.key_copy);
+    start(record + threadIdx.x % 32 * 16, a_.key_copy, 0);
     copy_commit();
     copy_wait<0>();
     warp_barrier();

@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "../tensor_core.h"
@@ -60,6 +62,7 @@ struct Exchange {
 
 struct Machine {
   long products = 0;  // of the tensor core, of one lane
+  std::vector<const char*> launched;  // since somebody asked
   unsigned random = 0;
   std::vector<uint8_t> shared;
   std::vector<Fiber> kept;  // as many as any launch has had
@@ -249,6 +252,8 @@ void fail(const char* message) {
   std::abort();
 }
 
+void note_launch(const char* kernel) { machine().launched.push_back(kernel); }
+
 void run_grid(dim3 grid, int threads, int shared_bytes, void (*body)(void*), void* argument) {
   Machine& m = machine();
   here.grid = grid;
@@ -386,6 +391,12 @@ void copy_commit() {
 
 extern "C" {
 long kvcache_emulated_products() { return emulation::machine().products / emulation::kLanes; }
+const char* kvcache_emulated_kernels() {
+  static thread_local std::string names;
+  names.clear();
+  for (const char* const name : std::exchange(emulation::machine().launched, {})) names.append(name) += '\n';
+  return names.c_str();
+}
 void kvcache_vary_emulation(unsigned seed, int garbage) {
   emulation::order_seed = seed;
   emulation::garbage = static_cast<uint8_t>(garbage);

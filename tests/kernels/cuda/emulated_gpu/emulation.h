@@ -43,6 +43,9 @@ struct Place {
 };
 extern constinit KVCACHE_NEAR thread_local Place here;
 
+// Notes that a kernel is launched: some text that has its name.
+void note_launch(const char* kernel);
+
 // Runs `body` for every thread of a grid of blocks.
 void run_grid(dim3 grid, int threads, int shared_bytes, void (*body)(void*), void* argument);
 
@@ -116,6 +119,7 @@ int launch(dim3 grid, int threads, int shared_bytes, void*, const Arguments& arg
       one->kernel(*one->arguments);
     }
   } call{kKernel, &arguments};
+  emulation::note_launch(__PRETTY_FUNCTION__);
   emulation::run_grid(grid, threads, shared_bytes, Call::run, &call);
   return 0;
 }

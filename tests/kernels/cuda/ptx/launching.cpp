@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <sstream>
+#include <utility>
 
 namespace ptx {
 namespace {
@@ -23,6 +24,7 @@ struct Entry {
 std::list<Listing> listings;
 std::map<std::string, Entry> entries;
 std::mutex mutex;
+std::string launched;  // names, a line each
 bool is_counting = false;
 
 // Memory that launches use again, because most of it stays as it is.
@@ -119,6 +121,7 @@ void launch(const std::string& name, dim3 grid, dim3 threads, size_t shared_byte
   const std::lock_guard lock(mutex);
   Entry& entry = find_kernel(name);
   const Kernel& kernel = *entry.kernel;
+  launched += kernel.name + "\n";
   check_launch(kernel, grid, threads, shared_bytes);
   Block block;
   const size_t count = threads.x / kLanes, numbers = kernel.widths.size() * kLanes;
@@ -177,6 +180,11 @@ std::string counts() {
     }
   }
   return lines.str();
+}
+
+std::string names_of_launches() {
+  const std::lock_guard lock(mutex);
+  return std::exchange(launched, {});
 }
 
 std::string names_of_kernels(bool is_launched) {

@@ -21,6 +21,9 @@ void count_accesses(bool are_counted);
 // executed: its place, times, wavefronts, the least of them, sectors, bytes. Tabs lie between.
 std::string counts();
 
+// Kernels of the launches since this was asked, a line each.
+std::string names_of_launches();
+
 // Names, a line each.
 std::string names_of_kernels(bool is_launched);
 

@@ -163,4 +163,10 @@ const char* kvcache_ptx_kernels(bool is_launched) {
 
 long kvcache_emulated_products() { return ptx::products; }
 
+const char* kvcache_emulated_kernels() {
+  static thread_local std::string names;
+  names = ptx::names_of_launches();
+  return names.c_str();
+}
+
 }  // extern "C"
