@@ -28,6 +28,7 @@ __all__ = ["Sample", "find_deviation", "find_deviations", "samples"]
 
 _BLOCKS = 6
 _EXACT, _SINKS = 37, 5
+_WAITING = 84  # values that are still exact where keys of several tokens share their scales: a block, and a part
 _HEADS, _GROUP, _ROWS = 2, 4, 2
 _SOFTCAP = 30.0
 _CALLS = (
@@ -95,16 +96,27 @@ def samples(
                 keys, _Stored("affine", nbits, 1, head_dim // group), head_dim, blocks, dtype, generator,
             )  # fmt: skip
         token = _Stored("affine", nbits, 1, 1)
-        yield _sample(f"{nbits} bit per token", token, token, head_dim, blocks, dtype, generator)
+        plain = _sample(f"{nbits} bit per token", token, token, head_dim, blocks, dtype, generator)
+        yield plain
+        if nbits == 4:
+            yield _with_sinks(plain)
     for name in ("symmetric", "e4m3", "e5m2"):
         token = _Stored(name, 8, 1, 1)
         yield _sample(f"{name} per token", token, token, head_dim, blocks, dtype, generator)
     for nbits in (2, 3, 4):
         exact = list(torch.randn(2, _ROWS, _HEADS, _EXACT, head_dim, generator=generator).to(dtype))
         records, *sides = random_levels((_ROWS, _HEADS, blocks), nbits, head_dim, exact, generator)
-        if nbits == 3:  # sinks, which kernels of 128 channels attend to apart from the blocks they lie in
-            sides = [replace(side, sinks=side.segments[0][:, :, -_SINKS:].contiguous()) for side in sides]
-        yield Sample(f"{nbits} bit levels with outliers{' and sinks' * (nbits == 3)}", records, *sides)
+        levels = Sample(f"{nbits} bit levels with outliers", records, *sides)
+        yield _with_sinks(levels) if nbits == 3 else levels
+
+
+def _with_sinks(sample: Sample) -> Sample:
+    """The same, of which the first tokens are others, and exact: they are read apart from their block."""
+    keys, values = (
+        replace(side, sinks=side.segments[0][:, :, -_SINKS:].contiguous())
+        for side in (sample.keys, sample.values)
+    )
+    return Sample(f"{sample.name} and sinks", sample.records, keys, values)
 
 
 def find_deviation(device: torch.device) -> str | None:
@@ -264,14 +276,15 @@ def _sample(
         parts += fields
         assert packed.shape[-1] == packed_bytes(head_dim, stored.nbits)
         period = 32 * (stored.group_tokens // 32) if stored.is_rotated else 0
+        waiting = _WAITING if keys.group_tokens > 1 and not is_key else 0
         layout = SideLayout(
-            blocks * BLOCK_TOKENS, stored.nbits, FORMATS[stored.format], head_dim, stored.group_tokens, width,
+            blocks * BLOCK_TOKENS - waiting, stored.nbits, FORMATS[stored.format], head_dim, stored.group_tokens, width,
             2, 0, offsets[0], offsets[1], offsets[2] if len(offsets) > 2 else -1, period,
             head_dim if stored.is_rotated else 0,
         )  # fmt: skip
         angles = torch.arange(period)[:, None] * 100.0 ** -torch.linspace(0, 1, head_dim // 2)
         tables = (angles.cos(), angles.sin()) if stored.is_rotated else (None, None)
-        exact = torch.randn(_ROWS, _HEADS, _EXACT, head_dim, generator=generator).to(dtype)
+        exact = torch.randn(_ROWS, _HEADS, _EXACT + waiting, head_dim, generator=generator).to(dtype)
         sides.append(Side(layout, [exact], cos=tables[0], sin=tables[1]))
     missing = -offset % 64
     parts.append(torch.zeros(_ROWS, _HEADS, blocks, missing, dtype=torch.uint8))

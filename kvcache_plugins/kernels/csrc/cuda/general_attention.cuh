@@ -1,13 +1,13 @@
 // Decode attention in fp32 without tensor cores: every format, every option, any head of up to 512 channels, fp32
-// queries. The fast path (fast_attention.cuh) leaves it what is not a whole packed block: exact tokens, sinks, the
-// ends of the packed ones.
+// queries. The fast path (fast_attention.cuh) leaves it exact tokens and sinks that do not lie as tensor cores read
+// them: in several parts, of another dtype.
 //
 // A thread block takes 64 slots at a time, of wide heads 32: keys to a tile in shared memory, logits, weights, values
 // to the same tile, products. Both products read a tile row by row or column by column without bank conflicts, for two
 // query rows at a time. Bound: for every slot and query row, one multiply-add per channel and key, and one per channel
 // and value, for two of which three numbers are loaded from shared memory. On an H200, by sampling
 // of warps, most of its time goes into waiting for instructions: some 70 to 90 us of a thread block for one or two
-// tiles, beside those of the fast path.
+// tiles.
 #pragma once
 
 #include "decoding.cuh"
