@@ -326,3 +326,22 @@ def test_sinks_that_a_window_has_left_are_no_exact_tokens_of_it() -> None:
             layer.update(*torch.randn(2, 1, 2, count, 16))
     assert cache.layers[0].padding.dropped > 40
     assert packed_shares(cache, 1) == pytest.approx([511 / 512])
+
+
+def test_sinks_that_leave_a_window_take_no_codes_with_them() -> None:
+    cache = kvp.build_cache(tiny_model("phi3", sliding_window=512), {"backend": "int8", "sink_length": 40})
+    for layer in cache.layers:
+        layer.update(*torch.randn(2, 1, 2, 520, 16))
+    assert cache.layers[0].padding.dropped == 0
+    shares = packed_shares(cache, 600)
+    # a query sees the sinks from slot 9 on, the next one from slot 10 on, and all 480 codes
+    assert shares[:32] == pytest.approx([480 / 512] * 32)
+    assert (shares[32], shares[-1]) == (479 / 512, 0), "of the last one's window nothing is in codes yet"
+
+
+def test_tokens_that_are_all_sinks_are_in_no_codes() -> None:
+    cache = kvp.build_cache(tiny_model("llama"), {"backend": "int8", "sink_length": 20})
+    for layer in cache.layers:
+        layer.update(*torch.randn(2, 1, 2, 10, 16))
+    assert cache.layers[0].key_stream_.packed_length == 10
+    assert packed_shares(cache, 3) == [0.0] * 3

@@ -144,19 +144,23 @@ def _layer_shares(layer: Any, count: int) -> list[float] | None:
     if isinstance(layer, PackedLayer):
         if not layer.is_initialized:
             return [0.0] * count
-        exact = max(0, layer.padding.sink_length - layer.padding.dropped)
-        hidden = max(exact, layer.stored_length - layer.held_length)
-        packed = fmean(max(0, stream.packed_length - hidden) for stream in layer.streams)
-        if isinstance(layer, WindowedLayer):
-            gone = [max(0, tokens - layer.window) for tokens in attended]
-            return [max(0, packed - n) / (tokens - n) for tokens, n in zip(attended, gone, strict=True)]
-    elif isinstance(layer, QuantizedLayer):
+        window = layer.window if isinstance(layer, WindowedLayer) else attended[-1]
+        gone = [max(0, tokens - window) for tokens in attended]
+        return [_coded_tokens(layer, n) / (tokens - n) for tokens, n in zip(attended, gone, strict=True)]
+    if isinstance(layer, QuantizedLayer):
         packed = attended[0] - 1 - _residual_tokens(layer)
     elif isinstance(layer, _FP8):
         return [1.0] * count
     else:
         return None
     return [packed / tokens for tokens in attended]
+
+
+def _coded_tokens(layer: PackedLayer, gone: int) -> float:
+    """Tokens read from codes once the window has left behind so many of those that the next query sees."""
+    exact = layer.padding.sink_length - layer.padding.dropped
+    hidden = max(exact, layer.stored_length - layer.held_length + gone)
+    return fmean(max(0, stream.packed_length - hidden) for stream in layer.streams)
 
 
 def _residual_tokens(layer: QuantizedLayer) -> int:
