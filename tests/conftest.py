@@ -274,6 +274,8 @@ def _poison_empty_memory() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _poison_for_the_session() -> Iterator[None]:
     # For the session rather than for a test, so that what the fixtures of a module allocate is covered too.
+    with torch.device("meta"):
+        torch.empty(0)  # a context of a device knows these functions from its first use on, and no others
     _poison_empty_memory()
     yield
     _PATCH.undo()
