@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from kvcache_plugins.errors import ArtifactError
-from kvcache_plugins.retaining.configuration import DEFAULT_BUDGET, RetainingHeadsConfig, default_hidden_dim
+from kvcache_plugins.retaining.configuration import (
+    DEFAULT_BUDGET,
+    RetainingHeadsConfig,
+    default_hidden_dim,
+    model_shape,
+)
 from kvcache_plugins.retaining.heads import RetainingHeads
 from kvcache_plugins.retaining.importing import import_heads
 from kvcache_plugins.retaining.loading import load_heads
@@ -180,6 +186,17 @@ def test_keys_and_values_of_two_widths() -> None:
         RetainingHeadsConfig.from_model(tiny_model("deepseek_v3"))
 
 
+def test_models_that_loop_are_refused() -> None:
+    """As their configurations are described, whether or not this release of transformers has them."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    loops = {"n_input_layers": 1, "n_recurrent_layers": 2, "n_recurrent_loops": 3}
+    config: Any = SimpleNamespace(model_type="dory", **shape, head_dim=16, **loops)
+    with pytest.raises(ValueError, match="pass through every layer once, and SimpleNamespace passes"):
+        model_shape(config)
+    config.n_recurrent_loops = 1
+    assert model_shape(config) == {n: s for n, s in shape.items() if n != "hidden_size"} | {"head_dim": 16}
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -226,6 +243,13 @@ def test_saved_heads_are_the_same_and_loaded_once(tmp_path: Path) -> None:
     assert torch.equal(found.score(1, features), heads.score(1, features))
     assert torch.equal(RetainingHeads.from_pretrained(tmp_path).score(1, features), heads.score(1, features))
     assert not found.training and not any(weight.requires_grad for weight in found.parameters())
+
+
+def test_loading_draws_no_random_numbers(tmp_path: Path) -> None:
+    small_heads().save_pretrained(tmp_path)
+    before = torch.get_rng_state()  # that a user has seeded, and samples with
+    load_heads(str(tmp_path))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_heads_that_were_written_anew_are_read_again(tmp_path: Path) -> None:
