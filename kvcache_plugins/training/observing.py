@@ -96,7 +96,7 @@ def _watching(tap: ProjectionTap, show: Observer) -> Iterator[None]:
     configs: dict[int, Any] = {id(config): config for config in found if config is not None}
     before = {key: config._attn_implementation for key, config in configs.items()}
     outer = getattr(_current, "seen", {})
-    _current.seen = outer | layers
+    _current.seen = layers
     thread = threading.get_ident()
 
     def wants(_: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
 from kvcache_plugins.retaining.heads import RetainingHeads
 from kvcache_plugins.testing import tiny_model
-from kvcache_plugins.training import labels
+from kvcache_plugins.training import labels, observing
 from kvcache_plugins.training.arguments import LocretTrainingArguments
 from kvcache_plugins.training.examples import Collator, Example
 from kvcache_plugins.training.labels import max_logits
-from kvcache_plugins.training.observing import observe_layers
+from kvcache_plugins.training.observing import LayerView, observe_layers
 from kvcache_plugins.training.targets import Targets
 from kvcache_plugins.training.trainer import LocretTrainer
 
@@ -168,11 +169,34 @@ def test_a_layer_that_attends_twice_is_seen_once() -> None:
 
 
 def test_views_hold_what_attention_multiplies() -> None:
-    model, seen = tiny_model("granite"), []
+    model, seen = tiny_model("granite", attention_multiplier=0.75), []
     observe_layers(
         model, {"input_ids": torch.tensor([[3, 4, 5]])}, lambda index, view: seen.append((index, view))
     )
     assert [index for index, _ in seen] == [0, 1]
     view = seen[0][1]
     assert view.query.shape == (1, 4, 3, 16) and view.key.shape == (1, 2, 3, 16)
-    assert view.scaling == 0.25 and view.softcap is None and math.isfinite(view.features.sum().item())
+    assert view.scaling == 0.75 and view.softcap is None and math.isfinite(view.features.sum().item())
+
+
+def test_a_call_without_a_factor_has_that_of_its_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of attention functions, on which a model that is not of transformers may rely."""
+    seen: list[LayerView] = []
+    module: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"), is_causal=True)
+    told = (0, SimpleNamespace(take=lambda index: None), lambda index, view: seen.append(view))
+    monkeypatch.setattr(observing._current, "seen", {id(module): told}, raising=False)
+    states = torch.randn(1, 2, 3, 16)
+    observing._showing("sdpa")(module, states, states, states, None)
+    assert [view.scaling for view in seen] == [0.25]
+
+
+def test_an_observer_may_observe_the_model_anew() -> None:
+    model, inputs = tiny_model("llama"), {"input_ids": torch.tensor([[3, 4, 5]])}
+    seen: list[tuple[int, int]] = []
+    observe_layers(
+        model,
+        inputs,
+        lambda outer, _: observe_layers(model, inputs, lambda inner, _: seen.append((outer, inner))),
+    )
+    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert model.config._attn_implementation == "sdpa" and not has_hooks(model)
