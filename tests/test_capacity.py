@@ -70,8 +70,10 @@ def test_a_model_of_its_own_dtype() -> None:
 
 
 def test_ends() -> None:
-    assert kvp.most_tokens(CONFIG, DENSE, 100) == 0
-    assert kvp.most_tokens(CONFIG, DENSE, 2**60) is None
+    assert kvp.most_tokens(CONFIG, DENSE, 1) == 0
+    first, last = (kvp.estimate(CONFIG, DENSE, tokens) for tokens in (1, LONGEST))
+    found = [kvp.most_tokens(CONFIG, DENSE, room) for room in (first - 1, first, last - 1, last)]
+    assert found == [0, 1, LONGEST - 1, None]
     assert kvp.most_tokens(CONFIG, EVICTING, 10**6) is None, "it holds its budget, however long the prompt"
     assert kvp.estimate(CONFIG, EVICTING, LONGEST) < 10**6
 

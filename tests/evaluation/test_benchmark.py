@@ -35,7 +35,7 @@ from kvcache_plugins.evaluation.speed.attention.dense_attention import (
     exact_attention,
     max_rel_error,
 )
-from kvcache_plugins.evaluation.speed.generation import largest_context
+from kvcache_plugins.evaluation.speed.generation import largest_context, memory_prediction
 from kvcache_plugins.evaluation.speed.generation import process as generation_process
 from kvcache_plugins.evaluation.speed.generation import rounds as generation_rounds
 from kvcache_plugins.evaluation.speed.generation import run as generation_speed
@@ -527,6 +527,24 @@ def test_the_peak_has_the_exact_states_of_a_layer_for_all_rows() -> None:
     assert peak == held + 3 * 300 * 8 * (256 + 256) * 2
 
 
+def test_the_peak_of_an_encoder_decoder_has_the_states_of_what_the_encoder_read() -> None:
+    config = generation_worker.model_config(None, "flan-t5-large", 2)
+    held = predicted_bytes(config, DENSE, 1, 3, torch.bfloat16, 300, 8)
+    assert held is not None
+    peak = predicted_peak_bytes(config, DENSE, 300, 8, 3, torch.bfloat16)
+    assert peak == held + 3 * 300 * 16 * (64 + 64) * 2
+
+
+def test_the_peak_is_that_of_the_widest_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = generation_worker.model_config(None, "gemma2-9b", 3)
+    held = predicted_bytes(config, DENSE, 300, 1, torch.bfloat16, None, 8)
+    assert held is not None
+    shapes = [(2, 64, 64), (4, 64, 32), (2, 64, 64)]
+    monkeypatch.setattr(memory_prediction, "key_value_heads", lambda _, layer_idx: shapes[layer_idx])
+    peak = predicted_peak_bytes(config, DENSE, 300, 8, 1, torch.bfloat16)
+    assert peak == held + 300 * 4 * (64 + 32) * 2
+
+
 def test_the_largest_context_is_compared_with_the_dense_one_of_as_many_rows() -> None:
     options = GenerationOptions(
         cache_config=[], lengths=[64], batch_sizes=[1, 4], memory_gb=0.021, preset="tiny", device="cpu"
@@ -769,10 +787,13 @@ def test_bytes_of_a_cache_that_evicts_are_predicted_with_what_it_generates(
     assert evicting["estimated_peak_bytes"] == evicting["kv_bytes"] + states
 
 
-def test_more_new_tokens_than_are_predicted_of_a_cache_that_evicts() -> None:
+def test_more_new_tokens_than_are_predicted_of_a_cache_that_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
     config, many = generation_worker.model_config(None), MOST_NEW_TOKENS + 1
     assert predicted_bytes(config, EVICTING[0], 64, 1, torch.bfloat16, None, many) is None
     assert predicted_bytes(config, DENSE, 64, 1, torch.bfloat16, None, many) == (64 + many - 1) * 4096
+    monkeypatch.setattr(memory_prediction, "MOST_NEW_TOKENS", 9)
+    found = [predicted_bytes(config, EVICTING[0], 64, 1, torch.bfloat16, None, count) for count in (9, 10)]
+    assert found[0] and found[1] is None
 
 
 def test_what_cannot_be_predicted_is_told_before_anything_is_measured(
@@ -818,8 +839,7 @@ def test_one_token_more_than_the_largest_context_does_not_fit(
 
 def test_the_largest_context_has_ends() -> None:
     config = generation_worker.model_config(None)
-    assert longest_context(config, DENSE, 100, 1, torch.bfloat16) == 0
-    assert longest_context(config, DENSE, -5, 1, torch.bfloat16) == 0
+    assert [longest_context(config, DENSE, room, 1, torch.bfloat16) for room in (100, 0, -5)] == [0, 0, 0]
     assert longest_context(config, DENSE, 2**60, 1, torch.bfloat16) is None
     assert predicted_bytes(config, {"backend": "hqq"}, 9, 1, torch.bfloat16) is None
     assert predicted_peak_bytes(config, {"backend": "hqq"}, 8, 9, 1, torch.bfloat16) is None
