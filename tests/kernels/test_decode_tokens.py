@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,6 +127,16 @@ def test_exact_tokens_of_another_dtype(isa: str, dtype: torch.dtype) -> None:
     _, key, value = step(build_layer(CASES["kivi-sinks"], 300, dtype=dtype), 2, 1)
     check(key, 0, 302)
     check(value, 0, 302)
+
+
+def test_exact_tokens_of_two_dtypes_are_none_of_a_kernels() -> None:
+    layer = build_layer(CASES["kivi-sinks"], 300)
+    _, key, _ = step(layer, 2, 1)
+    exact = key.tokens.segments[0]
+    assert describe(key.tokens) is not None
+    assert describe(replace(key.tokens, segments=(exact, exact.half()))) is None
+    layer.update(*(states.half() for states in (exact, exact)))
+    assert describe(key.tokens) is None, "its sinks were cast with the model, since it was returned"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
