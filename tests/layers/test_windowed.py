@@ -21,6 +21,7 @@ import kvcache_plugins as kvp
 from kvcache_plugins.attention import native
 from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions
+from kvcache_plugins.backends import kivi
 from kvcache_plugins.errors import UnsupportedOperationError
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.handle import KVHandle
@@ -151,10 +152,34 @@ def test_a_known_end_reserves_no_more_than_a_window() -> None:
     for count in (256, *[1] * 700):
         windowed.update(*states(count))
         assert windowed.records.num_blocks * 64 <= WINDOW - 1 + windowed.unit + 63
+    for seen in (0, 70):  # told before the first tokens, and between two turns
+        told, _ = layers(BACKENDS["int8"])
+        if seen:
+            told.update(*states(seen))
+        told.bind(told.facts, None, 400)
+        told.update(*states(250 - seen))
+        assert told.records.num_blocks == 6  # of WINDOW - 1 + 64 tokens
     short, _ = layers(BACKENDS["int8"])
     short.bind(short.facts, None, 130)
     short.update(*states(70))
     assert short.records.num_blocks == 3
+
+
+def test_whole_groups_and_rotations_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kivi, "_SHORTEST_PERIOD", 192)
+    for options in ({"residual_length": 96}, {"residual_length": 32, "rope_mode": "block"}):
+        windowed, _ = layers({"backend": "kivi", **options})
+        windowed.update(*states(1))
+        assert windowed.unit == 192
+
+
+@pytest.mark.parametrize("counts", [[250, 200], [250, 700]], ids=["some", "all"])
+def test_sinks_that_have_left_take_no_memory(counts: list[int]) -> None:
+    windowed, _ = layers({"backend": "int8", "sink_length": 8})
+    windowed.update(*states(counts[0]))
+    assert all(stream.sinks is not None for stream in windowed.streams)
+    windowed.update(*states(counts[1]))
+    assert windowed.padding.dropped > 8 and all(stream.sinks is None for stream in windowed.streams)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
