@@ -129,9 +129,7 @@ class HeadwiseLayer(EvictingLayer):
         layers = [layer for _, layer in self.parts]  # one that a fast kernel did not serve is told of
         served = next((layer for layer in layers if layer.kernel_reason is not None), layers[0])
         self.kernel, self.kernel_reason = served.kernel, served.kernel_reason
-        if self._awaits_queries:
-            self._awaits_queries = False
-            self.evict_due()
+        self.evict_due()
 
     def check_crop(self, tokens_to_remove: int) -> None:
         if not self.parts:

@@ -253,6 +253,21 @@ def test_rejected_drafts_have_asked_nothing() -> None:
     assert names and all(torch.equal(after[name], before[name]) for name in names)
 
 
+def test_a_turn_that_is_read_with_drafts_is_evicted_from_once_they_are_judged() -> None:
+    model = model_of("llama", **SIZES)
+    cache = bound_cache(model, {"backend": "h2o", "budget": 24, "head_floor": 0.2}, 41)
+    feed(model, cache, ids(41), [41])
+    cache.bind(model, prompt_length=75)
+    cache.activate_past_recording()
+    held = []
+    for drafts, rejected in ((37, 3), (3, 1)):  # the first come with the turn, of which 34 tokens are new
+        feed(model, cache, ids(drafts), [drafts])
+        held += [layer.mean_held for layer in cache.evicting_layers]
+        cache.crop(-rejected)
+        held += [layer.mean_held for layer in cache.evicting_layers]
+    assert held == [24 + 37] * 2 + [24] * 2 + [24 + 3] * 2 + [24 + 2] * 2, "what is generated is not evicted"
+
+
 @pytest.mark.parametrize("how", ["reset", "crop"])
 @pytest.mark.parametrize("method", ["snapkv", "expected"])
 def test_emptied_they_are_together_again(method: str, how: str) -> None:
