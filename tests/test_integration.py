@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 import kvcache_plugins as kvp
 from kvcache_plugins import integration
+from kvcache_plugins.generation_calls import ready_to_build
 from kvcache_plugins.kernels import loader
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.testing import tiny_model
@@ -524,6 +526,18 @@ def test_a_kept_cache_goes_before_the_models_own_choice(model: Any) -> None:
     asked = {"cache_implementation": "quantized", "cache_config": {"backend": "kivi"}}
     with pytest.raises(ValueError, match="another one's options"):  # of what the call itself asks for
         own.generate(prompt, **as_argument(cache_of(first)), **asked, **settings)
+
+
+def test_what_a_call_asks_for_is_as_it_was_once_a_cache_is_built(model: Any) -> None:
+    own = GenerationConfig(cache_implementation="quantized", cache_config={"backend": "int8"})
+    call = copy.deepcopy(own)
+    given = call.cache_config
+    kept = as_argument(kvp.build_cache(model, {"backend": "int8"}))
+    with ready_to_build(SimpleNamespace(config=model.config, generation_config=own), call, kept):
+        assert call.cache_implementation is None  # beside a cache
+        call.cache_config.clear()  # as some releases do
+    assert call.cache_implementation == "quantized"
+    assert call.cache_config is given == {"backend": "int8"}
 
 
 def test_generate_binds_padding_and_final_length(model: Any) -> None:
