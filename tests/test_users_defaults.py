@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,8 +25,6 @@ from kvcache_plugins.kernels import cuda_inputs
 from kvcache_plugins.kernels.decoding import decode_side
 from kvcache_plugins.models import rotary
 from kvcache_plugins.testing import tiny_model
-from tests.eviction.locret_feeding import heads_of
-from tests.kernels import fresh_process
 from tests.kernels.decode_cases import CASES, build_layer, step
 
 EVICTING = {"budget": 40, "chunk_size": 16}
@@ -136,23 +133,3 @@ def test_sinks_are_placed_by_the_operators_in_torch() -> None:
     expected = decode_side(side, records, is_key=True, sink_start=None)
     with torch.device("meta"):
         assert torch.equal(decode_side(side, records, is_key=True, sink_start=None), expected)
-
-
-LOAD_HEADS = """
-import torch
-
-from kvcache_plugins.retaining.loading import load_heads
-
-before = torch.get_rng_state()
-with torch.device("meta"):
-    heads = load_heads({folder!r})
-assert {{parameter.device.type for parameter in heads.parameters()}} == {{"cpu"}}
-assert torch.equal(torch.get_rng_state(), before)
-"""
-
-
-def test_retaining_heads_are_read_where_they_can_be_and_draw_nothing() -> None:
-    # in another process: here `torch.empty` is not the function that the default device is known to
-    script = LOAD_HEADS.format(folder=heads_of(tiny_model("llama")))
-    done = fresh_process.run(script, os.environ)
-    assert done.returncode == 0, done.stderr
