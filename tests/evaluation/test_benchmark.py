@@ -1034,6 +1034,13 @@ def test_random_model_is_the_one_promised() -> None:
     assert model.num_parameters() == pytest.approx(50e6, rel=0.05)
 
 
+def test_tied_weights_of_a_model_count_once_and_its_buffers_too() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False), torch.nn.Linear(8, 4, bias=False))
+    model[1].weight = torch.nn.Parameter(model[0].weight.detach())  # another parameter of the same bytes
+    model.register_buffer("scale", torch.zeros(16))
+    assert generation_worker.model_bytes(model) == 4 * (8 * 4 + 16)
+
+
 # ---- options ----
 
 

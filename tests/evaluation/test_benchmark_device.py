@@ -432,6 +432,29 @@ def test_appending_covers_whole_periods_of_encoding() -> None:
     assert [attention_on_device._window(period) for period in (1, 48, 128)] == [64, 96, 128]
 
 
+def test_the_cpus_time_of_an_append_and_of_a_step_are_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = [0.0]
+    monkeypatch.setattr(
+        "kvcache_plugins.evaluation.speed.attention.device_timing.time.perf_counter", lambda: host[0]
+    )
+
+    def call() -> None:
+        host[0] += 0.003
+
+    timer = PlayedTimer(clock=[0.0])
+    cost = attention_on_device._append(timer, [call, call], 64, repeats=1)
+    assert (cost.host_ms, cost.device_ms) == (pytest.approx(3), 0)
+    assert attention_on_device._host_ms(timer, call) == pytest.approx(3)
+
+
+def test_a_dense_append_replaces_the_last_token() -> None:
+    states = States.random(SHAPE, torch.device("cpu"), 0)
+    held = [states.keys.clone(), states.values.clone()]
+    attention_on_device._dense_append(states)()
+    for found, before, new in zip((states.keys, states.values), held, states.new, strict=True):
+        assert torch.equal(found, torch.cat((before[:, :, :-1], new), dim=2))
+
+
 # ---- the device ----
 
 

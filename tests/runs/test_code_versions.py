@@ -223,6 +223,7 @@ def test_caches_of_ours_are_known_by_their_options() -> None:
     assert foreign_versions([{"backend": "int8"}, {"backend": "?"}]) == {}
     quanto = {"backend": "quanto", "nbits": 4}
     assert list(code_digests(quanto)) == [f"optimum-quanto {code_versions.version_of('optimum-quanto')}"]
+    assert code_digests({**quanto, "backend": "Quanto"}) == code_digests(quanto)
     assert not is_foreign(quanto) and foreign_versions([quanto]) == {}
 
 
