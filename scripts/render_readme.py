@@ -6,8 +6,8 @@
     python scripts/render_readme.py --record results.json   first keep a run as the measured one
 
 The backend table comes from the registry, the measured ones from `examples/results/quickstart.json`, and from
-`perplexity.json`, `passkey.json` and `facts.json` (a passkey run of several facts) beside it once they are
-recorded, so none can say anything that the code or a recorded run does not.
+`perplexity.json`, `passkey.json`, `facts.json` (a passkey run of several facts) and those of a GPU beside it
+once they are recorded, so none can say anything that the code or a recorded run does not.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ EVALUATIONS = {
     ),
 }
 """Columns of each evaluation: key, heading and format; one that no result has is left out."""
+
+GPU_RUNS = {"8 sequences": "bench_attention_h200_batch_8", "one": "bench_attention_h200_batch_1"}
+"""Recorded runs of attention on a GPU, by what their columns are headed with."""
 
 MEASURED_COLUMNS = (
     "cache",
@@ -121,6 +124,7 @@ def render(readme: str) -> str:
     readme = replace_part(readme, "evicting", markdown_table([row for row in rows if row.evicts]))
     readme = replace_part(readme, "measured", measured_part())
     readme = replace_part(readme, "evaluations", evaluations_part("perplexity", "passkey"))
+    readme = replace_part(readme, "gpu", gpu_part())
     return replace_part(readme, "facts", evaluations_part("facts"))
 
 
@@ -189,6 +193,29 @@ def evaluation_table(document: dict[str, Any], columns: Sequence[tuple[str, str,
         cells += [_format((row.get("by_length") or {}).get(length), ".2f") for length in lengths]
         lines.append(f"| {' | '.join([cache_name(row), *cells])} |")
     return "\n".join([*lines, "", origin(document["environment"])])
+
+
+def gpu_part() -> str:
+    """Return the table of the recorded runs on a GPU, which are of the same caches in the same order."""
+    documents = [
+        json.loads(RECORDED.with_name(f"{name}.json").read_text(encoding="utf-8"))
+        for name in GPU_RUNS.values()
+    ]
+    heads = ["cache", "of dense"]
+    for title in GPU_RUNS:
+        heads += [f"{title}: µs", "times dense", "of a copy"]
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'--:|' * (len(heads) - 1)}"]
+    for rows in zip(*(document["results"] for document in documents), strict=True):
+        (name,) = {cache_name(row) for row in rows}
+        cells = [name, f"{rows[0]['memory_fraction']:.3f}"]
+        for row in rows:
+            cells.append(f"{1000 * row['median_ms']:.0f}")
+            cells.append(f"{1 / row['ratio_to_best_dense']:.2f}")
+            cells.append(f"{row['fraction_of_copy']:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    place = documents[0]["environment"]
+    where = f"{place['device']}, torch {place['versions']['torch']}, commit {place['commit'][:10]}"
+    return "\n".join([*lines, "", where + (" with uncommitted changes." if place["dirty"] else ".")])
 
 
 def _format(value: Any, form: str) -> str:

@@ -133,6 +133,36 @@ def test_a_kernel_of_a_format_takes_every_option(options: dict[str, Any]) -> Non
     assert relative_rms(general.double(), known) <= BOUNDS[torch.bfloat16]
 
 
+@pytest.mark.parametrize(("head_dim", "most"), [(128, 64), (16, 128), (512, 16)])
+def test_more_splits_than_are_merged_at_once(
+    head_dim: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a thread takes of its channels, or than a lane takes of the sums; some see nothing at all."""
+    monkeypatch.setenv("KVCACHE_EMULATED_MULTIPROCESSORS", "132")
+    dtype = torch.float16 if head_dim < 128 else torch.float32
+    length = 64 * (most + 2) * (4 if dtype == torch.float16 else 1)  # a fast split has a block for every warp
+    layer = build_layer({"backend": "int8"}, length, batch_size=1, kv_heads=1, head_dim=head_dim, dtype=dtype)
+    query, key, value = step(layer, 1, 1)
+    mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool)
+    mask[..., 64 : 64 * (most // 2)] = False
+    check(query, key, value, AttentionOptions(mask=mask))
+    check(query, key, value, AttentionOptions(sink_logits=torch.ones(1)))
+
+
+@pytest.mark.parametrize("name", ["int4-sinks", "kvquant-default"])
+def test_what_is_packed_where_sinks_are_may_be_anything(name: str) -> None:
+    layer = build_layer(CASES[name], 300, padding=torch.tensor([62, 0]), dtype=torch.float16)
+    query, key, value = step(layer, 1, 4)
+    options = AttentionOptions(mask=(torch.arange(301) >= torch.tensor([[62], [0]]))[:, None, None])
+    expected = check(query, key, value, options)
+    length = layer.config.sink_length
+    for row, first in enumerate((62, 0)):
+        for slot in range(first, first + length):
+            for field in value.tokens.stream.codec.metadata_names:
+                layer.records.metadata("value", field, 0, 5)[row, :, slot // 64, slot % 64] = torch.nan
+    assert torch.equal(emulation.attend(query, key, value, options), expected)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_packed_and_exact_tokens_are_read_by_one_kernel(name: str) -> None:
     layer = build_layer(CASES[name], 333, head_dim=64, dtype=torch.bfloat16)

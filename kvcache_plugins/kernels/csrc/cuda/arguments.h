@@ -107,7 +107,7 @@ struct AttentionArguments {
   int32_t key_steps, key_group_shift, key_tile_shift, value_chunks, value_chunks_per_group, value_group_shift;
   int32_t value_groups;        // numbers of every token where code is made for as many, and for the chunks, or 0
   int32_t are_values_aligned;  // see AlignedCodes
-  // Results of every split: [rows][splits] maximum and sum, [rows][splits][value.head_dim]
+  // Results of every split: [rows][splits] maximum and sum, [rows][splits][partial_channels()]
   float *partial_sums, *partial_outputs;
   void* output;
 
@@ -117,6 +117,8 @@ struct AttentionArguments {
   KVCACHE_BOTH int exact_work() const { return key.format == kNonUniform ? 1 : 3; }
   // What the fast path takes for all of them, in that which it takes for a packed block.
   KVCACHE_BOTH int fast_work() const { return packed_units() + exact_work() * exact_units(); }
+  // As many channels as values have, and up to three more, so that four are read at a time.
+  KVCACHE_BOTH int partial_channels() const { return (value.head_dim + 3) / 4 * 4; }
   KVCACHE_BOTH int left_splits() const { return general_splits + sink_splits; }
   KVCACHE_BOTH int splits() const { return fast_splits + left_splits(); }
   // Of a packed block; slots fit 32 bits.

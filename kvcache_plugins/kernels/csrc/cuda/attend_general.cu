@@ -1,6 +1,7 @@
 #include "general_attention.cuh"
 
 #include "decode_attention.cuh"
+#include "merging.cuh"
 
 namespace kvcache {
 
@@ -20,7 +21,7 @@ KVCACHE_KERNEL(kThreads, 2) attend_general_wide_kernel(const AttentionArguments 
   attend_general<true, kWideSlots>(a, Rows::mine(a), shared, split, split);
 }
 
-KVCACHE_KERNEL(kMergeThreads, 2) merge_kernel(const AttentionArguments a) {
+KVCACHE_KERNEL(kMergeThreads, 4) merge_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
   merge_splits(a, shared);
 }

@@ -35,17 +35,19 @@ class Device {
   explicit Device(const at::Tensor& tensor) : guard_(tensor.device()), index_(std::max<int>(tensor.get_device(), 0)) {}
   void* stream() const { return nullptr; }
   int index() const { return index_; }
-  int multiprocessors() const { return 2; }
-  int shared_bytes() const {
-    const char* given = std::getenv("KVCACHE_EMULATED_SHARED_BYTES");
-    return given != nullptr ? std::atoi(given) : 232448;
-  }
+  int multiprocessors() const { return given("KVCACHE_EMULATED_MULTIPROCESSORS", 2); }
+  int shared_bytes() const { return given("KVCACHE_EMULATED_SHARED_BYTES", 232448); }
   int64_t scratch_bytes() const { return 1 << 16; }  // so little that runs are divided
   bool is_capturing() const { return false; }
   int32_t* shared_words(size_t count) const { return static_cast<int32_t*>(std::calloc(count, sizeof(int32_t))); }
   void check(int status) const { TORCH_CHECK(status == 0, "emulation failed"); }
 
  private:
+  static int given(const char* name, int otherwise) {
+    const char* const number = std::getenv(name);
+    return number != nullptr ? std::atoi(number) : otherwise;
+  }
+
   c10::DeviceGuard guard_;
   int index_;
 };

@@ -170,7 +170,7 @@ void plan_packed(AttentionArguments& a, int64_t first, int64_t packed) {
   a.plain_begin = static_cast<int32_t>((hidden + kBlockTokens - 1) / kBlockTokens);
 }
 
-// Leaves all others to it as well.
+// Leaves all other slots to it as well.
 void plan_exact(AttentionArguments& a, int64_t first, int64_t packed) {
   const int64_t keys = a.key.packed_length;
   const auto begin_at = [first](int64_t slot) { return static_cast<int32_t>(std::max(first, slot / kBlockTokens)); };
@@ -340,9 +340,11 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& records, 
   if (output.numel() == 0) return output;
   const auto [columns, known] = plan(a, batch, a.query_dtype != kFloat32, device);
   const int64_t partials = batch * query_heads * query_length * a.splits();
-  const at::Tensor scratch = at::empty({partials * (value_dim + 2)}, query.options().dtype(at::kFloat));
+  const int64_t sums = (2 * partials + 3) / 4 * 4;  // so that what follows is aligned
+  const at::Tensor scratch =
+      at::empty({sums + partials * a.partial_channels()}, query.options().dtype(at::kFloat));
   a.partial_sums = scratch.mutable_data_ptr<float>();
-  a.partial_outputs = a.partial_sums + 2 * partials;
+  a.partial_outputs = a.partial_sums + sums;
   a.output = output.mutable_data_ptr();
   const bool is_wide = value_dim > 128;
   const bool are_levels = a.key.format == kNonUniform;

@@ -2,10 +2,10 @@
 //
 // A warp takes every fourth unit of its thread block's range, packed blocks of 64 tokens and then what is exact, and
 // meets the others only at the end. Keys and values of a block travel as two parts of its record, contiguous bytes,
-// through a ring of two or three places in shared memory: the others are on the way while one is worked on. Queries are
-// fp16 numbers, scaled by a power of two per row so that none of weight is lost; products are summed in fp32. Bound: the
-// bytes of the records, as long as at least 30 KB a multiprocessor are on the way (two parts of 3 to 8 KB per warp, 8 to
-// 20 warps).
+// through a ring of two or three places in shared memory: the others are on the way while one is worked on. Queries
+// are fp16 numbers, scaled by a power of two per row so that none of weight is lost; products are summed in fp32.
+// Bound: the bytes of the records, as long as at least 30 KB a multiprocessor are on the way (two parts of 3 to 8 KB
+// per warp, 8 to 20 warps).
 #pragma once
 
 #include "exact_attention.cuh"
@@ -32,8 +32,8 @@ KVCACHE_DEVICE float logit_scale(const AttentionArguments& a, const Rows& rows) 
 }
 
 // Query rows of a warp, every fourth, times what channels are multiplied by: read all at once and kept. Loads that are
-// asked for behind the copies of a kernel's first units would wait for those: so long that they were a sixth of the time
-// of a batch of one (32k tokens, on an H200).
+// asked for behind the copies of a kernel's first units would wait for those: so long that they were a sixth of the
+// time of a batch of one (32k tokens, on an H200).
 template <int kRows, int kChannels>
 struct KeptQueries {
   static constexpr int kLaneRows = kRows / kWarps, kLaneChannels = kChannels / 32;

@@ -173,61 +173,7 @@ KVCACHE_DEVICE void attend_general(const AttentionArguments& a, const Rows& rows
     sums[1] = m.total[i];
   }
   for (int i = thread; i < rows.count * value_dim; i += threads)
-    a.partial_outputs[rows.partial(a, i / value_dim, place) * value_dim + i % value_dim] = m.output[i];
-}
-
-constexpr int kMergeThreads = 512;
-static_assert(kMergeThreads >= kMaxHeadDim, "a channel has a thread");
-
-// Bytes of dynamic shared memory of the merge.
-inline int merge_bytes(const AttentionArguments& a) { return 4 * (a.splits() + kMergeThreads); }
-
-// Merges the splits of one query row, a thread block each, which may begin before they have ended; sink logits are
-// weights without a value. The splits are shared out among the threads of a channel, so that their loads are on the way
-// together.
-KVCACHE_DEVICE void merge_splits(const AttentionArguments& a, uint8_t* shared) {
-  const int value_dim = a.value.head_dim, splits = a.splits(), thread = static_cast<int>(threadIdx.x);
-  const int64_t row = blockIdx.x;  // batch, kv head, head of the group, query token
-  const int query_head = static_cast<int>(blockIdx.x) / a.query_length % (a.records.heads * a.group);
-  const int64_t place = a.are_sinks_of_queries ? row : query_head;  // of its sink logit
-  const float* sums = a.partial_sums + 2 * row * splits;
-  const float* outputs = a.partial_outputs + row * splits * value_dim;
-  float* weights = reinterpret_cast<float*>(shared);
-  float* parts = weights + splits;
-  wait_for_previous();
-  let_next_begin();
-  const float sink = a.sink_logits != nullptr ? a.sink_logits[place] * kLog2E : -infinity();
-  float best = sink;
-#pragma unroll 4
-  for (int s = thread % 32; s < splits; s += 32) best = fmaxf(best, sums[2 * s]);  // every warp alike
-  for (int mask = 16; mask > 0; mask /= 2) best = fmaxf(best, shuffle_xor(best, mask));
-  const float shift = best == -infinity() ? 0.0f : best;
-  float total = 0.0f;
-#pragma unroll 4
-  for (int s = thread % 32; s < splits; s += 32) {
-    const float weight = power_of_two(sums[2 * s] - shift);
-    total = fmaf(sums[2 * s + 1], weight, total);
-    if (thread < 32) weights[s] = weight;
-  }
-  for (int mask = 16; mask > 0; mask /= 2) total += shuffle_xor(total, mask);
-  total += power_of_two(sink - shift);
-  const float inverse = total == 0.0f ? 1.0f : 1.0f / total;
-  block_barrier();
-  const int count = kMergeThreads / value_dim, part = thread / value_dim, d = thread % value_dim;
-  if (part < count) {
-    float merged = 0.0f;
-#pragma unroll 8
-    for (int s = part; s < splits; s += count) {
-      const float weight = weights[s], number = outputs[s * static_cast<int64_t>(value_dim) + d];
-      merged = fmaf(weight, weight != 0.0f ? number : 0.0f, merged);  // loaded whatever the weight
-    }
-    parts[thread] = merged;
-  }
-  block_barrier();
-  if (thread >= value_dim) return;
-  float merged = 0.0f;
-  for (int i = 0; i < count; ++i) merged += parts[i * value_dim + thread];
-  write_number(a.output, a.query_dtype, row * value_dim + thread, merged * inverse);
+    a.partial_outputs[rows.partial(a, i / value_dim, place) * a.partial_channels() + i % value_dim] = m.output[i];
 }
 
 }  // namespace kvcache

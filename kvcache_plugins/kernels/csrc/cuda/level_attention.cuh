@@ -82,7 +82,8 @@ KVCACHE_DEVICE void prepare_turns(const AttentionArguments& a, uint8_t* shared, 
   }
 }
 
-// Sets the scales and offsets of sinks in a unit of values to zero: a weight of zero would not undo what is not a number.
+// Sets the scales and offsets of sinks in a unit of values to zero: a weight of zero would not undo what is not a
+// number.
 KVCACHE_DEVICE void clear_sinks(const HiddenSinks& sinks, uint8_t* scale, uint8_t* offset) {
   for (int slot = static_cast<int>(threadIdx.x) % 32; slot < kBlockTokens; slot += 32) {
     if (!sinks.has(slot)) continue;

@@ -88,19 +88,19 @@ class UnitRing {
     record_ = a.records.of(rows.batch, rows.head) + begin * a.records.record_bytes + threadIdx.x % 32 * 16;
     places_ = shared + warp * a.warp_bytes;
   }
-  // Starts the first units: as many as may be on the way at once.
+  // Starts the first block: two units, also where later one alone is on the way at a time.
   KVCACHE_DEVICE void begin_copies() const {
     if (begin < end) start(record_, a_.key_copy, 0);
     copy_commit();
-    if (a_.unit_slots == 2) return;
     if (begin < end) start(record_, a_.value_copy, a_.unit_bytes);
     copy_commit();
   }
   // Waits for the keys or the values of `block`, and starts another unit in the place that the last one has left.
   template <bool kAreKeys>
   KVCACHE_DEVICE uint8_t* next(int block) {
+    const bool is_first = kAreKeys && block == begin;  // whose values are on the way, too
     const bool is_one_ahead = a_.unit_slots == 2, has_next = block + kWarps < end;
-    if (is_one_ahead) {
+    if (is_one_ahead && !is_first) {
       copy_wait<0>();
     } else {
       copy_wait<1>();
@@ -112,7 +112,7 @@ class UnitRing {
     if (!is_one_ahead) {
       if (has_next) start(record_ + stride, kAreKeys ? a_.key_copy : a_.value_copy, place);
     } else if (kAreKeys) {
-      start(record_, a_.value_copy, place);
+      if (!is_first) start(record_, a_.value_copy, place);
     } else if (has_next) {
       start(record_ + stride, a_.key_copy, place);
     }

@@ -258,7 +258,7 @@ KVCACHE_DEVICE void merge_warps(const AttentionArguments& a, const Rows& rows, c
     for (int w = 0; w < kWarps; ++w)
       merged = fmaf(bests[w * kRows + row], outputs[(w * kRows + row) * stride + channel], merged);
     if (channel_factors != nullptr) merged *= channel_factors[channel];
-    a.partial_outputs[rows.partial(a, row, place) * value_dim + channel] = merged;
+    a.partial_outputs[rows.partial(a, row, place) * a.partial_channels() + channel] = merged;
   }
 }
 
