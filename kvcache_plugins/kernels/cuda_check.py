@@ -28,7 +28,9 @@ __all__ = ["Sample", "find_deviation", "find_deviations", "samples"]
 
 _BLOCKS = 6
 _EXACT, _SINKS = 37, 5
-_WAITING = 84  # values that are still exact where keys of several tokens share their scales: a block, and a part
+_WAITING = (
+    84  # values that are still exact where keys of several tokens share their scales: more than a block
+)
 _HEADS, _GROUP, _ROWS = 2, 4, 2
 _SOFTCAP = 30.0
 _CALLS = (
@@ -278,10 +280,20 @@ def _sample(
         period = 32 * (stored.group_tokens // 32) if stored.is_rotated else 0
         waiting = _WAITING if keys.group_tokens > 1 and not is_key else 0
         layout = SideLayout(
-            blocks * BLOCK_TOKENS - waiting, stored.nbits, FORMATS[stored.format], head_dim, stored.group_tokens, width,
-            2, 0, offsets[0], offsets[1], offsets[2] if len(offsets) > 2 else -1, period,
-            head_dim if stored.is_rotated else 0,
-        )  # fmt: skip
+            packed_length=blocks * BLOCK_TOKENS - waiting,
+            nbits=stored.nbits,
+            format=FORMATS[stored.format],
+            head_dim=head_dim,
+            group_tokens=stored.group_tokens,
+            width=width,
+            metadata_bytes=2,
+            interleaved=0,
+            codes_offset=offsets[0],
+            scale_offset=offsets[1],
+            minimum_offset=offsets[2] if len(offsets) > 2 else -1,
+            period=period,
+            rotary_dim=head_dim if stored.is_rotated else 0,
+        )
         angles = torch.arange(period)[:, None] * 100.0 ** -torch.linspace(0, 1, head_dim // 2)
         tables = (angles.cos(), angles.sin()) if stored.is_rotated else (None, None)
         exact = torch.randn(_ROWS, _HEADS, _EXACT + waiting, head_dim, generator=generator).to(dtype)

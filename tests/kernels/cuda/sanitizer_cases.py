@@ -88,13 +88,14 @@ def long_contexts() -> Iterator[Tensor]:
 
 
 def what_changes_logits() -> Iterator[Tensor]:
-    """Windows, caps, slopes, sinks, whose values are not packed yet in a row, padding, and a tail in two parts."""
+    """Windows, caps, slopes, sinks, of which some values are not packed yet, padding, a tail in two parts."""
     every = {"sink_logits": torch.randn(8), "alibi_slopes": torch.rand(8), "softcap": 20.0}
     for dtype in (torch.float16, torch.float32):
         for name in ("int4-sinks", "kivi-sinks"):
             for length, pads in ((300, (66, 0)), (300, (62, 10)), (63, (2, 28))):
                 padding = torch.tensor(pads)
-                query, key, value = step(build_layer(LAYERS[name], length, padding=padding, dtype=dtype), 3, 4)
+                layer = build_layer(LAYERS[name], length, padding=padding, dtype=dtype)
+                query, key, value = step(layer, 3, 4)
                 mask = (torch.arange(key.shape[2]) >= padding[:, None])[:, None, None]
                 options = AttentionOptions(mask=mask, is_causal=True, sliding_window=100, **every)
                 yield emulation.attend(query, key, value, options)

@@ -193,7 +193,7 @@ def test_exact_tokens_in_two_parts_are_left_to_the_general_kernel(name: str, dty
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pads", [(0, 0), (2, 28), (29, 31), (61, 66)], ids=str)
 @pytest.mark.parametrize("length", [40, 63, 97])
-def test_sinks_whose_values_are_not_packed_yet(length: int, pads: tuple[int, int], dtype: torch.dtype) -> None:
+def test_sinks_whose_values_wait(length: int, pads: tuple[int, int], dtype: torch.dtype) -> None:
     """All, some or none of them; and of some rows the keys are not packed either."""
     if max(pads) >= length:
         pytest.skip("a row of pads alone")
