@@ -106,7 +106,7 @@ MUTATIONS = {
         "left = copy.bytes + 512 - copy.code_bytes - first;",
         "attend_8_rows",
         "8 rows",
-        COPY,
+        f"{RACE}|{COPY}",
     ),
     "a bias that has ended": Mutation(
         "warp_state.cuh",
@@ -138,9 +138,9 @@ MUTATIONS = {
         "fp32",
     ),
     "parts of other threads": Mutation(
-        "general_attention.cuh",
-        "parts[thread] = merged;\n  }\n  block_barrier();",
-        "parts[thread] = merged;\n  }",
+        "merging.cuh",
+        "parts[thread] = merged;\n  block_barrier();",
+        "parts[thread] = merged;",
         "attend_general",
         "fp32",
     ),
