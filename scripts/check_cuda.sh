@@ -3,18 +3,19 @@
 #
 #   scripts/check_cuda.sh [stage ...]
 #
-# Stages are build, attention, generate, compiled, tests and sanitize; all of them by default.
+# Stages are build, attention, heads (attention of 64 and of 256 channels), generate, compiled, tests and sanitize; all
+# of them by default.
 #
 # Run in the repository root. What is written goes to $OUT (default outputs/cuda): check.log, and results.json with a
-# picture in attention_1/, attention_$BATCH/, generate/ and compiled/. After LIMIT seconds (default 590) no stage goes on, so where
-# a command may take ten minutes, ask for a few stages at a time: "build attention tests", "generate", "compiled",
-# "sanitize".
+# picture in attention_1/, attention_$BATCH/, heads_PRESET/, generate/ and compiled/. After LIMIT seconds (default 590)
+# no stage goes on, so where a command may take ten minutes, ask for a few stages at a time: "build attention tests",
+# "heads", "generate", "compiled", "sanitize".
 # Where the build's check finds formats that deviate, the others are measured and tested all the same; where a kernel
 # breaks, memcheck tells of it at once, and nothing else is run.
 # DEVICE, PRESET, CONTEXT (tokens of one layer), PROMPT (tokens of generate), BATCH (rows of both) and LAYERS (of
 # the model that generates) shorten it.
 set -u
-STAGES="build attention generate compiled tests sanitize"
+STAGES="build attention heads generate compiled tests sanitize"
 : "${OUT:=outputs/cuda}" "${LIMIT:=590}" "${DEVICE:=cuda}" "${PRESET:=llama3-8b}" "${PYTHON:=python3}"
 : "${CONTEXT:=32768}" "${PROMPT:=16384}" "${BATCH:=8}"
 for name in "$@"; do
@@ -96,13 +97,20 @@ serve() {
   return 0
 }
 
+# layer NAME DIR option...: the benchmark of one layer
+layer() {
+  local script=(scripts/benchmark.py) name=$1 to=$OUT/$2
+  shift 2
+  [ "$kernels" = deviate ] && script=(-m kvcache_unchecked scripts/benchmark.py)
+  run "$name" 200 40 "$PYTHON" "${script[@]}" attention --device "$DEVICE" --dtype bf16 --lengths "$CONTEXT" \
+    --output "$to" "$@"
+}
+
 attention() {
   serve attention || return
-  local batch script=(scripts/benchmark.py)
-  [ "$kernels" = deviate ] && script=(-m kvcache_unchecked scripts/benchmark.py)
+  local batch
   for batch in 1 "$BATCH"; do # what one finds stays if the other fails
-    run "attention, batch of $batch" 200 40 "$PYTHON" "${script[@]}" attention --device "$DEVICE" --preset "$PRESET" \
-      --dtype bf16 --batch_sizes "$batch" --lengths "$CONTEXT" --output "$OUT/attention_$batch" --cache_config \
+    layer "attention, batch of $batch" "attention_$batch" --preset "$PRESET" --batch_sizes "$batch" --cache_config \
       '{"backend": "int8"}' '{"backend": "int4"}' '{"backend": "float8"}' \
       '{"backend": "kivi", "nbits": 4}' '{"backend": "kivi", "nbits": 4, "q_group_size": 64}' \
       '{"backend": "kivi", "nbits": 2}' \
@@ -112,6 +120,16 @@ attention() {
       '{"backend": "kvquant", "nbits": 4, "calibration": "normal_float"}' \
       '{"backend": "kvquant", "nbits": 3, "calibration": "normal_float"}' \
       '{"backend": "kvquant", "nbits": 2, "calibration": "normal_float"}'
+  done
+}
+
+heads() {
+  serve heads || return
+  local preset
+  for preset in llama3.2-1b gemma2-9b; do # their layers of full attention
+    layer "heads of $preset" "heads_$preset" --preset "$preset" --batch_sizes 1 "$BATCH" --cache_config \
+      '{"backend": "int8"}' '{"backend": "int4"}' '{"backend": "int4", "sink_length": 4}' \
+      '{"backend": "kivi", "nbits": 4}' '{"backend": "kivi", "nbits": 2}'
   done
 }
 

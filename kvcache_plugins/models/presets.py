@@ -34,6 +34,20 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 8192,
         },
     ),
+    # heads of 64 channels
+    "llama3.2-1b": (
+        "llama",
+        {
+            "num_hidden_layers": 16,
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 8192,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mistral-7b": (
         "mistral",
         {

@@ -492,14 +492,21 @@ def test_settings_say_whether_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("preset", "billions"),
-    [("llama2-7b", 6.74), ("llama3-8b", 8.03), ("mistral-7b", 7.24), ("qwen2.5-7b", 7.62)],
+    [
+        ("llama2-7b", 6.74),
+        ("llama3-8b", 8.03),
+        ("llama3.2-1b", 1.24),
+        ("mistral-7b", 7.24),
+        ("qwen2.5-7b", 7.62),
+    ],
 )
 def test_presets_have_the_size_of_their_models(preset: str, billions: float) -> None:
     config = generation_worker.model_config(None, preset)
     hidden, heads = config.hidden_size, config.num_attention_heads
     projections = 2 * hidden * hidden + 2 * hidden * hidden * config.num_key_value_heads // heads
     layer = projections + 3 * hidden * config.intermediate_size
-    parameters = config.num_hidden_layers * layer + 2 * config.vocab_size * hidden
+    tables = 1 if config.tie_word_embeddings else 2
+    parameters = config.num_hidden_layers * layer + tables * config.vocab_size * hidden
     assert parameters / 1e9 == pytest.approx(
         billions, abs=0.006
     )  # norms and biases are a few hundred thousand

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-STAGES = ("build", "attention", "generate", "compiled", "tests", "sanitize")
+STAGES = ("build", "attention", "heads", "generate", "compiled", "tests", "sanitize")
 PYTHON = """#!/bin/bash
 echo "$*" | head -n 2 | tr '\\n' ' ' >> "$PLAYED/calls"
 echo >> "$PLAYED/calls"
@@ -67,10 +67,11 @@ def test_an_unknown_stage_is_told_the_known_ones(tmp_path: Path) -> None:
 def test_every_stage(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
+    layers = ("attention_1", "attention_8", "heads_llama3.2-1b", "heads_gemma2-9b")
     assert [
-        f"--output {tmp_path}/out/attention_{n} " in c
-        for n, c in zip((1, 8), calls(tmp_path, "benchmark.py attention"), strict=True)
-    ] == [True, True]
+        f"--output {tmp_path}/out/{name} " in c
+        for name, c in zip(layers, calls(tmp_path, "benchmark.py attention"), strict=True)
+    ] == [True] * 4
     assert [
         (f"--output {tmp_path}/out/{name} " in c, "--compile" in c)
         for name, c in zip(("generate", "compiled"), calls(tmp_path, "benchmark.py generate"), strict=True)
