@@ -123,7 +123,10 @@ class Side:
     @property
     def length(self) -> int:
         """Tokens in all."""
-        return self.layout.packed_length + sum(segment.shape[2] for segment in self.segments)
+        length = self.layout.packed_length
+        for segment in self.segments:
+            length += segment.shape[2]
+        return length
 
     def without_newest(self, count: int) -> Side:
         """The side less its `count` newest tokens, which are part of the last segment."""

@@ -43,8 +43,9 @@ class NativeEncoder:
         self.record_layout, self.device = records.layout, records.data.device
         self._device_type = self.device.type
         self.layout = _layout(codec, side, records, interleaved)
-        is_divided = isinstance(codec, ScaledCodec)  # which does make a temporary
-        self.slabs_at_once = _SLABS_OF_A_LAUNCH if self._device_type == "cuda" and not is_divided else 1
+        self._scaled = codec if isinstance(codec, ScaledCodec) else None  # asked once, not in every step
+        has_many = self._device_type == "cuda" and self._scaled is None  # dividing makes temporaries
+        self.slabs_at_once = _SLABS_OF_A_LAUNCH if has_many else 1
         self.rotation: tuple[Tensor | None, Tensor | None] = (None, None)
         if self.layout and isinstance(codec, RotatedCodec):
             self.rotation = rotation_tables(codec.rotary, codec.period, self.device)
@@ -60,7 +61,7 @@ class NativeEncoder:
     @property
     def factors(self) -> Tensor | None:
         """What numbers are divided by before they are encoded: fp32 `(B, H, 1, D)`, or nothing."""
-        return self.codec.factors if isinstance(self.codec, ScaledCodec) else None
+        return None if self._scaled is None else self._scaled.factors
 
     def may_step(self) -> bool:
         """Whether `append_tokens` may be called on the device: not if its kernels have failed their check."""
