@@ -28,9 +28,8 @@ __all__ = ["Sample", "find_deviation", "find_deviations", "samples"]
 
 _BLOCKS = 6
 _EXACT, _SINKS = 37, 5
-_WAITING = (
-    84  # values that are still exact where keys of several tokens share their scales: more than a block
-)
+_WAITING = 84
+"""Values that are still exact where keys of several tokens share their scales: more than a block."""
 _HEADS, _GROUP, _ROWS = 2, 4, 2
 _SOFTCAP = 30.0
 _CALLS = (

@@ -56,7 +56,7 @@ KVCACHE_DEVICE void attend_any(const AttentionArguments& a, uint8_t* shared, int
   UnitRing<false> ring(a, Rows::mine(a), shared, SplitUnits(a, split));
   {
     const Rows rows = Rows::mine(a);
-    const KeptQueries<8 * kColumns, kMostChannels> queries(a, rows);
+    const KeptQueries<8 * kColumns, kMostFastChannels> queries(a, rows);
     if (a.sink_units > 0 && threadIdx.x == 0)
       *reinterpret_cast<int*>(shared + memory.sinks_end) = HiddenSinks::end_block(a, rows.batch);
     ring.begin_copies();
@@ -90,7 +90,6 @@ KVCACHE_DEVICE void attend_any(const AttentionArguments& a, uint8_t* shared, int
         ring.template next<false>(block);
         continue;
       }
-      if (block >= a.whole_end) clear_metadata(a.key, unit, a.tokens_of(block));
       codes = unit;
     } else {
       const Rows rows = Rows::mine_again(a);

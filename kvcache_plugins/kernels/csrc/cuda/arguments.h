@@ -11,6 +11,7 @@ enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 constexpr int kThreads = 128;  // of a block, in every kernel of decode attention
 constexpr int kWarps = kThreads / 32;
 constexpr int kMostRows = 16;  // query rows of a block: heads of a group times query tokens
+constexpr int kMostFastChannels = 256;  // of keys, and of values: what the registers of the fast path hold
 
 // Exact tokens; strides in elements, the channels lie next to each other.
 struct Segment {

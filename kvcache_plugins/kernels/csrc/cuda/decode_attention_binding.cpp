@@ -13,7 +13,6 @@ namespace kvcache {
 namespace {
 
 constexpr int64_t kMaxQueries = 64;
-constexpr int kMostFastChannels = 256;  // of keys, and of values: what the registers of the fast path hold
 
 int trailing_zeros(int x) { return x == 0 ? 31 : __builtin_ctz(static_cast<unsigned>(x)); }
 

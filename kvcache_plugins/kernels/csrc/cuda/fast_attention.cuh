@@ -15,7 +15,6 @@
 namespace kvcache {
 
 constexpr int kFoldBlocks = 4;  // of a warp, from one `fold_minima` to the next
-constexpr int kMostChannels = 256;  // of keys
 
 // The exponent by which the largest number of a row becomes 2^size to 2^(size + 1).
 KVCACHE_DEVICE int exponent_of(float largest, int size = 8) {

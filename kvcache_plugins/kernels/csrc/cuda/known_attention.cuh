@@ -41,6 +41,7 @@ KVCACHE_DEVICE void attend_known(const AttentionArguments& a, uint8_t* shared, i
   int block = ring.begin;
   for (; block < ring.end; block += kWarps) {
     uint8_t* place_of_unit = ring.template next<true>(block);
+    // not for the logits, which are replaced whatever they are: without it the compiler spills registers of 2 bits
     if (block >= a.whole_end) clear_metadata(a.key, place_of_unit, a.tokens_of(block));
     float products[1][4][4] = {};
     multiply_block<Format, kUnroll>(a, key, place_of_unit, block, products);

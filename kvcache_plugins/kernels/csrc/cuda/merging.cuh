@@ -1,7 +1,7 @@
 // How the results of the splits of a query row become its output.
 //
-// A thread block merges a row. Few loads are needed, so what it takes is their latency, and what counts is that they
-// are on the way together: those of a thread's first numbers are asked for before the weights of these are known.
+// A thread block merges a row. Few loads are needed, so they are to be on the way together: those of a thread's first
+// numbers are asked for before the weights of these are known. Not timed.
 #pragma once
 
 #include "query_rows.cuh"
