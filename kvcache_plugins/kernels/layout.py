@@ -104,8 +104,8 @@ class Side:
 
     @property
     def extras(self) -> list[Tensor | None]:
-        """The optional tensors, in the order in which the op takes them."""
-        return [
+        """The optional tensors in the order in which the op takes them, up to the last that is given."""
+        extras = [
             self.static_scale,
             self.factors,
             self.cos,
@@ -119,6 +119,9 @@ class Side:
             self.outliers,
             self.outlier_starts,
         ]
+        while extras and extras[-1] is None:  # every element costs the op time
+            extras.pop()
+        return extras
 
     @property
     def length(self) -> int:

@@ -149,10 +149,11 @@ Inputs describe(const char* name, const at::Tensor& records, at::TensorList segm
                 const c10::List<OptionalTensor>& extras, at::IntArrayRef layout, const at::Tensor& query) {
   KVCACHE_CHECK(layout.size() == kLayoutFields, "length", std::string(name) + "_layout", int{kLayoutFields},
                 layout.size());
-  KVCACHE_CHECK(extras.size() == 12, "length", std::string(name) + "_extras", 12, extras.size());
-  Inputs inputs{name,          segments.vec(), extras.get(0), extras.get(1), extras.get(2),
-                extras.get(3), extras.get(4),  extras.get(5), extras.get(6), extras.get(7),
-                extras.get(8), extras.get(9),  extras.get(10), extras.get(11), {}};
+  KVCACHE_CHECK(extras.size() <= 12, "length", std::string(name) + "_extras", "at most 12", extras.size());
+  // the last that are not given may be left out: every element costs host time
+  const auto extra = [&extras](size_t i) { return i < extras.size() ? extras.get(i) : OptionalTensor(); };
+  Inputs inputs{name,     segments.vec(), extra(0), extra(1), extra(2),  extra(3),  extra(4), extra(5),
+                extra(6), extra(7),       extra(8), extra(9), extra(10), extra(11), {}};
   Side& side = inputs.side;
   side.packed_length = layout[kPackedLength];
   side.nbits = static_cast<int32_t>(layout[kNbits]);

@@ -25,6 +25,11 @@ enum Extra {
   kStaticScale, kFactors, kCos, kSin, kSinks, kLevels, kChannelScale, kChannelOffset, kInvFreq, kPositions, kOutliers,
   kOutlierStarts, kExtras
 };
+// Those of a side, of which the last that are not given may be left out: every element costs host time.
+struct Extras {
+  const c10::List<OptionalTensor>& given;
+  OptionalTensor get(size_t extra) const { return extra < given.size() ? given.get(extra) : std::nullopt; }
+};
 
 inline int32_t dtype_of(const at::Tensor& tensor, const std::string& name) {
   switch (tensor.scalar_type()) {
@@ -62,9 +67,12 @@ struct SideInputs {
   }
 };
 
+// `field` ends the name, which is put together for a tensor that is given.
 template <typename Number>
-const Number* hold(SideInputs& inputs, const OptionalTensor& tensor, const std::string& name, at::IntArrayRef shape) {
+const Number* hold(SideInputs& inputs, const OptionalTensor& tensor, const std::string& side, const char* field,
+                   at::IntArrayRef shape) {
   if (!tensor.has_value()) return nullptr;
+  const std::string name = side + "_" + field;
   check_tensor(*tensor, name, shape);
   check_dtype(*tensor, name, c10::CppTypeToScalarType<Number>::value);
   inputs.held.push_back(tensor->contiguous());
@@ -98,10 +106,12 @@ inline void check_layout(const Side& side, const std::string& name, int64_t reco
 }
 
 inline SideInputs describe(const std::string& name, const at::Tensor& records, at::TensorList segments,
-                           const c10::List<OptionalTensor>& extras, at::IntArrayRef layout, int32_t default_dtype) {
+                           const c10::List<OptionalTensor>& given_extras, at::IntArrayRef layout,
+                           int32_t default_dtype) {
   const std::string layout_name = name + "_layout";
   KVCACHE_CHECK(layout.size() == kLayoutFields, "length", layout_name, int{kLayoutFields}, layout.size());
-  KVCACHE_CHECK(extras.size() == kExtras, "length", name + "_extras", int{kExtras}, extras.size());
+  KVCACHE_CHECK(given_extras.size() <= kExtras, "length", name + "_extras", "at most 12", given_extras.size());
+  const Extras extras{given_extras};
   SideInputs inputs;
   Side& side = inputs.side;
   side.packed_length = layout[kPackedLength];
@@ -124,8 +134,8 @@ inline SideInputs describe(const std::string& name, const at::Tensor& records, a
                 "at most the tokens of the records", side.packed_length);
   check_layout(side, layout_name, records.size(3), blocks);
 
-  side.static_scale = hold<float>(inputs, extras.get(kStaticScale), name + "_static_scale", {heads});
-  side.factors = hold<float>(inputs, extras.get(kFactors), name + "_factors", {batch, heads, dim});
+  side.static_scale = hold<float>(inputs, extras.get(kStaticScale), name, "static_scale", {heads});
+  side.factors = hold<float>(inputs, extras.get(kFactors), name, "factors", {batch, heads, dim});
   const OptionalTensor cos = extras.get(kCos), channel_scale = extras.get(kChannelScale);
   KVCACHE_CHECK(cos.has_value() == extras.get(kSin).has_value(), "rotation", layout_name, "both cos and sin", "one");
   KVCACHE_CHECK(!cos.has_value() || side.factors == nullptr, "extras", name, "factors or a rotation", "both");
@@ -133,26 +143,26 @@ inline SideInputs describe(const std::string& name, const at::Tensor& records, a
     KVCACHE_CHECK(side.rotary_dim >= 0 && side.rotary_dim % 2 == 0 && side.rotary_dim <= dim &&
                       (!cos.has_value() || side.period >= 1),
                   "rotary_dim", layout_name, "an even number up to head_dim and a period", side.rotary_dim);
-  side.cos = hold<float>(inputs, cos, name + "_cos", {side.period, side.rotary_dim / 2});
-  side.sin = hold<float>(inputs, extras.get(kSin), name + "_sin", {side.period, side.rotary_dim / 2});
+  side.cos = hold<float>(inputs, cos, name, "cos", {side.period, side.rotary_dim / 2});
+  side.sin = hold<float>(inputs, extras.get(kSin), name, "sin", {side.period, side.rotary_dim / 2});
   const OptionalTensor levels = extras.get(kLevels);
   KVCACHE_CHECK((side.format == kNonUniform) == levels.has_value(), "extras", name, "levels for format 4",
                 "format " + std::to_string(side.format));
-  side.levels = hold<float>(inputs, levels, name + "_levels", {int64_t{1} << side.nbits});
+  side.levels = hold<float>(inputs, levels, name, "levels", {int64_t{1} << side.nbits});
   KVCACHE_CHECK(channel_scale.has_value() == extras.get(kChannelOffset).has_value(), "extras", name,
                 "both channel_scale and channel_offset", "one");
   if (channel_scale.has_value()) {
     const int64_t rows = channel_scale->dim() == 3 ? channel_scale->size(0) : 0;
     KVCACHE_CHECK(side.format == kNonUniform && (rows == 1 || rows == batch), "rows", name + "_channel_scale",
                   "1 or that of the batch, for format 4", rows);
-    side.channel_scale = hold<float>(inputs, channel_scale, name + "_channel_scale", {rows, heads, dim});
-    side.channel_offset = hold<float>(inputs, extras.get(kChannelOffset), name + "_channel_offset", {rows, heads, dim});
+    side.channel_scale = hold<float>(inputs, channel_scale, name, "channel_scale", {rows, heads, dim});
+    side.channel_offset = hold<float>(inputs, extras.get(kChannelOffset), name, "channel_offset", {rows, heads, dim});
     side.channel_batch_stride = rows == 1 ? 0 : heads * dim;
   }
   KVCACHE_CHECK(side.scale_offset >= 0 || side.static_scale != nullptr || channel_scale.has_value() || blocks == 0,
                 "scale", layout_name, "an offset or a static scale", "neither");
-  side.inv_freq = hold<double>(inputs, extras.get(kInvFreq), name + "_inv_freq", {side.rotary_dim / 2});
-  side.positions = hold<int64_t>(inputs, extras.get(kPositions), name + "_positions", {batch});
+  side.inv_freq = hold<double>(inputs, extras.get(kInvFreq), name, "inv_freq", {side.rotary_dim / 2});
+  side.positions = hold<int64_t>(inputs, extras.get(kPositions), name, "positions", {batch});
   const OptionalTensor outliers = extras.get(kOutliers);
   KVCACHE_CHECK(outliers.has_value() == extras.get(kOutlierStarts).has_value(), "extras", name,
                 "both outliers and outlier_starts", "one");
@@ -161,9 +171,9 @@ inline SideInputs describe(const std::string& name, const at::Tensor& records, a
                   "a list for every block", outliers->sizes());
     side.outlier_blocks = outliers->size(1);
     side.outlier_capacity = outliers->size(2);
-    side.outliers = hold<int32_t>(inputs, outliers, name + "_outliers",
+    side.outliers = hold<int32_t>(inputs, outliers, name, "outliers",
                                   {batch, side.outlier_blocks, side.outlier_capacity});
-    side.outlier_starts = hold<int16_t>(inputs, extras.get(kOutlierStarts), name + "_outlier_starts",
+    side.outlier_starts = hold<int16_t>(inputs, extras.get(kOutlierStarts), name, "outlier_starts",
                                         {batch, side.outlier_blocks, heads + 1});
   }
 
