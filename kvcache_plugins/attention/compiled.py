@@ -1,4 +1,4 @@
-"""Attention in the graph of a compiled model, where it is one operator (see `layers.compiled`)."""
+"""A layer's update and attention in the graph of a compiled model: one operator (see `layers.compiled`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compilation import define_opaque
-from ..layers.compiled import are_of_one_update, known_layers
+from ..layers.compiled import known_layers, update_of
 
 __all__ = ["attend_in_graph"]
 
@@ -43,8 +43,8 @@ def attend_in_graph(
         function (`str`): Its name among the attention functions of transformers.
         module (`torch.nn.Module`): The attention module.
         query (`torch.Tensor` of shape `(B, Hq, q, D)`): Queries of the newest tokens.
-        key (`CompiledHandle`): What the update of a layer has left.
-        value (`CompiledHandle`): The same.
+        key (`CompiledHandle`): The keys of an update.
+        value (`CompiledHandle`): Its values.
         attention_mask (`torch.Tensor`, *optional*): As the function takes it.
         scaling (`float`, *optional*): Factor of the logits.
         kwargs: What else the function takes; see `dispatch.forward_over_handles` for what is honoured.
@@ -53,27 +53,32 @@ def attend_in_graph(
         `tuple[torch.Tensor, None] | None`: `(B, q, Hq, Dv)`, and no attention weights; `None`, and nothing
             has been done, for arguments that the operator cannot be given.
     """
+    update = update_of(key, value)
     numbers = [scaling, *(kwargs.get(name) for name in _NUMBERS)]
-    tensors = [attention_mask, *(kwargs.get(name) for name in _TENSORS)]
+    others = [kwargs.get(name) for name in _TENSORS]
     if (
-        not are_of_one_update(key, value)
+        update is None
+        or update.is_taken
         or module.training
         or not all(number is None or isinstance(number, (int, float)) for number in numbers)
-        or not all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors)
+        or not all(tensor is None or isinstance(tensor, Tensor) for tensor in (attention_mask, *others))
     ):
         return None
+    update.is_taken = True
     is_causal = kwargs.get("is_causal")
-    output = torch.ops.kvcache_plugins.attend_layer(
-        key.layers.number,
-        key.layer_idx,
-        key.token,
+    output = torch.ops.kvcache_plugins.update_and_attend(
+        update.layers.number,
+        update.layer_idx,
+        update.seen,
+        update.key_states,
+        update.value_states,
         query,
-        value.head_dim,
         function,
         getattr(module, "num_key_value_groups", 1),
         bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
         *numbers,
-        *tensors,
+        attention_mask,
+        others if any(tensor is not None for tensor in others) else [],
     )
     return output, None
 
@@ -85,12 +90,13 @@ def _functions() -> Any:
     return ALL_ATTENTION_FUNCTIONS
 
 
-def _attend(
+def _update_and_attend(
     number: Tensor,
     layer_idx: int,
-    token: Tensor,
+    seen: int,
+    key_states: Tensor,
+    value_states: Tensor,
     query: Tensor,
-    value_dim: int,
     function: str,
     groups: int,
     is_causal: bool,
@@ -98,15 +104,9 @@ def _attend(
     sliding_window: int | None,
     softcap: float | None,
     mask: Tensor | None,
-    *tensors: Tensor | None,
+    others: list[Tensor | None],
 ) -> Tensor:
-    taken = known_layers(number).taken
-    if layer_idx not in taken:
-        raise RuntimeError(
-            f"A compiled model attended twice to what an update of layer {layer_idx} returned, which is not "
-            "kept. Allowed are models that attend to it once, or are not compiled."
-        )
-    key, value = taken.pop(layer_idx)  # or a prompt would be there until the next update
+    key, value = known_layers(number).update(layer_idx, seen, key_states, value_states)
     output: Tensor
     output, _ = _functions()[function](
         _Module(is_causal, groups),
@@ -118,22 +118,28 @@ def _attend(
         is_causal=is_causal,
         sliding_window=sliding_window,
         softcap=softcap,
-        **dict(zip(_TENSORS, tensors, strict=True)),
+        **dict(zip(_TENSORS, others, strict=False)),  # none at all, as a rule
     )
     return output
 
 
 def _shape(
-    number: Tensor, layer_idx: int, token: Tensor, query: Tensor, value_dim: int, *others: Any
+    number: Tensor,
+    layer_idx: int,
+    seen: int,
+    key_states: Tensor,
+    value_states: Tensor,
+    query: Tensor,
+    *options: Any,
 ) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value_dim)
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value_states.shape[3])
 
 
 define_opaque(
-    "attend_layer",
-    "(Tensor number, int layer_idx, Tensor token, Tensor query, int value_dim, str function, int groups, "
-    "bool is_causal, float? scaling, int? sliding_window, float? softcap, Tensor? mask, Tensor? s_aux, "
-    "Tensor? sinks, Tensor? alibi_slopes, Tensor? position_bias, Tensor? indices) -> Tensor",
-    _attend,
+    "update_and_attend",
+    "(Tensor number, int layer_idx, SymInt seen, Tensor key_states, Tensor value_states, Tensor query, "
+    "str function, int groups, bool is_causal, float? scaling, int? sliding_window, float? softcap, "
+    "Tensor? mask, Tensor?[] others) -> Tensor",
+    _update_and_attend,
     _shape,
 )

@@ -1,16 +1,15 @@
-"""The layers of a cache in the graph of a compiled model, where an update is one operator.
+"""The layers of a cache in the graph of a compiled model, where update and attention are one operator.
 
 A graph of what a layer does and counts would have to be compiled anew whenever one of its numbers has
-changed. So operators do that when the graph runs, as it is done in a model that is not compiled; the other
-one, of attention, is in `attention.compiled`. Through the graph go a number by which they find the layers,
-the new keys and values, and a token: a tensor by which attention comes after the update that it reads. What
-the update returned waits beside the layers until then.
+changed. So an operator does that when the graph runs, as it is done in a model that is not compiled. While a
+graph is made, an update only notes the new keys and values; it is made by the operator of attention
+(`attention.compiled`), to which go a number by which it finds the layers, and what was noted. Whatever else
+is asked of the keys and values ends the graph there, makes the update and is answered by what it returns.
 """
 
 from __future__ import annotations
 
 import operator
-import sys
 import weakref
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache
 
-from ..compilation import define_opaque, makes_graph, outside_graphs
+from ..compilation import makes_graph, outside_graphs
 from .base import PackedLayer
 from .storing import storing
 
@@ -28,16 +27,17 @@ __all__ = [
     "CompiledHandle",
     "CompiledLayers",
     "CompiledUpdates",
-    "are_of_one_update",
+    "LayerUpdate",
     "handed_over",
     "known_layers",
+    "update_of",
 ]
 
 _known: WeakValueDictionary[int, CompiledLayers] = WeakValueDictionary()
 
 
 class CompiledLayers:
-    """The layers of a cache, as the operators of a graph find them.
+    """The layers of a cache, as the operator of a graph finds them.
 
     Args:
         cache (`Cache`): Whose layers they are; a copy of it has a copy of this.
@@ -45,26 +45,87 @@ class CompiledLayers:
     Attributes:
         number (`torch.Tensor`): int64 `(1,)` on the CPU, another for every cache: as a plain integer it would
             be a constant of the graph, which would then serve one cache alone.
-        taken (`dict`): Keys and values that the latest update of a layer returned, by its index, until they
-            are attended to.
     """
 
     def __init__(self, cache: Cache) -> None:
         self._cache = weakref.ref(cache)
         with storing():  # to compilers, one made in inference mode is of another kind
             self.number = torch.tensor([id(self)], dtype=torch.int64, device="cpu")
-        self.taken: dict[int, tuple[Tensor, Tensor]] = {}
         _known[id(self)] = self
 
-    @property
-    def layers(self) -> list[Any]:
-        """What the cache consists of now."""
+    def update(
+        self, layer_idx: int, seen: int, key_states: Tensor, value_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Hand new keys and values, `(B, H, n, D)` each, to a layer that has seen `seen` tokens before.
+
+        Where a graph ended since they were noted, the layer has counted them already.
+
+        Raises:
+            RuntimeError: If earlier ones were noted, and nobody has read them.
+        """
         cache = self._cache()
         assert cache is not None  # it holds this
-        return cache.layers
+        layer: Any = cache.layers[layer_idx]
+        layer.cumulative_length = seen
+        if layer.stored_length < layer.held_length:
+            raise RuntimeError(
+                f"A compiled model gave layer {layer_idx} keys and values that it did not attend to, so that "
+                f"the layer holds {layer.stored_length} tokens where it should hold {layer.held_length}. "
+                "Allowed are models that attend to what they give a layer in the same call, or are not "
+                "compiled."
+            )
+        states: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
+        return states
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledLayers, (self._cache(),)
+
+
+def known_layers(number: Tensor) -> CompiledLayers:
+    """The layers of a number."""
+    return _known[int(number)]
+
+
+class LayerUpdate:
+    """New keys and values of a layer, of which it is not told before somebody reads them.
+
+    Args:
+        layers (`CompiledLayers`): Of the cache.
+        layer_idx (`int`): Index of the layer.
+        seen (`int`): Tokens that the layer has seen before.
+        key_states (`torch.Tensor` of shape `(B, H, n, D)`): The new keys.
+        value_states (`torch.Tensor` of shape `(B, H, n, Dv)`): The new values.
+
+    Attributes:
+        is_taken (`bool`): Whether the layer has been told, or will be by an operator of the graph.
+        returned (`tuple`, *optional*): What it has returned, where no operator did that.
+    """
+
+    def __init__(
+        self, layers: CompiledLayers, layer_idx: int, seen: int, key_states: Tensor, value_states: Tensor
+    ) -> None:
+        self.layers, self.layer_idx, self.seen = layers, layer_idx, seen
+        self.key_states, self.value_states = key_states, value_states
+        self.is_taken = False
+        self.returned: tuple[Tensor, Tensor] | None = None
+
+    @outside_graphs
+    def made(self) -> tuple[Tensor, Tensor]:
+        """Tell the layer, once, and return what it did: handles, or exact states.
+
+        Raises:
+            RuntimeError: If an operator has done so, which keeps nothing.
+        """
+        if self.returned is None:
+            if self.is_taken:
+                raise RuntimeError(
+                    f"A compiled model read the keys and values of layer {self.layer_idx} once more after it "
+                    "had attended to them, when nothing of them is kept. Allowed are models that attend to "
+                    "them once, or are not compiled."
+                )
+            self.is_taken = True
+            self.returned = self.layers.update(self.layer_idx, self.seen, self.key_states, self.value_states)
+        return self.returned
 
 
 class CompiledHandle:
@@ -74,26 +135,20 @@ class CompiledHandle:
     operator. Whatever else is asked of it ends the graph there, and is answered by what the update returned.
 
     Args:
-        layers (`CompiledLayers`): Of the cache.
-        layer_idx (`int`): Index of the layer.
-        token (`torch.Tensor`): What its update has left in the graph.
-        head_dim (`int`): Channels.
+        update (`LayerUpdate`): What the layer is to be told.
         side (`int`): 0 for keys, 1 for values.
     """
 
-    def __init__(
-        self, layers: CompiledLayers, layer_idx: int, token: Tensor, head_dim: int, side: int
-    ) -> None:
-        self.layers, self.layer_idx, self.token = layers, layer_idx, token
-        self.head_dim, self.side = head_dim, side
+    def __init__(self, update: LayerUpdate, side: int) -> None:
+        self.update, self.side = update, side
 
     @outside_graphs
     def states(self) -> Tensor:
         """What the update returned: a handle, or exact states."""
-        return self.layers.taken[self.layer_idx][self.side]
+        return self.update.made()[self.side]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "layers":  # of one that is being copied
+        if name.startswith("__") or name == "update":  # of one that is being copied
             raise AttributeError(name)
         return getattr(self.states(), name)
 
@@ -118,55 +173,20 @@ for _name in ("getitem", "neg", "lt", "le", "gt", "ge"):
 CompiledHandle.__len__ = _of_states(len)  # type: ignore[attr-defined]
 
 
+def update_of(key: Any, value: Any) -> LayerUpdate | None:
+    """The update of which two handles of a graph are the keys and the values; `None` of anything else."""
+    if not isinstance(key, CompiledHandle) or not isinstance(value, CompiledHandle):
+        return None
+    return key.update if key.update is value.update and (key.side, value.side) == (0, 1) else None
+
+
 def handed_over(key: Any, value: Any) -> tuple[Any, Any]:
-    """What two handles of a graph stand for, for whoever attends to them; anything else as it is.
-
-    Nothing else holds it from then on, lest a prompt be there until the next update.
-    """
-    if are_of_one_update(key, value):
-        return _hand_over(key.layers, key.layer_idx)
+    """What two handles of a graph stand for, for whoever attends to them; anything else as it is."""
     return _resolved(key), _resolved(value)
-
-
-def are_of_one_update(key: Any, value: Any) -> bool:
-    """Whether two handles of a graph are the keys and the values that one update returned."""
-    is_pair = isinstance(key, CompiledHandle) and isinstance(value, CompiledHandle)
-    return is_pair and key.token is value.token and (key.side, value.side) == (0, 1)
-
-
-@outside_graphs
-def _hand_over(layers: CompiledLayers, layer_idx: int) -> tuple[Tensor, Tensor]:
-    return layers.taken.pop(layer_idx)
 
 
 def _resolved(states: Any) -> Any:
     return states.states() if isinstance(states, CompiledHandle) else states
-
-
-def known_layers(number: Tensor) -> CompiledLayers:
-    """The layers of a number."""
-    return _known[int(number)]
-
-
-def _update(number: Tensor, layer_idx: int, key_states: Tensor, value_states: Tensor) -> Tensor:
-    # an operator is registered once, also where this module is imported again
-    known: CompiledLayers = sys.modules[__name__].known_layers(number)
-    known.taken.clear()  # of layers that were read and not taken over
-    # copies: what is returned may be the states themselves, whose memory is free for the graph from here on
-    known.taken[layer_idx] = known.layers[layer_idx].update(key_states.clone(), value_states.clone())
-    return key_states.new_empty(1)
-
-
-def _token(number: Tensor, layer_idx: int, key_states: Tensor, value_states: Tensor) -> Tensor:
-    return key_states.new_empty(1)
-
-
-define_opaque(
-    "update_layer",
-    "(Tensor number, int layer_idx, Tensor key_states, Tensor value_states) -> Tensor",
-    _update,
-    _token,
-)
 
 
 class CompiledUpdates(Cache):
@@ -197,21 +217,16 @@ class CompiledUpdates(Cache):
             layers = self.compiled_layers if makes_graph(key_states.device.type) else None
             if layers is None:
                 return self._update_untraced(key_states, value_states, layer_idx, *args, **kwargs)
-            # as the operator will have set it, for what else is traced and asks how many tokens there are
+            update = LayerUpdate(layers, layer_idx, layer.cumulative_length, key_states, value_states)
+            # as the update will have set it, for what else is traced and asks how many tokens there are
             layer.cumulative_length = layer.cumulative_length + key_states.shape[2]
-            token = torch.ops.kvcache_plugins.update_layer(layers.number, layer_idx, key_states, value_states)
-            return (
-                CompiledHandle(layers, layer_idx, token, key_states.shape[3], 0),
-                CompiledHandle(layers, layer_idx, token, value_states.shape[3], 1),
-            )
+            return CompiledHandle(update, 0), CompiledHandle(update, 1)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @outside_graphs
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()  # type: ignore[no-untyped-call]  # transformers declares no types here
-        if self.compiled_layers is not None:
-            self.compiled_layers.taken.clear()
 
     def __copy__(self) -> Any:
         copied = type(self).__new__(type(self))

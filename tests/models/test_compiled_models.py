@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 from transformers import AutoModelForCausalLM, CompileConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_plugins import KVCache, build_cache
-from kvcache_plugins.layers.compiled import CompiledHandle
+from kvcache_plugins.layers.compiled import CompiledHandle, LayerUpdate
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.testing.models import tiny_model
 from tests.models.encoders import encoder_decoder, source
@@ -88,7 +89,7 @@ def test_prompt_and_steps_are_one_graph_each(options: dict[str, Any]) -> None:
     assert_same(generated(model, options), plain)
     layers = model.config.num_hidden_layers
     assert len(graphs.made) == 2
-    assert graphs.count("update_layer") == graphs.count("attend_layer") == [layers] * len(graphs.made)
+    assert graphs.count("update_and_attend") == [layers] * len(graphs.made)
     # what a layer does is in none, and of what it counts the length of the mask alone
     own = [place.rsplit("File", 1)[-1] for graph in graphs.made for _, place in graph]
     own = [place for place in own if "/kvcache_plugins/" in place]
@@ -97,9 +98,9 @@ def test_prompt_and_steps_are_one_graph_each(options: dict[str, Any]) -> None:
     made, longer = len(graphs.made), generated(model, options, 70)
     assert_same(longer, generated(tiny_model("llama"), options, 70))
     assert len(graphs.made) == made
-    # and nothing that was read is kept, nor a cache that is gone
+    # and a cache that is gone is not kept
     left = cache_of(longer).compiled_layers
-    assert left is not None and left.taken == {}
+    assert left is not None
     gone = weakref.ref(left)
     del longer, left
     gc.collect()
@@ -124,8 +125,6 @@ def test_whatever_ends_a_graph_reads_the_same(
     model.compile(backend=Graphs(), dynamic=dynamic)
     compiled = generated(model, options, 3)
     assert_same(compiled, plain)
-    layers = cache_of(compiled).compiled_layers
-    assert layers is None or layers.taken == {} or family == "bloom"  # which reads keys by itself
 
 
 def test_a_graph_that_ends_behind_an_update_knows_what_was_held_before_it() -> None:
@@ -142,7 +141,7 @@ def test_a_graph_that_ends_behind_an_update_knows_what_was_held_before_it() -> N
     model, graphs = encoder_decoder("t5"), Graphs()
     model.compile(backend=graphs)
     assert_same(generate(model), plain)
-    assert sum(graphs.count("attend_layer")) > 0
+    assert sum(graphs.count("update_and_attend")) > 0
 
 
 def decode(model: Any, tokens: Tensor, cache: KVCache, mask: Tensor | None = None) -> Tensor:
@@ -173,7 +172,7 @@ def test_several_steps_are_traced_together(options: dict[str, Any], padded: bool
             torch.testing.assert_close(compiled(model, call[0], cache, call[1]), expected, rtol=0, atol=1e-6)
             assert cache.get_seq_length() == 150 + 3
     if options is KIVI:
-        assert graphs.count("update_layer") == [4 * model.config.num_hidden_layers]
+        assert graphs.count("update_and_attend") == [4 * model.config.num_hidden_layers]
 
 
 def test_verbs_in_a_traced_function_act_on_what_is_there() -> None:
@@ -230,7 +229,7 @@ def test_our_attention_function_has_windows_and_sinks_in_the_graph() -> None:
     model, graphs = tiny_model("gpt_oss", attn_implementation="kvcache_plugins"), Graphs()
     model.compile(backend=graphs, fullgraph=True)
     assert_same(generated(model, KIVI), plain)
-    assert graphs.count("attend_layer") == [1] * len(graphs.made)  # its other layer is transformers' own
+    assert graphs.count("update_and_attend") == [1] * len(graphs.made)  # its other layer is transformers' own
 
 
 def test_heads_are_shown_what_a_compiled_model_projects() -> None:
@@ -239,7 +238,7 @@ def test_heads_are_shown_what_a_compiled_model_projects() -> None:
     model, graphs = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL), Graphs()
     model.compile(backend=graphs)
     assert_same(generated(model, options, 3), plain)
-    assert sum(graphs.count("update_layer")) == 0
+    assert sum(graphs.count("update_and_attend")) == 0
 
 
 def test_graphs_find_the_layers_of_every_copy() -> None:
@@ -264,7 +263,7 @@ def test_rows_follow_the_beams_of_a_compiled_model() -> None:
     model, graphs = tiny_model("llama"), Graphs()
     model.compile(backend=graphs, fullgraph=True)
     assert torch.equal(generated(model, KIVI, 20, **beams).sequences, plain)
-    assert sum(graphs.count("update_layer")) > 0
+    assert sum(graphs.count("update_and_attend")) > 0
 
 
 def test_generate_compiles_where_it_is_asked_to() -> None:
@@ -274,7 +273,7 @@ def test_generate_compiles_where_it_is_asked_to() -> None:
     asked._compile_all_devices = True  # transformers compiles on GPUs alone otherwise
     compiled = generated(tiny_model("llama"), INT8, compile_config=asked)
     assert_same(compiled, plain)
-    assert graphs.count("update_layer") == [2] * len(graphs.made) and graphs.made
+    assert graphs.count("update_and_attend") == [2] * len(graphs.made) and graphs.made
     graphs.made.clear()
     assert_same(generated(tiny_model("llama"), INT8), plain)
     assert not graphs.made
@@ -291,26 +290,71 @@ def test_gradients_are_refused_by_a_compiled_model_too() -> None:
         logits.sum().backward()
 
 
-def test_whoever_does_not_know_a_handle_of_a_graph_is_given_what_it_stands_for() -> None:
+def prompted(rows: int = 1) -> tuple[Any, KVCache]:
+    """A model whose layers have 2 heads of 16 channels, and a cache that has read 150 tokens."""
     model = tiny_model("llama")
     cache = build_cache(model, INT8)
+    model(prompt(rows), **as_argument(cache))
+    return model, cache
+
+
+@torch.no_grad()
+def test_whoever_does_not_know_a_handle_of_a_graph_is_given_what_it_stands_for() -> None:
+    _, cache = prompted()
+    states = torch.randn(1, 2, 1, 16)
+    assert cache.compiled_layers is not None
+    update = LayerUpdate(cache.compiled_layers, 0, 150, states, states)
+    keys = CompiledHandle(update, 0)
+    dense = cache.layers[0].key_stream_.decode(0, 150)
+    assert cache.layers[0].stored_length == 150
+    assert keys.shape == (1, 2, 151, 16) and len(keys) == 1
+    torch.testing.assert_close(keys[:, :, :150], dense)
+    torch.testing.assert_close((keys * 2.0)[:, :, 150], states[:, :, 0] * 2.0)
+    torch.testing.assert_close(torch.cat([keys, states], 2)[:, :, 151:], states)
+    torch.testing.assert_close(states @ keys.transpose(2, 3), states @ keys[:, :].transpose(2, 3))
+    assert cache.layers[0].stored_length == 151
+
+
+def test_attention_of_ones_own_may_end_graphs_and_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = 1
+
+    def own(module: Any, query: Tensor, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        torch._dynamo.graph_break()  # between the update and attention
+        for _ in range(times):
+            output = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+        return output
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "own", own)
     with torch.no_grad():
-        model(prompt(1), **as_argument(cache))
-        layers = cache.compiled_layers
-        states = torch.randn(1, 2, 1, 16)
-        token = torch.ops.kvcache_plugins.update_layer(layers.number, 0, states, states)
-        keys = CompiledHandle(layers, 0, token, 16, 0)
-        dense = cache.layers[0].key_stream_.decode(0, 150)
-        assert keys.shape == (1, 2, 151, 16) and len(keys) == 1
-        torch.testing.assert_close(keys[:, :, :150], dense)
-        torch.testing.assert_close((keys * 2.0)[:, :, 150], states[:, :, 0] * 2.0)
-        torch.testing.assert_close(torch.cat([keys, states], 2)[:, :, 151:], states)
-        torch.testing.assert_close(states @ keys.transpose(2, 3), states @ keys[:, :].transpose(2, 3))
+        model, cache = prompted()
+        expected = decode(model, prompt(1, 1), copy.deepcopy(cache))
+        model.set_attn_implementation("own")
+        graphs = Graphs()
+        model.compile(backend=graphs)
+        torch.testing.assert_close(decode(model, prompt(1, 1), cache), expected, rtol=0, atol=1e-6)
+        assert sum(graphs.count("update_and_attend")) > 0
+        assert [layer.stored_length for layer in cache.packed_layers] == [154, 154]
+        times = 2
+        with pytest.raises(RuntimeError, match="layer 0 once more"):
+            model(prompt(1, 1), **as_argument(cache))
+
+
+def test_a_layer_that_is_not_attended_to_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping, "none", lambda _, query, *args, **kwargs: (query * 0, None)
+    )
+    with torch.no_grad():
+        model, cache = prompted()
+        model.set_attn_implementation("none")
+        model.compile(backend=Graphs())
+        model(prompt(1, 1), **as_argument(cache))
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(RuntimeError, match="holds 150 tokens where it should hold 151"):
+            model(prompt(1, 1), **as_argument(cache))
 
 
 def test_cuda_graphs_end_where_layers_are_updated() -> None:
-    for name in ("update_layer", "attend_layer"):
-        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.kvcache_plugins, name).default.tags
+    assert torch.Tag.cudagraph_unsafe in torch.ops.kvcache_plugins.update_and_attend.default.tags
 
 
 @pytest.mark.slow
