@@ -34,10 +34,16 @@ def makes_graph(device_type: str) -> bool:
     """
     return (
         torch.compiler.is_dynamo_compiling()
-        and not torch.compiler.is_exporting()
+        and not _is_exporting()
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(device_type)
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_exporting() -> bool:
+    """What torch says if it is asked, and the question is not traced: torch 2.11 then takes it for true."""
+    return torch.compiler.is_exporting()
 
 
 def define_opaque(name: str, schema: str, function: Callable[..., Any], shape: Callable[..., Any]) -> None:

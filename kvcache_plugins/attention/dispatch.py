@@ -219,7 +219,8 @@ def attention_forward(
         return forward_over_handles(module, query, *handles, attention_mask, scaling, **kwargs)
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
     options = attention_options(module, query, key.shape[2], attention_mask, scaling, **kwargs)
-    is_plain = (options.softcap, options.sink_logits, options.alibi_slopes) == (None, None, None)
+    # one by one: of tuples torch 2.11 cannot trace it
+    is_plain = options.softcap is None and options.sink_logits is None and options.alibi_slopes is None
     if is_plain or (dropout > 0.0 and module.training):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from packaging.version import Version
+from torch import Tensor, fx, nn
 from transformers import AutoModelForCausalLM, CompileConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_plugins import KVCache, build_cache
+from kvcache_plugins.compilation import makes_graph
 from kvcache_plugins.layers.compiled import CompiledHandle, LayerUpdate
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.testing.models import tiny_model
@@ -353,12 +355,29 @@ def test_a_layer_that_is_not_attended_to_is_missed(monkeypatch: pytest.MonkeyPat
             model(prompt(1, 1), **as_argument(cache))
 
 
+@torch.no_grad()
+def test_operators_go_into_graphs_that_stay_in_the_process() -> None:
+    class Asking(nn.Module):
+        def forward(self, states: Tensor) -> Tensor:
+            return states + 1 if makes_graph("cpu") else states - 1
+
+    zero = torch.zeros(1)
+    assert not makes_graph("cpu") and Asking()(zero) == -1
+    assert torch.compile(Asking(), backend="eager")(zero) == 1
+    for strict in (True, False):
+        assert torch.export.export(Asking(), (zero,), strict=strict).module()(zero) == -1
+
+
 def test_cuda_graphs_end_where_layers_are_updated() -> None:
     assert torch.Tag.cudagraph_unsafe in torch.ops.kvcache_plugins.update_and_attend.default.tags
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.12"),
+    reason="torch 2.11 writes C++ for masks that does not compile, with the dense cache as well",
+)
 def test_the_compiler_makes_code_that_serves_all_lengths() -> None:
     """Of a family where it reuses the memory of keys and values between their update and attention."""
     plain = generated(tiny_model("phi"), KIVI, 80)
