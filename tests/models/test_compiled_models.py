@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 import pickle
 import re
 import weakref
@@ -279,6 +280,34 @@ def test_generate_compiles_where_it_is_asked_to() -> None:
     graphs.made.clear()
     assert_same(generated(tiny_model("llama"), INT8), plain)
     assert not graphs.made
+
+
+def is_symbolic(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    sizes = value.shape if isinstance(value, Tensor) else [value]
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+@pytest.mark.parametrize("pads", [0, 9])
+def test_nothing_else_in_a_steps_graph_depends_on_the_length(pads: int) -> None:
+    """CUDA graphs, which serve one size, would be recorded anew at every step."""
+    made: list[fx.GraphModule] = []
+
+    def keep(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        made.append(graph)
+        return graph.forward
+
+    asked = CompileConfig(backend=lambda *given: keep(*given), fullgraph=True, mode=None)
+    asked._compile_all_devices = True
+    mask = torch.ones(2, 150, dtype=torch.long)
+    mask[0, :pads] = 0
+    model, quantized = tiny_model("llama"), {"cache_implementation": "quantized", "cache_config": INT8}
+    model.generate(prompt(), attention_mask=mask, **quantized, compile_config=asked, max_new_tokens=5)
+    # a layer's count is passed on, and added to
+    nodes = [node for node in made[-1].graph.nodes if node.op not in ("placeholder", "output")]
+    dependent = [node for node in nodes if any(map(is_symbolic, [node, *node.all_input_nodes]))]
+    others = {str(node.target) for node in dependent if node.target is not operator.add}
+    assert others == {"kvcache_plugins.update_and_attend"}
 
 
 def test_gradients_are_refused_by_a_compiled_model_too() -> None:
