@@ -91,7 +91,7 @@ def test_scores(storage: str, pads: list[int] | None, budget: int) -> None:
 
 
 def _read(packed: Tensor, exact: Tensor, first_exact: int) -> Any:
-    return lambda position: (exact if position >= first_exact else packed)[position]
+    return lambda positions: torch.stack([(exact if p >= first_exact else packed)[p] for p in positions])
 
 
 def test_a_prompt_in_chunks_is_the_prompt_at_once() -> None:

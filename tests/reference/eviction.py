@@ -106,10 +106,11 @@ def _turns(frequencies: Tensor | None, positions: range, channels: int) -> Tenso
     if frequencies is None:
         return matrices
     half = len(frequencies)
-    for i, frequency in enumerate(frequencies.tolist()):
-        angles = torch.tensor(positions, dtype=torch.float64) * frequency
-        matrices[:, i, i] = matrices[:, i + half, i + half] = angles.cos()
-        matrices[:, i, i + half], matrices[:, i + half, i] = -angles.sin(), angles.sin()
+    first = torch.arange(half)
+    second = first + half
+    angles = torch.arange(positions.start, positions.stop, dtype=torch.float64)[:, None] * frequencies
+    matrices[:, first, first] = matrices[:, second, second] = angles.cos()
+    matrices[:, first, second], matrices[:, second, first] = -angles.sin(), angles.sin()
     return matrices
 
 
@@ -128,13 +129,13 @@ def expected_weights(
     total = torch.zeros(len(keys), dtype=torch.float64)
     for head in queries.double():
         mean = head.mean(0)
-        spread = torch.stack([torch.outer(query - mean, query - mean) for query in head]).mean(0)
+        spread = (head - mean).T @ (head - mean) / len(head)
         spread = turn @ spread @ turn.T
-        logits = [
-            float((turn @ mean) @ key * scaling + covariance * (key @ spread @ key) * scaling**2 / 2)
-            for key in keys.double()
-        ]
-        total += torch.tensor(logits, dtype=torch.float64).softmax(0)
+        known = keys.double()
+        logits = known @ (turn @ mean) * scaling
+        if covariance:
+            logits = logits + torch.einsum("ni,ij,nj->n", known, spread, known) * scaling**2 / 2
+        total += logits.softmax(0)
     return total / len(queries)
 
 
@@ -188,11 +189,9 @@ class _Row:
         for count, phase in calls:
             new = range(seen, seen + count)
             seen += count
-            for head in range(heads):
-                for query in new:
-                    now_held = [p for p in (*held[head], *range(new.start, query + 1)) if p >= self.pads]
-                    self.visible[head, query, now_held] = query >= self.pads
-                held[head] += new
+            self._see(held, new)
+            for positions in held:
+                positions += new
             # those to which earlier calls matter
             if self.policy.method == "h2o":
                 self._receive(new)
@@ -206,6 +205,15 @@ class _Row:
                 budgets = self._shares(held, worth, phase) if is_shared else same
                 held = [self._kept(held[h], worth[h], phase, budgets[h]) for h in range(heads)]
         return self.visible, [[p for p in positions if p >= self.pads] for positions in held]
+
+    def _see(self, held: list[list[int]], new: range) -> None:
+        """Every new real query sees the real tokens held, and the new ones up to itself."""
+        real = range(max(new.start, self.pads), new.stop)
+        if real:
+            for head, positions in enumerate(held):
+                self.visible[head, real.start : real.stop, [p for p in positions if p >= self.pads]] = True
+            causal = torch.ones(len(real), len(real), dtype=torch.bool).tril()
+            self.visible[:, real.start : real.stop, real.start : real.stop] = causal
 
     def _kept(self, held: list[int], worth: dict[int, float], phase: str, budget: int) -> list[int]:
         real = [p for p in held if p >= self.pads]
@@ -258,11 +266,13 @@ class _Row:
         heads = range(len(real))
         method = self.policy.method
         if method == "knorm":
-            return [{p: -float(self.keys[h, p].norm()) for p in real[h]} for h in heads]
+            norms = self.keys.norm(dim=-1).tolist()
+            return [{p: -norms[h][p] for p in real[h]} for h in heads]
         if method == "given":
             assert self.given is not None
             table = self.given.expand(len(real), -1)
-            return [{p: float(table[h, p]) for p in real[h]} for h in heads]
+            numbers = table.tolist()
+            return [{p: numbers[h][p] for p in real[h]} for h in heads]
         if method == "streaming_llm":
             return [{p: float(p) for p in real[h]} for h in heads]
         if method == "keydiff":
@@ -271,14 +281,15 @@ class _Row:
             return [{p: self.partitions[h].worth(p) for p in real[h]} for h in heads]
         if method == "h2o":
             counts = {p: (new.stop - p if self.policy.normalize else 1) for h in heads for p in real[h]}
-            return [{p: float(self.received[h, p]) / counts[p] for p in real[h]} for h in heads]
+            received = self.received.tolist()
+            return [{p: received[h][p] / counts[p] for p in real[h]} for h in heads]
         if method == "snapkv":
             window = range(max(new.start, new.stop - self.policy.observed), new.stop)
             return [self._pooled(self._attention(h, window).sum((0, 1)), real[h], window) for h in heads]
         if method == "tova":
             newest = range(new.stop - 1, new.stop)
-            total = torch.stack([self._attention(h, newest).sum((0, 1)) for h in heads]).sum(0)
-            return [{p: float(total[p]) for p in real[h]} for h in heads]
+            total = torch.stack([self._attention(h, newest).sum((0, 1)) for h in heads]).sum(0).tolist()
+            return [{p: total[p] for p in real[h]} for h in heads]
         if method == "expected_attention":
             return [self._expected(h, real[h], new.stop) for h in heads]
         raise ValueError(f"unknown method {method!r}")
@@ -318,7 +329,7 @@ class _Row:
             return {}
         directions = self.keys[head, real] / self.keys[head, real].norm(dim=-1, keepdim=True)
         mean = directions.mean(0)
-        return {p: -float(d @ mean / mean.norm()) for p, d in zip(real, directions, strict=True)}
+        return dict(zip(real, (-(directions @ mean) / mean.norm()).tolist(), strict=True))
 
     def _pooled(self, received: Tensor, real: list[int], window: range) -> dict[int, float]:
         """A 1D pooling with zeros on both sides, over what comes before the window, which stays."""
@@ -592,6 +603,6 @@ class _CompactStore:
             self.partitions = [LagPartitions(policy.lag, policy.sinks) for _ in self.positions]
         held, partitions = self.positions[h], self.partitions[h]
         places = {position: place for place, position in enumerate(held)}
-        states = [lambda p, of=of: of[places[p]] for of in (self.rotated[h], self.values[h])]
+        states = [lambda ps, of=of: of[[places[p] for p in ps]] for of in (self.rotated[h], self.values[h])]
         partitions.judge(held, held[-1] + 1, states)
         return torch.tensor([partitions.worth(p) for p in held], dtype=torch.float64)

@@ -26,30 +26,30 @@ class LagPartitions:
         self.places: dict[int, int] = {}
         """Of every token judged: how many of its partition are better."""
 
-    def judge(self, held: list[int], seen: int, states: Sequence[Callable[[int], Tensor]]) -> None:
+    def judge(self, held: list[int], seen: int, states: Sequence[Callable[[list[int]], Tensor]]) -> None:
         """Judge what can be, after `seen` tokens.
 
         Args:
             held: Positions of the tokens that are still there.
             seen: Tokens read.
-            states: Key `(D,)` of a position, and its value.
+            states: Keys `(n, D)` of `n` positions, and their values.
         """
         for begin in range(self.first, seen - 2 * self.lag + 1, self.lag):
             tokens = [p for p in held if begin <= p < begin + self.lag and p not in self.places]
             if not tokens:
                 continue
-            following = range(begin + self.lag, begin + 2 * self.lag)
+            following = [*range(begin + self.lag, begin + 2 * self.lag)]
             worth = torch.zeros(len(tokens), dtype=torch.float64)
             for state in states:
-                reference = torch.stack([state(p) for p in following]).double()
-                own = torch.stack([state(p) for p in tokens]).double()
+                reference = state(following).double()
+                own = state(tokens).double()
                 bottom, extent = reference.min(0).values, reference.max(0).values - reference.min(0).values
                 scaled = torch.where(extent > 0, (own - bottom) / extent.clamp_min(1e-300), 0.0)
                 centred = scaled - scaled.mean(1, keepdim=True)
                 deviation = (centred.square().sum(1) / (own.shape[1] - 1)).sqrt()
                 worth += deviation.exp() / deviation.exp().sum()
-            for token, own_worth in zip(tokens, worth, strict=True):
-                self.places[token] = int((worth > own_worth).sum())
+            better = (worth > worth[:, None]).sum(1)
+            self.places |= dict(zip(tokens, better.tolist(), strict=True))
 
     def worth(self, position: int) -> float:
         """The larger the better."""
