@@ -50,15 +50,15 @@ CASES = [
 def heads(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Untrained retaining heads for the suite's model."""
     folder = tmp_path_factory.mktemp("heads")
-    config = RetainingHeadsConfig.from_model(model_of(num_hidden_layers=3))
+    config = RetainingHeadsConfig.from_model(model_of())
     RetainingHeads(config).save_pretrained(folder)
     return str(folder)
 
 
 class TestConformance(EvictionConformance):
     @pytest.fixture
-    def model(self) -> Any:
-        return model_of(num_hidden_layers=3)
+    def model(self, cache_config: dict[str, Any]) -> Any:
+        return model_of(num_hidden_layers=3 if "layer_overrides" in cache_config else 2)
 
     @pytest.fixture(params=CASES)
     def cache_config(self, request: pytest.FixtureRequest) -> dict[str, Any]:

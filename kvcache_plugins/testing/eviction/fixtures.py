@@ -78,6 +78,13 @@ class EvictionFixtures:
         """Logits of the rest of the tokens, of `rows` of the batch only."""
         rows = list(range(len(self.pads))) if rows is None else rows
         seen, prompt = cache.get_seq_length(), self.prompt_length
-        counts = [*chunks_of(max(0, prompt - seen), self.chunk_size), *[1] * self.steps]
+        counts = [*chunks_of(max(0, prompt - seen), self.chunk_size), *_generated(self.steps)]
         mask = mask_of(prompt + self.steps, [self.pads[row] for row in rows])
         return feed(model, cache, self.tokens()[rows, seen:], counts, mask)
+
+
+def _generated(steps: int) -> list[int]:
+    """Sizes of calls: tokens one by one, several together, as accepted drafts are, and one by one again."""
+    alone, together = 4, 9
+    calls = max(0, steps - 4 * alone) // together
+    return [*[1] * alone, *[together] * calls, *[1] * (steps - alone - together * calls)]
