@@ -89,6 +89,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # Thousands of tests and the libraries stay until the end: no collection of garbage needs to look at them.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 # -- seeds, threads
@@ -233,15 +234,21 @@ def eager_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _poison(tensor: torch.Tensor) -> None:
     """Overwrites fresh memory of any dtype with a value nobody can mistake for data."""
-    if tensor.dtype is torch.bool:
-        value: float | int | bool = True
-    elif tensor.is_floating_point() or tensor.is_complex():
-        value = float("nan")
+    if tensor.requires_grad:
+        with torch.no_grad():
+            tensor.fill_(_poison_of(tensor.dtype))
     else:
-        # 0xAB in every byte.
-        value = int.from_bytes(b"\xab" * tensor.element_size(), "little", signed=tensor.dtype.is_signed)
-    with torch.no_grad():
-        tensor.fill_(value)
+        tensor.fill_(_poison_of(tensor.dtype))
+
+
+@functools.cache
+def _poison_of(dtype: torch.dtype) -> float | int | bool:
+    if dtype is torch.bool:
+        return True
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    # 0xAB in every byte.
+    return int.from_bytes(b"\xab" * dtype.itemsize, "little", signed=dtype.is_signed)
 
 
 def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
