@@ -137,9 +137,13 @@ void count_access(const Warp& w, const Instruction& i, const uint64_t* addresses
 
 }  // namespace
 
-void load(Warp& w, const Instruction& i, uint32_t lanes) {
+namespace {
+
+// Loads numbers of so many bytes.
+template <int kBytes>
+void load_numbers(Warp& w, const Instruction& i, uint32_t lanes) {
   const uint64_t* addresses = w[i.from[0]];
-  const int size = i.bytes * i.to.size;
+  const int size = kBytes * i.to.size;
   count_access(w, i, addresses, size, lanes, true);
   for_lanes(lanes, [&](int lane) {
     const uint64_t address = addresses[lane] + i.offset;
@@ -155,13 +159,25 @@ void load(Warp& w, const Instruction& i, uint32_t lanes) {
     }
     for (const int number : i.to) {
       uint64_t bits = 0;
-      std::memcpy(&bits, from, i.bytes);
-      const int unused = 64 - 8 * i.bytes;
-      if (i.is_signed) bits = static_cast<uint64_t>(static_cast<int64_t>(bits << unused) >> unused);
+      std::memcpy(&bits, from, kBytes);
+      constexpr int kUnused = 64 - 8 * kBytes;
+      if (i.is_signed) bits = static_cast<uint64_t>(static_cast<int64_t>(bits << kUnused) >> kUnused);
       w[number][lane] = cut(bits, w.kernel->widths[number]);
-      from += i.bytes;
+      from += kBytes;
     }
   });
+}
+
+}  // namespace
+
+void load(Warp& w, const Instruction& i, uint32_t lanes) {
+  switch (i.bytes) {
+    case 1: return load_numbers<1>(w, i, lanes);
+    case 2: return load_numbers<2>(w, i, lanes);
+    case 4: return load_numbers<4>(w, i, lanes);
+    case 8: return load_numbers<8>(w, i, lanes);
+    default: fail(w, i, "loads numbers of %d bytes", i.bytes);
+  }
 }
 
 void store(Warp& w, const Instruction& i, uint32_t lanes) {
