@@ -83,17 +83,17 @@ MUTATIONS = {
         "unit_ring.cuh",
         "    warp_barrier();  // every lane's copies have landed",
         "    //",
-        "attend_8_rows",
+        "attend_int4",
         "8 rows",
     ),
     "a copy used too early": Mutation(
-        "unit_ring.cuh", "copy_wait<1>();", "copy_wait<2>();", "attend_8_rows", "8 rows", COPY
+        "unit_ring.cuh", "copy_wait<1>();", "copy_wait<2>();", "attend_int4", "8 rows", COPY
     ),
     "results over the copies": Mutation(
         "warp_state.cuh",
         "  block_barrier();  // every warp is done",
         "  //",
-        "attend_8_rows",
+        "attend_int4",
         "8 rows",
         f"{RACE}|{COPY}",
     ),
