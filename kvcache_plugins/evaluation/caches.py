@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import QuantizedCache
+from transformers import CompileConfig, QuantizedCache
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..building import build_cache
@@ -32,7 +32,12 @@ __all__ = [
 
 
 def generate(
-    model: Any, prompt: torch.Tensor, cache_config: Mapping[str, Any], new_tokens: int, streamer: Any = None
+    model: Any,
+    prompt: torch.Tensor,
+    cache_config: Mapping[str, Any],
+    new_tokens: int,
+    streamer: Any = None,
+    compile_config: CompileConfig | None = None,
 ) -> Any:
     """Call `model.generate()` the way any user would; only the cache differs.
 
@@ -42,6 +47,7 @@ def generate(
         cache_config (`Mapping`): As for [`new_cache`].
         new_tokens (`int`): Exactly so many are generated, greedily.
         streamer (`BaseStreamer`, *optional*): Told of every token, such as a timer.
+        compile_config (`CompileConfig`, *optional*): How to compile what decodes.
 
     Returns:
         `GenerateDecoderOnlyOutput`: With `sequences` and the cache ([`cache_of`]); of an encoder-decoder
@@ -54,6 +60,7 @@ def generate(
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,  # every cache is timed over the same number of steps
         streamer=streamer,
+        compile_config=compile_config,
         return_dict_in_generate=True,
         **generation_options(cache_config),
     )

@@ -14,11 +14,13 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import CompileConfig
 
 from kvcache_plugins.evaluation.pages.documents import find_results
 from kvcache_plugins.evaluation.pages.page import render_page
@@ -561,6 +563,30 @@ def _job(device: str, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+@pytest.mark.parametrize(
+    ("backend", "device", "has_encoder", "by_generate"),
+    [
+        ("int8", "cuda", False, True),
+        ("int8", "cpu", False, False),
+        ("int8", "cuda", True, False),
+        ("quanto", "cuda", False, False),
+        ("dense", "cuda", False, False),
+    ],
+)
+def test_generate_compiles_for_caches_of_ours_on_gpus(
+    backend: str, device: str, has_encoder: bool, by_generate: bool
+) -> None:
+    modes: list[str] = []
+    model = SimpleNamespace(
+        device=torch.device(device),
+        config=SimpleNamespace(is_encoder_decoder=has_encoder),
+        compile=lambda mode: modes.append(mode),
+    )
+    given = generation_worker.compiled(model, "max-autotune", {"backend": backend})
+    asked = [config.mode for config in given.values()]
+    assert (asked, modes) == ((["max-autotune"], []) if by_generate else ([], ["max-autotune"]))
+
+
 def test_a_preset_generates_with_as_many_layers_as_asked_for() -> None:
     answers = [generation_worker.measure(_job("cpu", num_layers=layers)) for layers in (1, 2)]
     # a layer: queries, keys, values and outputs, the feed-forward network, two norms
@@ -601,6 +627,22 @@ def test_a_compiled_model_has_its_graphs_before_it_is_measured(
 
 
 # ---- a real GPU ----
+
+
+@pytest.mark.cuda(simulated=False)
+def test_what_decodes_is_compiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[int] = []
+
+    def config(mode: str) -> CompileConfig:
+        assert mode == "reduce-overhead"
+        return CompileConfig(backend=lambda graph, inputs: graphs.append(0) or graph.forward, mode=None)
+
+    monkeypatch.setattr(generation_worker, "CompileConfig", config)
+    monkeypatch.setattr(torch.nn.Module, "compile", None)
+    torch.compiler.reset()
+    answer = generation_worker.measure(_job("cuda", compile="reduce-overhead"))
+    torch.compiler.reset()
+    assert graphs and answer["fallback_reads"] == 0
 
 
 @pytest.fixture

@@ -18,19 +18,20 @@ from typing import Any
 import psutil
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, CompileConfig, PreTrainedConfig
 
 from ....artifacts.files import read_json, write_json
 from ....models.auto_class import auto_class
 from ....models.cache_argument import cache_of
 from ....models.presets import preset_config
 from ....models.pretrained import load_config, load_model
+from ....registry import TRANSFORMERS_BACKENDS
 from ....runs.memory import peak_resident_bytes, resident_bytes
 from ...caches import cache_bytes, generate
 from ..timing import StepTimer
 from .process import OUT_OF_MEMORY
 
-__all__ = ["DeviceMemory", "end_with", "main", "measure", "model_config"]
+__all__ = ["DeviceMemory", "compiled", "end_with", "main", "measure", "model_config"]
 
 WARM_UP_STEPS = 4
 """Decode steps left out of the time per token: first-use allocations, and a first look at a fresh cache."""
@@ -109,17 +110,18 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     model = model.eval().to(device)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     prompt = torch.randint(10, vocabulary, (job["batch_size"], job["length"])).to(device)
+    compiling: dict[str, Any] = {}
     if job["compile"] is not None:
-        model.compile(mode=job["compile"])
+        compiling = compiled(model, job["compile"], job["cache_config"])
         for _ in range(2):  # a first graph is of one length, the next of all
-            generate(model, prompt, job["cache_config"], 2 * WARM_UP_STEPS)
+            generate(model, prompt, job["cache_config"], 2 * WARM_UP_STEPS, **compiling)
     # kernels and quanto's extension are built at their first use
-    generate(model, prompt[:, :_WARM_UP_PROMPT], job["cache_config"], WARM_UP_STEPS)
+    generate(model, prompt[:, :_WARM_UP_PROMPT], job["cache_config"], WARM_UP_STEPS, **compiling)
     before, load_peak = resident_bytes(), peak_resident_bytes()
     device_before = None if memory is None else memory.begin()
     timer = StepTimer()
     started = time.perf_counter()
-    output = generate(model, prompt, job["cache_config"], job["max_new_tokens"], timer)
+    output = generate(model, prompt, job["cache_config"], job["max_new_tokens"], timer, **compiling)
     device_peak = None if memory is None else memory.peak()
     cache = cache_of(output)
     report = cache.report() if hasattr(cache, "report") else None
@@ -142,6 +144,24 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "parameters": model.num_parameters(),
         "new_tokens": output.sequences.shape[1] - before_first,
     }
+
+
+def compiled(model: Any, mode: str, cache_config: dict[str, Any]) -> dict[str, Any]:
+    """Compile a model, or return the arguments by which [`generate`] compiles what decodes.
+
+    So it is done on GPUs for caches of ours: masks are then made before the graph, and CUDA graphs, which are
+    of one size, serve every step.
+
+    Args:
+        model (`PreTrainedModel`): The model, on its device.
+        mode (`str`): Of `torch.compile`.
+        cache_config (`dict`): What the model will generate with.
+    """
+    is_ours = cache_config["backend"] not in ("dense", *TRANSFORMERS_BACKENDS)
+    if is_ours and model.device.type == "cuda" and not model.config.is_encoder_decoder:
+        return {"compile_config": CompileConfig(mode=mode)}
+    model.compile(mode=mode)
+    return {}
 
 
 class DeviceMemory:
