@@ -46,7 +46,7 @@ class Seen:
         """The shape of `handle` seen so."""
         batch_size, heads, *matrix = handle.shape
         if self.is_transposed:
-            matrix.reverse()
+            matrix = matrix[::-1]  # not in place: torch 2.11 traces a tuple
         rows = {
             "heads": (batch_size, heads * self.repeats),
             "merged": (batch_size * heads * self.repeats,),

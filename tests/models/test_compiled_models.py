@@ -116,6 +116,7 @@ def test_prompt_and_steps_are_one_graph_each(options: dict[str, Any]) -> None:
         ("llama", SNAPKV, None),  # evicts
         ("llama", KVZIP, True),  # whose hooks are run outside of graphs, too
         ("bloom", INT8, None),  # writes its attention out
+        ("mpt", INT8, None),  # so does this one, with keys that it transposes
         ("deepseek_v3", INT8, None),  # caches latents
         pytest.param("gpt_oss", INT8, None, marks=pytest.mark.slow),  # runs eager, with a window and sinks
     ],
