@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from packaging.version import Version
 
 from kvcache_plugins.attention import bias
 from kvcache_plugins.attention.bias import logit_bias
@@ -181,6 +182,10 @@ def test_hidden_slots_are_fp32_whatever_the_default_dtype(dtype: torch.dtype) ->
 
 
 @pytest.mark.no_poison
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.12"),
+    reason="torch 2.11 loses a named tuple where a graph ends; nothing else traces this",
+)
 def test_what_is_compiled_remembers_nothing() -> None:
     # masks of other calls come and go meanwhile, and compiled code would look for those it was made with
     kept, mask = mask_of(3), mask_of(2)
