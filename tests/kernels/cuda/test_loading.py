@@ -15,6 +15,7 @@ import torch
 from kvcache_plugins.attention.description import describe
 from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.kernels import builds, cuda_check, cuda_inputs, cuda_loader, cuda_writing_check
+from kvcache_plugins.kernels.cuda_check import samples
 from kvcache_plugins.kernels.cuda_inputs import on_device
 from kvcache_plugins.kernels.cuda_toolkit import Toolkit
 from kvcache_plugins.kernels.layout import FORMATS, Side
@@ -270,6 +271,19 @@ def coarse_products() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
+ONE_OF_EACH_KIND = (
+    "2 bit, 32 tokens", "4 bit, 64 tokens, rotated", "4 bit per token and sinks", "symmetric per token",
+    "e4m3 per token", "3 bit levels with outliers and sinks",
+)  # fmt: skip
+"""Of the formats. What a user sets reaches the same calls of torch, however many bits there are."""
+
+
+def one_of_each_kind(*args: Any) -> Iterator[cuda_check.Sample]:
+    found = [sample for sample in samples(*args) if sample.name in ONE_OF_EACH_KIND]
+    assert len(found) == len(ONE_OF_EACH_KIND)
+    return iter(found)
+
+
 @pytest.mark.parametrize(
     "state",
     [
@@ -286,6 +300,7 @@ def test_the_check_whatever_the_user_has_set(
 ) -> None:
     emulate(monkeypatch)
     monkeypatch.setattr(cuda_check, "_CALLS", cuda_check._CALLS[5:])
+    monkeypatch.setattr(cuda_check, "samples", one_of_each_kind)
     drawn = torch.random.get_rng_state()
     with state():
         before = torch.get_default_dtype()
