@@ -28,8 +28,8 @@ STORAGES: dict[str, dict[str, Any]] = {
     "float8": {"backend": "float8"},
     "float8-e5m2": {"backend": "float8", "format": "e5m2"},
 }
-COUNTS = [33, 40, 64, 7, 64, 50, 42, *[1] * 140]
-"""The first seven calls are the prompt of 300 tokens; generated ones make room twice."""
+COUNTS = [33, 40, 64, 7, 64, 50, 42, *[1] * 4, *[9] * 6, *[1] * 8, *[9] * 6, *[1] * 20]
+"""The first seven calls are the prompt of 300 tokens; generated ones, alone or several, make room twice."""
 
 
 def _states(total: int, batch: int = 2) -> tuple[Tensor, Tensor]:
