@@ -7,6 +7,7 @@ null for a process that ran for too long.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -71,6 +72,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what importing prints is no answer
     _import()
+    # what is imported stays until the end, in every process: no collection of garbage needs to look at it
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         print(json.dumps(_statuses(json.loads(line))), file=answers, flush=True)
 
