@@ -63,7 +63,7 @@ def test_the_command(
     monkeypatch.setattr(job, "push", lambda *args, **kwargs: pushed.append((args, kwargs)))
     monkeypatch.setattr(job, "check_push", lambda *args: pushed.append(args))
     output = tmp_path / "heads"
-    more = ("--max_steps", "12", "--logging_steps", "4", "--budget", "96", "--push_to_hub", "true")
+    more = ("--max_steps", "6", "--logging_steps", "2", "--budget", "96", "--push_to_hub", "true")
     more += ("--hub_token", "secret")
     assert main(["train-locret", *arguments(text, output, *more)]) == 0
     assert f"written to {output}" in capsys.readouterr().out
@@ -84,8 +84,8 @@ def test_the_command(
     assert list(rows) == ["dense", "locret", "locret, untrained", "knorm"]
     assert rows["locret"]["loss"] < rows["locret, untrained"]["loss"]
     assert document["settings"]["dtype"] == "float32"
-    assert len(rows["knorm"]["recall_by_layer"]) == 6 and document["settings"]["steps"] == 12
-    assert [entry["step"] for entry in document["history"] if "loss" in entry] == [4, 8, 12]
+    assert len(rows["knorm"]["recall_by_layer"]) == 6 and document["settings"]["steps"] == 6
+    assert [entry["step"] for entry in document["history"] if "loss" in entry] == [2, 4, 6]
     assert str(text.parent) not in json.dumps(document["settings"])
     card = (output / "README.md").read_text()
     assert "reference.txt" in card and f"| all | {rows['locret']['recall']:.3f} |" in card
@@ -116,7 +116,7 @@ def test_options_reach_the_model_and_its_heads(
 
 @pytest.mark.parametrize("layerwise", ["false", "true"])
 def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise: str) -> None:
-    steps = ("--max_steps", "3", "--learning_rate", "1e-3", "--layerwise_backward", layerwise)
+    steps = ("--max_steps", "2", "--learning_rate", "1e-3", "--layerwise_backward", layerwise)
     steps += ("--save_strategy", "steps", "--save_steps", "1")
     batch = "--per_device_train_batch_size"
     assert main(["train-locret", *arguments(text, tmp_path / "alone", *steps, batch, "2"), "--no_plots"]) == 0
@@ -241,6 +241,17 @@ def test_a_checkpoint_of_an_earlier_version_says_less(tmp_path: Path) -> None:
         check_checkpoint(str(tmp_path), config, facts | {"batch": 4})
 
 
+ONE_STEP = ("--no_plots", "--save_strategy", "steps", "--save_steps", "1")
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a training of one step, and its checkpoint."""
+    output = tmp_path_factory.mktemp("trained")
+    assert main(["train-locret", *arguments(text, output, *ONE_STEP, "--max_steps", "1")]) == 0
+    return output
+
+
 @pytest.mark.parametrize(
     ("given", "removed", "missing"),
     [
@@ -255,15 +266,19 @@ def test_a_checkpoint_without_the_optimizer_is_not_gone_on_with(
     removed: str | None,
     missing: str,
     text: Path,
+    trained: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The Trainer would begin its warm-up anew in the middle of the training, and say nothing."""
-    more = ("--no_plots", "--save_strategy", "steps", "--save_steps", "2", *given)
-    assert main(["train-locret", *arguments(text, tmp_path, *more, "--max_steps", "2")]) == 0
+    more = (*ONE_STEP, *given)
+    if given:
+        assert main(["train-locret", *arguments(text, tmp_path, *more, "--max_steps", "1")]) == 0
+    else:
+        shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     heads = (tmp_path / "model.safetensors").read_bytes()
-    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint = tmp_path / "checkpoint-1"
     if removed is not None:
         (checkpoint / removed).unlink()
     capsys.readouterr()
@@ -271,11 +286,11 @@ def test_a_checkpoint_without_the_optimizer_is_not_gone_on_with(
         resume = (*more, "--resume_from_checkpoint", named)
         with monkeypatch.context() as loading:
             loading.setattr(job, "load_config", lambda *args, **options: pytest.fail("loaded"))
-            assert main(["train-locret", *arguments(text, tmp_path, *resume, "--max_steps", "4")]) == 2
+            assert main(["train-locret", *arguments(text, tmp_path, *resume, "--max_steps", "2")]) == 2
         said = f"got {str(checkpoint)!r} without {missing}: --save_only_model true leaves them out."
         error = capsys.readouterr().err
         assert error.startswith("error: --resume_from_checkpoint must be") and said in error
-    assert main(["train-locret", *arguments(text, tmp_path, *resume, "--max_steps", "2")]) == 0
+    assert main(["train-locret", *arguments(text, tmp_path, *resume, "--max_steps", "1")]) == 0
     assert (tmp_path / "model.safetensors").read_bytes() == heads, "that is all there once it has all steps"
 
 
@@ -299,13 +314,13 @@ def test_the_steps_of_an_interrupted_training_are_not_lost(
 ) -> None:
     """The Trainer deletes checkpoints of any training when it saves those of a new one."""
     output = tmp_path / "out"
-    more = ("--no_plots", "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2")
-    more += ("--logging_steps", logging_steps)
-    command = ["train-locret", *arguments(text, output, *more, "--max_steps", "6")]
-    _interrupt_at(2, monkeypatch, command)
+    more = ("--no_plots", "--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "2")
+    more += ("--logging_steps", logging_steps, "--gradient_accumulation_steps", "1")
+    command = ["train-locret", *arguments(text, output, *more, "--max_steps", "3")]
+    _interrupt_at(1, monkeypatch, command)
     kept = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    other = tmp_path / "other" / "checkpoint-2"
-    shutil.copytree(output / "checkpoint-2", other)
+    other = tmp_path / "other" / "checkpoint-1"
+    shutil.copytree(output / "checkpoint-1", other)
     capsys.readouterr()
     for resume in ([], ["--resume_from_checkpoint", str(other)]):
         with monkeypatch.context() as loading:
@@ -313,10 +328,10 @@ def test_the_steps_of_an_interrupted_training_are_not_lost(
             assert main([*command, *resume]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: --output_dir must not hold") and "--resume_from_checkpoint" in error
-        assert f"got {str(output)!r} with checkpoint-2." in error
+        assert f"got {str(output)!r} with checkpoint-1." in error
         assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == kept
     assert main([*command, "--resume_from_checkpoint", "true"]) == 0
-    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
     heads = (output / "model.safetensors").read_bytes()
 
     assert main(command) == 0, "one that was finished may be repeated, where it is"
@@ -325,7 +340,7 @@ def test_the_steps_of_an_interrupted_training_are_not_lost(
     assert main(other_seed) == 0, "and so may another, whose results set those of the first one aside"
     assert len(list(output.glob("results*.json"))) == 2
     assert main(command) == 0
-    (output / "checkpoint-6" / "trainer_state.json").write_text("{}")  # nobody could go on from that
+    (output / "checkpoint-3" / "trainer_state.json").write_text("{}")  # nobody could go on from that
     assert main(command) == 0
 
 
