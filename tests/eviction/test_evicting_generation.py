@@ -117,7 +117,7 @@ def _drafting() -> tuple[Any, Tensor]:
 def _undrafted() -> list[list[int]]:
     model, tokens = _drafting()
     cache = as_argument(DynamicCache(config=model.config))
-    return _generate(model, tokens, **cache, max_new_tokens=60).sequences.tolist()  # type: ignore[no-any-return]
+    return _generate(model, tokens, **cache, max_new_tokens=40).sequences.tolist()  # type: ignore[no-any-return]
 
 
 # --- generate() against a loop
@@ -278,23 +278,23 @@ def test_drafted_tokens(backend: str, evict_at_decode: bool) -> None:
     config = {"backend": backend, "evict_at_decode": evict_at_decode}
     with _calls(model) as calls:
         drafted = _generate(
-            model, tokens, {**config, "budget": 120}, max_new_tokens=60, prompt_lookup_num_tokens=3
+            model, tokens, {**config, "budget": 120}, max_new_tokens=40, prompt_lookup_num_tokens=3
         )
     assert max(calls[1:]) == 4
-    assert len(calls) < 60
+    assert len(calls) < 40
     assert drafted.sequences.tolist() == _undrafted()
     cache = cache_of(drafted)
-    assert cache.get_seq_length() == cache.num_held() == 99
+    assert cache.get_seq_length() == cache.num_held() == 79
 
     drafted = _generate(
-        model, tokens, {**config, "budget": 24}, max_new_tokens=120, prompt_lookup_num_tokens=3
+        model, tokens, {**config, "budget": 24}, max_new_tokens=80, prompt_lookup_num_tokens=3
     )
-    assert drafted.sequences.shape == (1, 160)
+    assert drafted.sequences.shape == (1, 120)
     cache = cache_of(drafted)
-    assert cache.get_seq_length() == 159
-    assert cache.num_held() <= (24 + 64 if evict_at_decode else 24 + 119)
+    assert cache.get_seq_length() == 119
+    assert cache.num_held() <= (24 + 64 if evict_at_decode else 24 + 79)
     newest = cache.evicting_layers[0].ledger.positions[..., -3:]
-    assert torch.equal(newest, torch.tensor([156, 157, 158], dtype=newest.dtype).expand_as(newest))
+    assert torch.equal(newest, torch.tensor([116, 117, 118], dtype=newest.dtype).expand_as(newest))
 
 
 @pytest.mark.parametrize("backend", EVICTING)

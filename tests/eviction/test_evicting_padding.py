@@ -18,7 +18,7 @@ from tests.eviction.feeding import (
     real_positions,
 )
 
-LENGTH, NEW = 77, 5
+LENGTH, NEW = 77, 3
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"backend": name} for name in EVICTING},
     "h2o-normalized": {"backend": "h2o", "normalize": True, "stabilizer_length": 2, "local_length": 2},
