@@ -1,6 +1,6 @@
 """Fidelity on a model whose attention uses its context, and on text it never saw.
 
-Windows of 1024 tokens; the first 512 are read in one forward, the others in blocks of 32 that read the cache.
+Windows of 1024 tokens; the first 512 are read in one forward, the others in blocks of 48 that read the cache.
 Compared is the mean KL divergence from the dense run, of our caches, of caches fake-quantized from the
 formulas (`tests/reference`), and of transformers' own.
 """
@@ -29,6 +29,8 @@ ARTIFACT = MODEL.with_name(f"{MODEL.name}-kvquant3")
 UNSEEN = ("attribute-access", "exprlists", "nonlocal", "numeric-types", "operator-summary", "specialattrs",
           "specialnames", "subscriptions")  # fmt: skip
 WINDOWS = 2
+BLOCK = 48
+"""So that lengths are at many places of a block of 64 tokens and of a window of 128."""
 
 
 @lru_cache(maxsize=1)
@@ -52,14 +54,20 @@ def ours(**options: Any) -> dict[str, float]:
 @cache
 def _ours(items: tuple[tuple[str, Any], ...]) -> dict[str, float]:
     options = dict(items)
-    return fidelity(model(), token_ids(), lambda: kvp.build_cache(model(), options), max_windows=WINDOWS)
+    return fidelity(
+        model(), token_ids(), lambda: kvp.build_cache(model(), options), max_windows=WINDOWS, block=BLOCK
+    )
 
 
 def oracle(method: str, **options: Any) -> dict[str, float]:
     if options.get("rope_mode") == "block":
         options |= {"inv_freq": model().model.rotary_emb.inv_freq, "rope_period": 32}
     return fidelity(
-        model(), token_ids(), lambda: oracle_cache(model().config, method, **options), max_windows=WINDOWS
+        model(),
+        token_ids(),
+        lambda: oracle_cache(model().config, method, **options),
+        max_windows=WINDOWS,
+        block=BLOCK,
     )
 
 
@@ -72,6 +80,7 @@ def kvquant_oracle(residual_length: int) -> dict[str, float]:
         token_ids(),
         lambda: kvquant_oracle_cache(model().config, tensors, inv_freq, **options),
         max_windows=WINDOWS,
+        block=BLOCK,
     )
 
 
@@ -81,7 +90,11 @@ def theirs(backend: str, nbits: int | None) -> dict[str, float]:
     if backend == "hqq":
         options |= {"axis_key": 1, "axis_value": 1}
     return fidelity(
-        model(), token_ids(), lambda: QuantizedCache(backend, model().config, **options), max_windows=WINDOWS
+        model(),
+        token_ids(),
+        lambda: QuantizedCache(backend, model().config, **options),
+        max_windows=WINDOWS,
+        block=BLOCK,
     )
 
 
@@ -153,5 +166,7 @@ def test_more_bits_are_more_faithful() -> None:
 def test_the_model_is_left_as_it_was() -> None:
     # The dense run is that of before our caches served it, and is compared with one of now.
     ours(backend="kivi", rope_mode="block"), ours(backend="int4", smooth=0.5)
-    got = fidelity(model(), token_ids(), lambda: DynamicCache(config=model().config), max_windows=WINDOWS)
+    got = fidelity(
+        model(), token_ids(), lambda: DynamicCache(config=model().config), max_windows=WINDOWS, block=BLOCK
+    )
     assert got["kl"] == 0.0 and got["top1"] == 1.0
