@@ -67,12 +67,11 @@ class CompiledLayers:
         assert cache is not None  # it holds this
         layer: Any = cache.layers[layer_idx]
         layer.cumulative_length = seen
-        if layer.stored_length < layer.held_length:
+        if layer.held_length == seen > layer.stored_length:  # of a window that is full nothing can be said
             raise RuntimeError(
                 f"A compiled model gave layer {layer_idx} keys and values that it did not attend to, so that "
-                f"the layer holds {layer.stored_length} tokens where it should hold {layer.held_length}. "
-                "Allowed are models that attend to what they give a layer in the same call, or are not "
-                "compiled."
+                f"the layer holds {layer.stored_length} tokens where it should hold {seen}. Allowed are "
+                "models that attend to what they give a layer in the same call, or are not compiled."
             )
         states: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
         return states
