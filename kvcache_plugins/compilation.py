@@ -6,6 +6,7 @@ as conditions, and compile them anew whenever one of these numbers has changed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -55,13 +56,18 @@ def define_opaque(name: str, schema: str, function: Callable[..., Any], shape: C
     Args:
         name (`str`): Its name in `torch.ops.kvcache_plugins`.
         schema (`str`): Its signature.
-        function (`Callable`): What it does, on any device.
+        function (`Callable`): What it does, on any device. That of the same name is called which its module
+            has then: a module may be imported again, an operator is registered once.
         shape (`Callable`): Makes results without numbers.
     """
     if hasattr(torch.ops.kvcache_plugins, name):
         return
     torch.library.define(f"kvcache_plugins::{name}", schema, tags=(torch.Tag.cudagraph_unsafe,))
-    torch.library.impl(f"kvcache_plugins::{name}", "default", function)
+
+    def called(*args: Any) -> Any:
+        return getattr(sys.modules[function.__module__], function.__name__)(*args)
+
+    torch.library.impl(f"kvcache_plugins::{name}", "default", called)
     torch.library.register_fake(f"kvcache_plugins::{name}", shape)
     has_side_effect(
         getattr(torch.ops.kvcache_plugins, name).default

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, CompileConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_plugins import KVCache, build_cache
+from kvcache_plugins.attention import compiled as attention_compiled
 from kvcache_plugins.compilation import makes_graph
 from kvcache_plugins.layers.compiled import CompiledHandle, LayerUpdate
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
@@ -398,6 +399,16 @@ def test_operators_go_into_graphs_that_stay_in_the_process() -> None:
         assert torch.export.export(Asking(), (zero,), strict=strict).module()(zero) == -1
 
 
+def test_an_operator_does_what_its_module_says_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is registered once, and the package may be imported again, with caches of its own."""
+    monkeypatch.setattr(attention_compiled, "_update_and_attend", lambda *args: 2 * args[5])
+    zero, query = torch.zeros(1, dtype=torch.int64), torch.ones(1, 4, 1, 16)
+    doubled = torch.ops.kvcache_plugins.update_and_attend(
+        zero, 0, 0, query, query, query, "sdpa", 1, True, None, None, None, None, []
+    )
+    assert torch.equal(doubled, 2 * query)
+
+
 def test_cuda_graphs_end_where_layers_are_updated() -> None:
     assert torch.Tag.cudagraph_unsafe in torch.ops.kvcache_plugins.update_and_attend.default.tags
 
@@ -409,7 +420,7 @@ def test_cuda_graphs_end_where_layers_are_updated() -> None:
     reason="torch 2.11 writes C++ for masks that does not compile, with the dense cache as well",
 )
 def test_the_compiler_makes_code_that_serves_all_lengths() -> None:
-    """Of a family where it reuses the memory of keys and values between their update and attention."""
+    """Of a family where it reuses the memory of keys and values."""
     plain = generated(tiny_model("phi"), KIVI, 80)
     model = tiny_model("phi")
     model.compile(fullgraph=True)

@@ -149,8 +149,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 def compiled(model: Any, mode: str, cache_config: dict[str, Any]) -> dict[str, Any]:
     """Compile a model, or return the arguments by which [`generate`] compiles what decodes.
 
-    So it is done on GPUs for caches of ours: masks are then made before the graph, and CUDA graphs, which are
-    of one size, serve every step.
+    So it is done on GPUs for caches of ours: masks are then made before the graph, so that nothing that CUDA
+    graphs record, which are of one size, depends on the length of the text.
 
     Args:
         model (`PreTrainedModel`): The model, on its device.
