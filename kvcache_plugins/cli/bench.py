@@ -8,7 +8,7 @@ from typing import Any
 
 from ..evaluation.speed.options import COMPILE_MODES, DTYPES, AttentionOptions, GenerationOptions
 from ..models.presets import PRESETS
-from .display import show, show_failures, show_results
+from .display import show_failures, show_results
 from .options import OUTPUT, add_cache_config_option, options_of
 from .preparing import output_directory, prepare_transformers, will_draw
 
@@ -40,6 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     attention.add_argument("--repeats", type=int, metavar="N", help="timed rounds (default: 30)")
     attention.add_argument("--warm_up", type=int, metavar="N", help="rounds before them (default: 3)")
+    attention.set_defaults(interrupted="the same command goes on behind the last length and batch size.")
     generate = kinds.add_parser(
         "generate",
         argument_default=argparse.SUPPRESS,
@@ -124,18 +125,9 @@ def _measure(benchmark: str, options: Any, output: Path) -> dict[str, Any]:
     caches = len(options.cache_configs)
     if benchmark == "attention":
         from ..evaluation.speed.attention.run import measure_attention
-        from ..runs.output_lock import writing_alone
-        from ..runs.results import write_results
 
-        with writing_alone(output):
-            with progress_bar(points * (caches - 1 + options.repeats + options.warm_up)) as progress:
-                document = measure_attention(options, progress)
-            try:
-                write_results(output, document)
-            except OSError:  # the disk is full; nothing else keeps what has been measured
-                show(*_tables(document))
-                raise
-        return document
+        with progress_bar(points * (caches - 1 + options.repeats + options.warm_up)) as progress:
+            return measure_attention(options, progress, output)
     from ..evaluation.speed.generation.process import WorkerError
     from ..evaluation.speed.generation.run import measure_generation
 

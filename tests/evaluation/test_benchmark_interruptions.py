@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvcache_plugins.cli import main
+from kvcache_plugins.evaluation.speed import outcomes
 from kvcache_plugins.evaluation.speed.generation import largest_context
 from kvcache_plugins.evaluation.speed.generation import rounds as generation_rounds
 from kvcache_plugins.evaluation.speed.generation.process import DidNotFitError, WorkerError
@@ -180,7 +181,7 @@ def test_answers_of_another_machine_or_model_are_not_mixed(
     machine.stops_at(2)
     assert main(["bench", "generate", *arguments]) == 130
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(generation_rounds, "machine_names", lambda device: {"device": "d", "cpu": "c"})
+        elsewhere.setattr(outcomes, "machine_names", lambda device: {"device": "d", "cpu": "c"})
         assert main(["bench", "generate", *arguments]) == 2
     assert "unfinished run with other settings (cpu was" in capsys.readouterr().err
     (model / "generation_config.json").write_text('{"top_k": 7}')

@@ -13,9 +13,9 @@ from ....runs.labels import DENSE, cache_label
 from ....runs.progress import Progress, silent
 from ..devices import machine_bytes
 from ..options import DTYPES, GenerationOptions
+from ..outcomes import Outcomes
 from .memory_prediction import longest_context, predicted_bytes, prompt_and_new_tokens
 from .process import DidNotFitError, WorkerError, make_job, peak_above_model, run_job
-from .rounds import Outcomes
 
 __all__ = ["largest_contexts"]
 

@@ -1,90 +1,23 @@
-"""Rounds of processes over all caches, and what an interrupted run has kept of them.
+"""Rounds of processes over all caches.
 
 A round is kept when it is finished, and whole: what is compared has been measured one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ....runs.cache_names import CacheNames
-from ....runs.code_versions import code_settings
-from ....runs.file_digests import model_settings
-from ....runs.journal import Journal
 from ....runs.labels import DENSE, cache_label
 from ....runs.progress import Progress
-from ....runs.results import machine_names
 from ..devices import machine_bytes
 from ..options import GenerationOptions
+from ..outcomes import Outcomes
 from .process import DidNotFitError, WorkerError, make_job, run_job
 
-__all__ = ["Outcomes", "Rounds"]
-
-# What the outcome of a process does not depend on, and the model and the device, which are told otherwise.
-_NOT_OF_AN_OUTCOME = (
-    "lengths", "batch_sizes", "repeats", "time_limit", "memory_gb", "verify_memory", "model", "device",
-)  # fmt: skip
-
-
-class Outcomes:
-    """What processes ended with, by cache and point: one of `answer`, `did_not_fit` and `failed`.
-
-    Args:
-        output (`Path`, *optional*): Directory that keeps them until the run is finished.
-        options (`GenerationOptions`): Of the run.
-        config (`PreTrainedConfig`): The model's.
-        device (`torch.device`): Where it generates.
-        cache_configs (`Sequence[dict]`): The caches.
-
-    Raises:
-        ValueError: If the directory holds an unfinished run with other settings, or of another machine.
-    """
-
-    def __init__(
-        self,
-        output: Path | None,
-        options: GenerationOptions,
-        config: Any,
-        device: torch.device,
-        cache_configs: Sequence[dict[str, Any]],
-    ) -> None:
-        self._names = CacheNames(cache_configs)
-        self._journal: Journal | None = None
-        if output is not None:
-            told = {k: v for k, v in options.settings().items() if k not in _NOT_OF_AN_OUTCOME}
-            model = {} if options.model is None else model_settings(options.model, config)
-            settings = told | model | machine_names(device) | code_settings()
-            self._journal = Journal(output, settings)
-            self._names.tell_outdated(self._journal)
-
-    @property
-    def artifacts(self) -> dict[str, str]:
-        """Digests of the artifacts that caches name."""
-        return self._names.artifacts
-
-    def find(self, cache_configs: Sequence[dict[str, Any]], point: str) -> list[dict[str, Any]] | None:
-        """Return what was kept of some caches; None unless it is there of all of them, and of no failure."""
-        keys = [self._key(cache_config, point) for cache_config in cache_configs]
-        if self._journal is None or not all(map(self._journal.is_done, keys)):
-            return None
-        return [self._journal[key] for key in keys]
-
-    def keep(self, cache_config: dict[str, Any], point: str, outcome: Mapping[str, Any]) -> None:
-        """Keep an outcome, if there is a directory for it."""
-        if self._journal is not None:
-            self._journal.add(self._key(cache_config, point), outcome)
-
-    def finish(self) -> None:
-        """Delete what was kept: the results are written, or there are none."""
-        if self._journal is not None:
-            self._journal.remove(self._names.is_outdated)
-
-    def _key(self, cache_config: Mapping[str, Any], point: str) -> str:
-        return f"{self._names[cache_config]}|{point}"
+__all__ = ["Rounds"]
 
 
 class Rounds:
@@ -145,6 +78,7 @@ class Rounds:
         return answers
 
     def _outcome(self, index: int, length: int, batch_size: int, peak: int | None) -> dict[str, Any]:
+        """What a process ends with: one of `answer`, `did_not_fit` and `failed`."""
         cache_config = self._cache_configs[index]
         self._progress(f"{length} tokens: {cache_label(cache_config)}")
         outcome: dict[str, Any]

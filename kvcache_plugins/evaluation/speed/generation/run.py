@@ -23,14 +23,18 @@ from ....runs.results import build_document, write_results
 from ...caches import split_available
 from ..devices import choose_device, device_settings
 from ..options import DTYPES, GenerationOptions
+from ..outcomes import Outcomes
 from ..timing import Spread
 from .largest_context import largest_contexts
 from .memory_prediction import predicted_bytes, predicted_peak_bytes
 from .process import peak_above_model
-from .rounds import Outcomes, Rounds
+from .rounds import Rounds
 from .worker import model_config
 
 __all__ = ["measure_generation"]
+
+# What the outcome of one process does not depend on.
+_NOT_OF_AN_OUTCOME = ("repeats", "time_limit", "memory_gb", "verify_memory")
 
 
 def measure_generation(
@@ -69,7 +73,7 @@ def measure_generation(
         for batch_size in options.batch_sizes
     }
     with nullcontext() if output is None else writing_alone(output):
-        outcomes = Outcomes(output, options, config, device, cache_configs)
+        outcomes = Outcomes(output, options, config, device, cache_configs, whatever=_NOT_OF_AN_OUTCOME)
         rounds = Rounds(options, device, cache_configs, outcomes, progress)
         results: list[dict[str, Any]] = []
         any_answer: dict[str, Any] | None = None
