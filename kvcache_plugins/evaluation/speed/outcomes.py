@@ -30,7 +30,7 @@ class Outcomes:
         config (`PreTrainedConfig`): The model's.
         device (`torch.device`): Where it is measured.
         cache_configs (`Sequence[dict]`): The caches.
-        whatever (`Collection[str]`): Options that no outcome depends on.
+        independent_of (`Collection[str]`): Options that no outcome depends on.
 
     Raises:
         ValueError: If the directory holds an unfinished run with other settings, or of another machine.
@@ -43,12 +43,12 @@ class Outcomes:
         config: Any,
         device: torch.device,
         cache_configs: Sequence[dict[str, Any]],
-        whatever: Collection[str] = (),
+        independent_of: Collection[str] = (),
     ) -> None:
         self._names = CacheNames(cache_configs)
         self._journal: Journal | None = None
         if output is not None:
-            left_out = {*_TOLD_OTHERWISE, *whatever}
+            left_out = {*_TOLD_OTHERWISE, *independent_of}
             told = {k: v for k, v in options.settings().items() if k not in left_out}
             model = {} if options.model is None else model_settings(options.model, config)
             settings = told | model | machine_names(device) | code_settings()

@@ -73,7 +73,7 @@ def measure_generation(
         for batch_size in options.batch_sizes
     }
     with nullcontext() if output is None else writing_alone(output):
-        outcomes = Outcomes(output, options, config, device, cache_configs, whatever=_NOT_OF_AN_OUTCOME)
+        outcomes = Outcomes(output, options, config, device, cache_configs, independent_of=_NOT_OF_AN_OUTCOME)
         rounds = Rounds(options, device, cache_configs, outcomes, progress)
         results: list[dict[str, Any]] = []
         any_answer: dict[str, Any] | None = None
