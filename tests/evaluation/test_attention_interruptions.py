@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvcache_plugins.cli import main
 from kvcache_plugins.evaluation.speed import outcomes
@@ -113,6 +114,21 @@ def test_what_times_depend_on_is_a_setting(
     assert _bench(tmp_path) == 130
     assert _bench(tmp_path, f"--{option}", value) == 2
     assert f"unfinished run with other settings ({option} was" in capsys.readouterr().err
+
+
+def test_so_are_threads_that_nobody_asked_for(tmp_path: Path, clock: Clock) -> None:
+    options = AttentionOptions(
+        cache_config=[{"backend": "int8"}], lengths=[96, 200], preset="tiny", device="cpu", repeats=2
+    )
+    clock.stops_at = 1
+    with pytest.raises(KeyboardInterrupt):
+        attention_speed.measure_attention(options, output=tmp_path)
+    torch.set_num_threads(2)
+    with pytest.raises(ValueError, match=r"other settings \(threads was 1, is 2\)"):
+        attention_speed.measure_attention(options, output=tmp_path)
+    torch.set_num_threads(1)
+    attention_speed.measure_attention(options, output=tmp_path)
+    assert [length for _, length in clock.points] == [96, 200]
 
 
 def test_times_of_another_machine_or_model_are_not_mixed(

@@ -50,6 +50,7 @@ class Outcomes:
         if output is not None:
             left_out = {*_TOLD_OTHERWISE, *independent_of}
             told = {k: v for k, v in options.settings().items() if k not in left_out}
+            told["threads"] = options.threads or torch.get_num_threads()  # which the environment may choose
             model = {} if options.model is None else model_settings(options.model, config)
             settings = told | model | machine_names(device) | code_settings()
             self._journal = Journal(output, settings)
