@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention.expected import expected_attention
-from ..attention.latent import LatentKeys
 from ..attention.query_moments import QueryMoments, average_rotation
 from ..attention.reference import AttentionOptions
 from ..config import check_flag, check_integer, check_number
-from ..eviction.cache import EvictingCache
-from ..eviction.headwise import HeadwiseConfig, HeadwiseLayer
+from ..eviction.accumulating import AccumulatingCache, AccumulatingLayer
+from ..eviction.headwise import HeadwiseConfig
 from ..layers.view import StreamView
-from ..models.layer_plan import caches_latents, query_heads
 from ..registry import register_backend
 
 __all__ = ["ExpectedAttentionCache", "ExpectedAttentionConfig", "ExpectedAttentionLayer"]
@@ -60,25 +57,15 @@ class ExpectedAttentionConfig(HeadwiseConfig):
             )
 
 
-class ExpectedAttentionLayer(HeadwiseLayer):
-    """Worth of a token: the attention expected of the next queries, times the length of its value.
+class ExpectedAttentionLayer(AccumulatingLayer):
+    """Worth of a token: the attention expected of the next queries, times the length of its value."""
 
-    Attributes:
-        num_query_heads (`int`): Of the model, by its configuration.
-        holds_latents (`bool`): Whether latents are stored as keys, and rotated keys as values.
-    """
-
-    scored_after = "attention"
-    accumulates = True
     config: ExpectedAttentionConfig
-    num_query_heads = 0
-    holds_latents = False
     _scaling = 1.0
 
     def score(self, keys: Tensor, values: Tensor) -> Tensor:
-        if keys.is_meta and self.evicts:  # nobody shows queries where there are only shapes
-            width = keys.shape[3] + (values.shape[3] if self.holds_latents else 0)
-            self._count_from(keys.new_empty((keys.shape[0], self.num_query_heads, 0, width)))
+        if keys.is_meta and self.evicts:
+            self._count_from(keys.new_empty((keys.shape[0], self.num_query_heads, 0, self.query_dim)))
         return super().score(keys, values)
 
     def observe(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
@@ -103,7 +90,7 @@ class ExpectedAttentionLayer(HeadwiseLayer):
         if self.ledger.scores.is_meta:
             return self.ledger.scores
         mean, covariance = self._future_queries()
-        keys, values = self._tokens()
+        keys, values = self.keys_as_met(), self._summed_up()
         slots = torch.arange(keys.length, device=self.device)
         first = self.padding.starts(self.ledger.scores)[:, None] + self.config.sink_length
         worth = expected_attention(mean, covariance, keys, self._scaling, slots >= first)
@@ -116,9 +103,14 @@ class ExpectedAttentionLayer(HeadwiseLayer):
         ]
         return (worth + self.config.epsilon) * torch.cat(norms, dim=2)
 
+    def moments(self) -> QueryMoments:
+        """Of the queries that have been counted, before the rotary embedding."""
+        found = self.companions
+        return QueryMoments(found["count"], found["mean"], found.get("scatter"))
+
     def _future_queries(self) -> tuple[Tensor, Tensor | None]:
         """Mean and covariance of the queries of the next `future_length` positions, as they meet the keys."""
-        moments = QueryMoments(**self.companions)
+        moments = self.moments()
         if self.facts.rotary is None:
             return moments.mean, moments.covariance()
         next_slot = torch.full((1,), self.held_length, device=self.device)
@@ -126,17 +118,14 @@ class ExpectedAttentionLayer(HeadwiseLayer):
         rotation = average_rotation(self.facts.rotary, first, self.config.future_length)
         return moments.turned(self.facts.rotary, *rotation)
 
-    def _tokens(self) -> tuple[StreamView, StreamView]:
-        """Keys as queries meet them, and what is summed up by weights."""
-        keys, values = map(StreamView.of, self.streams)
-        if not self.holds_latents:
-            return keys, values
-        return LatentKeys(keys.stream, keys.packed_length, keys.segments, parts=(keys, values)), keys
+    def _summed_up(self) -> StreamView:
+        """What is summed up by weights."""
+        return StreamView.of(self.key_stream_ if self.holds_latents else self.value_stream_)
 
     def _count(self, query: Tensor, newer: int = 0) -> None:
         """Add queries `(B, Hq, n, D)`, as the model rotated them, of the newest tokens but `newer`."""
         self._count_from(query)
-        moments = QueryMoments(**self.companions)
+        moments = self.moments()
         stop = self.held_length - newer
         slots = torch.arange(stop - query.shape[2], stop, device=query.device)
         positions = self._positions(slots)
@@ -150,10 +139,10 @@ class ExpectedAttentionLayer(HeadwiseLayer):
 
     def _count_from(self, query: Tensor) -> None:
         """Begin with the moments of no query, for heads such as those of `query` `(B, Hq, n, D)`; once."""
-        if not self.companions:
+        if "mean" not in self.companions:
             shape = (query.shape[0], query.shape[1], query.shape[3])
             made = QueryMoments.of_nothing(shape, query.device, has_scatter=self.config.use_covariance)
-            self.companions = made.tensors()
+            self.companions |= made.tensors()
 
     def _unrotated(self, states: Tensor, positions: Tensor) -> Tensor:
         """Queries `(B, Hq, n, D)` of positions `(B or 1, n)` before the rotary embedding."""
@@ -174,7 +163,7 @@ class ExpectedAttentionLayer(HeadwiseLayer):
 
 
 @register_backend("expected_attention")
-class ExpectedAttentionCache(EvictingCache):
+class ExpectedAttentionCache(AccumulatingCache):
     """Keeps the tokens that queries like those so far are expected to attend to.
 
     Paper: Expected Attention, arXiv 2510.00636.
@@ -185,8 +174,9 @@ class ExpectedAttentionCache(EvictingCache):
         something is evicted, so between two chunks of a prompt in its middle; with `positions="compact"`,
         after what is held before the eviction. Soft caps and sink logits are left out.
     Cost: `Hq * (D + D * D)` fp32 numbers per row and layer, for `Hq` query heads of `D` channels: as much as
-        516 tokens of Llama 3 8B in bf16; without covariance `Hq * D`. 8 bytes per token and head beside the
-        storage. `Hq * D * D` products per token that comes, and per token held at an eviction.
+        516 tokens of Llama 3 8B in bf16; without covariance `Hq * D`. 16 queries, which wait while tokens are
+        generated to be counted together, and 8 bytes per token and head beside the storage. `Hq * D * D`
+        products per token that comes, and per token held at an eviction.
     Limits: needs the queries, so a model that asks transformers for its attention function. Models with
         latents (DeepSeek) have queries of 576 channels, whose covariance takes as much as 18 thousand latents
         of V2-Lite and 148 thousand of V3; their rotated channels are taken as they are, and a value's length
@@ -197,10 +187,3 @@ class ExpectedAttentionCache(EvictingCache):
 
     config_class = ExpectedAttentionConfig
     layer_class = ExpectedAttentionLayer
-
-    def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
-        super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
-        for layer in self.evicting_layers:
-            assert isinstance(layer, ExpectedAttentionLayer)
-            layer.num_query_heads = query_heads(self.model_config, layer.layer_idx)
-            layer.holds_latents = caches_latents(self.model_config)

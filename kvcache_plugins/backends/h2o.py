@@ -10,8 +10,8 @@ from torch import Tensor
 from ..attention.received import received_attention
 from ..attention.reference import AttentionOptions
 from ..config import check_flag
-from ..eviction.cache import EvictingCache
-from ..eviction.headwise import HeadwiseConfig, HeadwiseLayer
+from ..eviction.accumulating import AccumulatingCache, AccumulatingLayer
+from ..eviction.headwise import HeadwiseConfig
 from ..eviction.queries import counted_queries
 from ..layers.view import StreamView
 from ..registry import register_backend
@@ -41,11 +41,9 @@ class H2OConfig(HeadwiseConfig):
         return max(budget // 2 if given is None else given, self.exact_length)
 
 
-class H2OLayer(HeadwiseLayer):
+class H2OLayer(AccumulatingLayer):
     """Worth of a token: the attention it has received from every query since it came."""
 
-    scored_after = "attention"
-    accumulates = True
     config: H2OConfig
 
     def observe(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
@@ -60,14 +58,16 @@ class H2OLayer(HeadwiseLayer):
 
 
 @register_backend("h2o")
-class H2OCache(EvictingCache):
+class H2OCache(AccumulatingCache):
     """Keeps the tokens with the largest accumulated attention.
 
     Paper: H2O: Heavy-Hitter Oracle, arXiv 2306.14048.
     Deviates: evicts after a chunk, not after a token, while a prompt is read; scores are summed over the
         query heads of a group. Drafted tokens that are rejected have voted.
-    Cost: 8 bytes per token and head beside the storage; each step computes the logits once more,
-        of more than 4 million (of 64 million on a GPU) twice.
+    Cost: 8 bytes per token and head beside the storage, and 16 queries, which wait while tokens are generated
+        to be counted together: logits are computed once more, of more than 4 million (of 64 million on a
+        GPU) twice. With a mask at every step (as long as pads are held; `eager`) none waits, and every step
+        reads all keys again.
     Limits: needs the queries, so a model that asks transformers for its attention function.
     """
 

@@ -33,9 +33,9 @@ from .pooling.stage import keep_and_pool
 from .selection import choose_slots
 from .storage import stored_stream
 
-__all__ = ["EvictingLayer"]
+__all__ = ["COMPANION", "EvictingLayer"]
 
-_COMPANION = "companion_"
+COMPANION = "companion_"  # what their names begin with among those of all tensors
 
 
 class EvictingLayer(PackedLayer):
@@ -316,13 +316,13 @@ class EvictingLayer(PackedLayer):
             self.ledger.load(tensors)
             self.pads = tensors.get("pads")
             self.companions = {
-                name.removeprefix(_COMPANION): t for name, t in tensors.items() if name.startswith(_COMPANION)
+                name.removeprefix(COMPANION): t for name, t in tensors.items() if name.startswith(COMPANION)
             }
             self.prompt_length, self._turn_length = facts["prompt_length"], facts["turn_length"]
             self._budget = facts["kept"]
 
     def _named_companions(self) -> dict[str, Tensor]:
-        return {f"{_COMPANION}{name}": tensor for name, tensor in self.companions.items()}
+        return {f"{COMPANION}{name}": tensor for name, tensor in self.companions.items()}
 
     def _phase(self, seen: int, count: int) -> str:
         """Whether `count` tokens after `seen` are a chunk of a prompt, its end, or generated ones."""
