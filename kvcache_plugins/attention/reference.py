@@ -11,9 +11,9 @@ for every head (gpt-oss) or for every query (Inkling 2).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ __all__ = [
     "cut_tiles",
     "first_visible_slot",
     "four_dimensional",
+    "of_queries",
     "sink_column",
 ]
 
@@ -198,6 +199,19 @@ def _add_sinks(best: Tensor, total: Tensor, output: Tensor, sink_logits: Tensor)
 def sink_column(sink_logits: Tensor) -> Tensor:
     """Sink logits as `(B or 1, Hq, q or 1, 1)`, a further column of the logits."""
     return sink_logits[..., None] if sink_logits.dim() == 3 else sink_logits[None, :, None, None]
+
+
+def of_queries(options: AttentionOptions, start: int, stop: int) -> AttentionOptions:
+    """Options of the queries `[start, stop)` alone, to be taken for the newest."""
+    changed: dict[str, Any] = {}
+    for name in ("mask", "position_bias"):
+        tensor = getattr(options, name)
+        if tensor is not None and tensor.dim() >= 2 and tensor.shape[-2] > 1:
+            changed[name] = tensor[..., start:stop, :]
+    sinks = options.sink_logits
+    if sinks is not None and sinks.dim() == 3 and sinks.shape[2] > 1:
+        changed["sink_logits"] = sinks[:, :, start:stop]
+    return replace(options, **changed) if changed else options
 
 
 def first_visible_slot(window: int | None, length: int, query_length: int) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from ..attention.reference import AttentionOptions
+from ..attention.reference import AttentionOptions, of_queries
 from ..layers.view import StreamView
 
 __all__ = ["counted_queries", "newest_queries"]
@@ -15,12 +13,9 @@ __all__ = ["counted_queries", "newest_queries"]
 
 def newest_queries(query: Tensor, options: AttentionOptions, count: int) -> tuple[Tensor, AttentionOptions]:
     """The newest `count` of the queries `(B, Hq, q, D)`, with what masks them."""
-    changed = {}
-    for name in ("mask", "position_bias"):
-        tensor = getattr(options, name)
-        if tensor is not None and tensor.dim() >= 2 and tensor.shape[-2] > count:
-            changed[name] = tensor[..., -count:, :]
-    return query[:, :, -count:], replace(options, **changed)
+    length = query.shape[2]
+    start = max(0, length - count)
+    return query[:, :, start:], of_queries(options, start, length)
 
 
 def counted_queries(query: Tensor, tokens: StreamView) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_plugins.attention import limits, reference
+from kvcache_plugins.attention import limits, received, reference
 from kvcache_plugins.attention.received import received_attention
 from kvcache_plugins.attention.reference import AttentionOptions, DenseView
 
@@ -19,7 +19,7 @@ ROWS, QUERY_HEADS, HEADS, DIM = 2, 6, 3, 8
 def _by_hand(query: Tensor, keys: Tensor, options: AttentionOptions, counted: Tensor | None) -> Tensor:
     """One query after the other, in float64."""
     length, queries = keys.shape[2], query.shape[2]
-    received = torch.zeros(ROWS, HEADS, length, dtype=torch.float64)
+    found = torch.zeros(ROWS, HEADS, length, dtype=torch.float64)
     scaling = DIM**-0.5 if options.scaling is None else options.scaling
     for row in range(ROWS):
         for head in range(QUERY_HEADS):
@@ -46,8 +46,8 @@ def _by_hand(query: Tensor, keys: Tensor, options: AttentionOptions, counted: Te
                 if options.sink_logits is not None:
                     logits = torch.cat([logits, options.sink_logits[head : head + 1].double()])
                 if bool((logits > -torch.inf).any()):
-                    received[row, kv_head] += logits.softmax(0)[:length]
-    return received
+                    found[row, kv_head] += logits.softmax(0)[:length]
+    return found
 
 
 def _states(queries: int, length: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -78,16 +78,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("queries", "length"), [(1, 1), (1, 30), (7, 30), (30, 30)])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_against_softmax(name: str, queries: int, length: int) -> None:
+def _options(name: str, queries: int, length: int) -> AttentionOptions:
     given = dict(OPTIONS[name])
     padding = _padding_mask(queries, length, [0, min(4, length - 1)])
     if given.get("mask") == "padding":
         given["mask"] = padding
     elif given.get("mask") == "additive":
         given["mask"] = torch.zeros(padding.shape).masked_fill(~padding, -torch.inf)
-    options = AttentionOptions(**given)
+    return AttentionOptions(**given)
+
+
+@pytest.mark.parametrize(("queries", "length"), [(1, 1), (1, 30), (7, 30), (30, 30)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_against_softmax(name: str, queries: int, length: int) -> None:
+    options = _options(name, queries, length)
     query, keys = _states(queries, length, 2.0)
     counted = torch.ones(ROWS, queries, dtype=torch.bool)
     counted[1, : queries // 3] = False
@@ -95,6 +99,63 @@ def test_against_softmax(name: str, queries: int, length: int) -> None:
         got = received_attention(query, DenseView(keys), options, counts)
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), _by_hand(query, keys, options, counts), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("are_kept", [True, False])
+@pytest.mark.parametrize(("queries", "length"), [(40, 52), (37, 37)])
+@pytest.mark.parametrize("name", [*OPTIONS, "not-causal-window", "sinks-of-queries", "columns"])
+def test_runs_of_queries(
+    name: str, queries: int, length: int, are_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with its own rows of masks; where keys are many, of another length and reading them twice."""
+    query, keys = _states(queries, length, 2.0)
+    counted = torch.ones(ROWS, queries, dtype=torch.bool)
+    counted[1, : queries // 3] = False
+    if name == "not-causal-window":  # whose queries can only be taken together
+        options = AttentionOptions(mask=_padding_mask(queries, length, [0, 4]), sliding_window=9)
+    elif name == "sinks-of-queries":
+        options = AttentionOptions(
+            is_causal=True, sink_logits=torch.randn(ROWS, QUERY_HEADS, queries), mask=None
+        )
+    elif name == "columns":  # what flash functions are given
+        mask = torch.arange(length) >= torch.tensor([0, 4])[:, None]
+        options = AttentionOptions(is_causal=True, mask=mask[:, None, None])
+    else:
+        options = _options(name, queries, length)
+    whole = received_attention(query, DenseView(keys), options, counted)
+    if name != "sinks-of-queries":
+        expected = _by_hand(query, keys, options, counted)
+        torch.testing.assert_close(whole.double(), expected, atol=1e-5, rtol=1e-5)
+    taken, of_run = [], received._of_run
+
+    def noted(query: Tensor, *others: Any) -> Tensor:
+        taken.append(query.shape[2])
+        return of_run(query, *others)
+
+    monkeypatch.setattr(received, "_of_run", noted)
+    monkeypatch.setattr(limits, "TILE_SCORES", 17 * ROWS * QUERY_HEADS * length if are_kept else 1)
+    monkeypatch.setattr(received, "_RUN", 27)
+    got = received_attention(query, DenseView(keys), options, counted)
+    torch.testing.assert_close(got, whole, atol=1e-5, rtol=1e-5)
+    step = 17 if are_kept else 27
+    runs = [min(step, queries - start) for start in range(0, queries, step)]
+    assert taken == ([queries] if name == "not-causal-window" else runs)
+
+
+def test_causal_runs_multiply_with_no_key_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, keys = _states(128, 128)
+    computed = []
+
+    def noted(logits: Tensor, *others: Any) -> Tensor:
+        computed.append(logits.numel())
+        return reference.adjust_logits(logits, *others)
+
+    monkeypatch.setattr(received, "adjust_logits", noted)
+    monkeypatch.setattr(limits, "TILE_SCORES", 16 * ROWS * QUERY_HEADS * 128)
+    for is_causal, parts in ((True, (128 + 16) / 2 / 128), (False, 1)):
+        computed.clear()
+        received_attention(query, DenseView(keys), AttentionOptions(is_causal=is_causal))
+        assert sum(computed) == parts * ROWS * QUERY_HEADS * 128 * 128
 
 
 def test_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
