@@ -166,6 +166,7 @@ at::Tensor attend(const AttentionCall& call) {
       task.key = side_of(call.keys, records, b, h, starts);
       task.value = side_of(call.values, records, b, h, starts);
       task.query_length = static_cast<int32_t>(query_length);
+      task.scaling = call.scaling;
       task.precise = call.is_precise;
       task.length = length;
       task.is_causal = call.is_causal;

@@ -66,5 +66,20 @@ inline void pair_rows(const float* from, int pairs, int width, uint32_t* to) {
   }
 }
 
+// Writes rows 2 k and 2 k + 1 of `count` rows of `dim` bf16 numbers, `stride` apart, as row k of pairs; `width`, a
+// multiple of 16, is that of the tile, where zeros follow. Fetches as many rows behind them.
+inline void pair_exact_rows(const uint16_t* rows, int64_t stride, int64_t count, int dim, int width, uint32_t* tile) {
+  for (int64_t t = 0; t < count; t += 2, rows += 2 * stride, tile += width) {
+    for (int n = 0; n < width; n += kLanes) {
+      const __mmask16 live = first_lanes(dim - n);
+      _mm_prefetch(rows + 64 * stride + n, _MM_HINT_T0);
+      _mm_prefetch(rows + 65 * stride + n, _MM_HINT_T0);
+      const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(live, rows + n));
+      const __m256i next = _mm256_maskz_loadu_epi16(t + 1 < count ? live : __mmask16(0), rows + stride + n);
+      _mm512_store_si512(tile + n, _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(next), 16)));
+    }
+  }
+}
+
 }  // namespace avx512
 }  // namespace kvcache

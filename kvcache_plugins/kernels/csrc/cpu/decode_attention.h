@@ -66,6 +66,7 @@ struct Side {
 struct Task {
   Side key, value;
   const float* query;      // [queries][key.head_dim], fp32, already times `scaling`
+  float scaling;           // 0: unknown
   int32_t queries;         // group * query_length; row r is query head r / query_length, token r % query_length
   int32_t query_length;
   int32_t precise;         // 1: fp32 or fp16 queries, relative error 1e-5; 0: bf16 queries

@@ -4,7 +4,8 @@
 // scores (avx512_keys.h, avx512_positions.h), exact tokens (avx512_exact.h), masks and one step of the online softmax
 // (avx512_softmax.h), values (avx512_values.h). Nothing is decoded to memory, except levels for many rows
 // (decode_attention_tiles_avx512.cpp). Bound: for one row the speed of the memory, for four decoding (a shift and a
-// look-up for 32 codes) and dot products (one for 32 codes and a row), about alike.
+// look-up for 32 codes) and dot products (one for 32 codes and a row), about alike. Tasks with bf16 queries of which
+// nothing is packed go to the tiles, too.
 //
 // What this file does not cover (scales per token and group of channels for keys, 8-bit codes with scales per channel,
 // a rotation of some channels in half-split layout) goes to the AVX2 kernel, which covers everything.
@@ -34,6 +35,12 @@ bool is_better_decoded(const Task& task) {
   if (has_levels) return task.queries > kMostLevelRows;
   if (task.weights != nullptr || task.precise != 0 || key.width == 1 || key.nbits == 8) return false;
   return task.queries > (key.cos != nullptr ? kMostTurnedRows : kMostGroupedRows);
+}
+
+// Whether nothing of a task is read from codes.
+bool is_exact(const Task& task) {
+  const bool is_half = task.weights != nullptr || task.logits != nullptr;
+  return !is_half && task.precise == 0 && std::max(task.key.packed_length, task.value.packed_length) <= task.begin;
 }
 
 bool is_float8(const Side& side) { return side.format == kE4M3 || side.format == kE5M2; }
@@ -390,7 +397,7 @@ class Decoder {
 }  // namespace avx512
 
 void decode_attention_avx512(const Task& task) {
-  if (avx512::is_better_decoded(task)) return decode_attention_tiles_avx512(task);
+  if (avx512::is_exact(task) || avx512::is_better_decoded(task)) return decode_attention_tiles_avx512(task);
   const bool is_covered = (task.weights != nullptr || avx512::covers_key(task.key)) &&
                           (task.logits != nullptr || avx512::covers_value(task.value));
   if (!is_covered) {

@@ -43,6 +43,10 @@ class FloatProducts {
     multiply(weights, kBlockTokens, tile, count, task_.value.padded_dim, output, true);
   }
 
+  // The same of exact tokens as they lie, without a tile in fp32; false if that is not done.
+  bool score_exact(int64_t, int64_t, float*) const { return false; }
+  bool add_exact(int64_t, int64_t, const float*, float*) const { return false; }
+
  private:
   void multiply(const float* a, int64_t a_stride, const float* b, int64_t depth, int64_t width, float* c,
                 bool accumulate) const {
@@ -122,7 +126,7 @@ void run(const Task& task) {
     const uint8_t* const value_record = task.value.records + block * task.value.record_bytes;
     const bool is_scored = has_weights || (is_whole(task.key, start) &&
                                            keys.score(start, key_record, ws.scores, fetcher, ws));
-    if (!is_scored) {
+    if (!is_scored && !products.score_exact(start, count, ws.scores)) {
       load_block(task.key, true, decode_key, start, count, ws);
       products.score(ws.tile, ws.scores);
     }
@@ -143,6 +147,7 @@ void run(const Task& task) {
     if (is_whole(task.value, start) &&
         values.add(start, value_record, ws.scores, fetcher, ws, ws.output, value_width))
       continue;
+    if (!is_hidden && products.add_exact(start, count, ws.scores, ws.output)) continue;
     load_block(task.value, false, decode_value, start, count, ws);
     if (is_hidden) separate_non_finite(task, count, ws);
     products.add(ws.scores, ws.tile, count, ws.output);
