@@ -25,6 +25,7 @@ from .checking import changing, check_agreement, check_states
 from .handle import KVHandle
 from .offloading import Shelf, make_records
 from .padding import Padding
+from .prompts import shows_prompt
 from .records import RecordLayout
 from .rows import num_rows
 from .stepping import take_step
@@ -45,12 +46,12 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
         facts (`LayerFacts`): What is known of the attention layer.
     """
 
-    is_compileable = False
-    is_sliding = False
+    is_compileable = is_sliding = False
     is_croppable = True
     is_ragged = False  # other layers may hold another number of tokens, and one mask is made for all
     is_torn = False  # a change of it is under way, or was interrupted
     awaits_scores = False  # a forward has not come to its end
+    reads_prompt = False  # it pays to attend to exact tokens by a kernel also where there are no others
     window: int | None = None
     """How far back a query sees, its own token included; to the first one if not given."""
     shelf: Shelf | None = None  # of records that wait in the host's memory for their turn on a GPU
@@ -155,7 +156,7 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: The exact tensors while nothing is packed (always so for the
-            first call, i.e. the prompt), else two [`KVHandle`]s of shape `(B, H, T + q, D)`.
+            first call, i.e. the prompt, unless `reads_prompt`), else two [`KVHandle`]s `(B, H, T + q, D)`.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -165,9 +166,9 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
         keys, values = self._append(key_states, value_states, defer=self.record_past)
         self.cumulative_length += key_states.shape[-2]
         self.is_torn = False
-        if is_first:
+        if is_first and not shows_prompt(self, key_states, keys, values):
             return key_states, value_states
-        if keys.packed_length == values.packed_length == 0:
+        if not is_first and keys.packed_length == values.packed_length == 0:
             return joined(keys, key_states), joined(values, value_states)
         return KVHandle(self, keys, key_states), KVHandle(self, values, value_states)
 
