@@ -174,7 +174,7 @@ class ExpectedAttentionCache(AccumulatingCache):
         something is evicted, so between two chunks of a prompt in its middle; with `positions="compact"`,
         after what is held before the eviction. Soft caps and sink logits are left out.
     Cost: `Hq * (D + D * D)` fp32 numbers per row and layer, for `Hq` query heads of `D` channels: as much as
-        516 tokens of Llama 3 8B in bf16; without covariance `Hq * D`. 16 queries, which wait while tokens are
+        516 tokens of Llama 3 8B in bf16; without covariance `Hq * D`. 8 queries, which wait while tokens are
         generated to be counted together, and 8 bytes per token and head beside the storage. `Hq * D * D`
         products per token that comes, and per token held at an eviction.
     Limits: needs the queries, so a model that asks transformers for its attention function. Models with

@@ -1,6 +1,6 @@
 """Evicting layers for which every query counts; those of generated tokens wait, and are counted together.
 
-To count a query, torch reads every key that is held. It does so once for sixteen of them instead of for
+To count a query, torch reads every key that is held. It does so once for eight of them instead of for
 each, before anything that is held goes or moves: so what comes out is the same to fp32 rounding, but for
 tokens that were packed meanwhile. Attention has read these exactly, and they count as they are packed.
 """
@@ -25,7 +25,7 @@ from .layer import COMPANION
 
 __all__ = ["MOST_WAITING", "AccumulatingCache", "AccumulatingLayer"]
 
-MOST_WAITING = 16
+MOST_WAITING = 8
 """Queries that wait at most; a layer has room for so many from the first it is shown."""
 _WAITING = "waiting"
 _SAVED = f"{COMPANION}{_WAITING}"

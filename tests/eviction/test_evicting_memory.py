@@ -30,7 +30,7 @@ LAYERS, HEADS, DIM, BUDGET, CHUNK, PROMPT = 4, 2, 16, 200, 100, 1450
 UNIT = 2 * HEADS * DIM * 4
 """Bytes of a token's keys and values in one layer."""
 LEDGER = HEADS * 8
-WAITING = 16 * 4 * DIM * 4
+WAITING = 8 * 4 * DIM * 4
 BESIDE = {"h2o": WAITING, "expected_attention": WAITING + 8 + 4 * (DIM + DIM * DIM) * 4}
 """Bytes, in a row of a layer, for queries of four heads that wait, and for what is remembered of all."""
 

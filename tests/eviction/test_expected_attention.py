@@ -330,7 +330,7 @@ def test_bytes_are_counted_and_predicted(family: str, use_covariance: bool) -> N
         width = layer.key_stream_.head_dim
         width += layer.value_stream_.head_dim if family == "deepseek_v3" else 0
         numbers = width + width * width if use_covariance else width
-        beside += 2 * (8 + 4 * (numbers + 16 * width) * model.config.num_attention_heads)
+        beside += 2 * (8 + 4 * (numbers + 8 * width) * model.config.num_attention_heads)
     assert cache.kv_bytes() - other.kv_bytes() == beside > 0
     assert kvp.estimate(model, ours, 90, 2) - kvp.estimate(model, others, 90, 2) == beside
 

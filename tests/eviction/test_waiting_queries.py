@@ -151,14 +151,14 @@ def test_they_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(num_hidden_layers=1)
     cache = bound_cache(model, H2O, LENGTH)
     read(model, cache)
-    assert looks == [30, 30, 30, 16, 16]
-    assert layers_of(cache)[0]._num_waiting == 9
+    assert looks == [30, 30, 30, 8, 8, 8, 8, 8]
+    assert layers_of(cache)[0]._num_waiting == 1
     feed(model, cache, ids(5, 2, seed=3), [5])  # a second turn: they come before it
-    assert looks[5:] == [9, 5]
+    assert looks[8:] == [1, 5]
     cache = bound_cache(model, H2O | {"evict_at_decode": True}, LENGTH)
     looks.clear()
     read(model, cache, 66)
-    assert looks == [30, 30, 30, 16, 16, 16, 16, 1]  # at 60 + 64 + 1, room is made for the next
+    assert looks == [30, 30, 30, *[8] * 8, 1]  # at 60 + 64 + 1, room is made for the next
     assert cache.num_held() == BUDGET + 1
 
 
@@ -169,7 +169,7 @@ def later(act: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """A run in which something happens while some wait, and that goes on for as long again."""
 
     def run(model: Any, cache: Any) -> Any:
-        read(model, cache, 25)
+        read(model, cache, 29)
         cache = act(model, cache) or cache
         rows = len(layers_of(cache)[0].ledger.scores)
         feed(model, cache, ids(12, rows, seed=5), [1] * 12)
@@ -200,7 +200,7 @@ ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "select by a mask": lambda model, cache: each(cache, "batch_select_indices", torch.tensor([False, True])),
     "copy": lambda model, cache: copy.deepcopy(cache),
     "offload": lambda model, cache: each(cache, "offload"),
-    "a prompt anew": lambda model, cache: cache.reset() or read(model, cache, 25),
+    "a prompt anew": lambda model, cache: cache.reset() or read(model, cache, 29),
 }
 
 
@@ -230,7 +230,7 @@ def test_saved(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_what_is_saved_does_not_depend_on_what_waited(tmp_path: Path) -> None:
     """Of the room for queries, which holds old ones, nothing is written."""
     model, cache = model_of(), bound_cache(model_of(), H2O, LENGTH)
-    read(model, cache, 25)
+    read(model, cache, 29)
     twin = copy.deepcopy(cache)
     for layer in layers_of(twin):
         layer.count_waiting()
@@ -244,7 +244,7 @@ def test_what_is_saved_does_not_depend_on_what_waited(tmp_path: Path) -> None:
 def test_interrupted_while_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some may have counted and others not, so the cache is refused."""
     model, cache = model_of(), bound_cache(model_of(), H2O, LENGTH)
-    read(model, cache, 25)
+    read(model, cache, 29)
     with monkeypatch.context() as patch:
         patch.setattr(H2OLayer, "observe", _interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -268,7 +268,7 @@ def test_a_mask_that_comes_later(options: dict[str, Any], kind: str, monkeypatch
     """Those that wait see what lies before them, the masked one what its mask says."""
 
     def run(model: Any, cache: Any) -> None:
-        read(model, cache, 25)
+        read(model, cache, 29)
         mask = torch.ones(2, 1, 1, cache.num_held() + 1, dtype=torch.bool)
         mask[0, :, :, 10:20] = False
         if kind == "float":
@@ -284,7 +284,7 @@ def test_a_mask_that_comes_later(options: dict[str, Any], kind: str, monkeypatch
 @BOTH
 def test_another_dtype_that_comes_later(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def run(model: Any, cache: Any) -> None:
-        read(model, cache, 25)
+        read(model, cache, 29)
         with torch.autocast("cpu", torch.bfloat16):
             feed(model, cache, ids(3, 2, seed=3), [1] * 3)
         feed(model, cache, ids(5, 2, seed=4), [1] * 5)
@@ -302,7 +302,7 @@ def test_padded_rows(options: dict[str, Any], budget: int, monkeypatch: pytest.M
     def run(model: Any, cache: Any) -> None:
         feed(model, cache, tokens, [*chunks_of(LENGTH, 30), *[1] * 9], mask)
         if accumulating.MOST_WAITING > 1:
-            waiting = 9 if budget == BUDGET else 0
+            waiting = 1 if budget == BUDGET else 0
             assert [layer._num_waiting for layer in layers_of(cache)] == [waiting] * 2
 
     check_same(*pair(monkeypatch, run, options | {"budget": budget}, mask=mask))
