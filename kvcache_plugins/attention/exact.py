@@ -59,6 +59,8 @@ def reads_prompts_faster(model: nn.Module, kernel: str) -> bool:
     config = decoder_config(model.config)
     if getattr(config, "_attn_implementation", None) not in _SHOWING or caches_latents(config):
         return False
-    return getattr(model, "dtype", None) == torch.bfloat16 and reads_exact_tokens_faster(
-        torch.empty(1, 1, MOST_QUERIES + 1, 1, dtype=torch.bfloat16, device="cpu"), kernel
-    )
+    parameter = next(model.parameters(), None)
+    if parameter is None or not parameter.is_cpu or getattr(model, "dtype", None) != torch.bfloat16:
+        return False  # and kernels for CPUs are not built where they are not needed
+    states = torch.empty(1, 1, MOST_QUERIES + 1, 1, dtype=torch.bfloat16, device="cpu")
+    return reads_exact_tokens_faster(states, kernel)

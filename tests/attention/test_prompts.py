@@ -117,6 +117,12 @@ def test_a_prompt_with_gradients_has_them() -> None:
     assert cache.get_seq_length() == LENGTH
 
 
+def test_no_kernels_are_built_for_models_that_lie_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "try_load", lambda: pytest.fail("asked for"))
+    assert not exact.reads_prompts_faster(model_of().to("meta"), "auto")
+    assert not exact.reads_prompts_faster(tiny_model("llama"), "auto")
+
+
 class _Handles:
     """Notes which handles layers made."""
 
