@@ -22,6 +22,7 @@ from ..errors import UnsupportedOperationError
 from ..layers.base import PackedLayer
 from ..layers.checking import changing, check_states
 from ..layers.handle import KVHandle
+from ..layers.prompts import shows_prompt
 from ..layers.storing import storing
 from ..layers.stream import StreamSpec
 from ..layers.view import StreamView, joined
@@ -186,7 +187,7 @@ class EvictingLayer(PackedLayer):
             self.ledger.append(scores, self.cumulative_length)
         is_exact = keys.packed_length == values.packed_length == 0
         if is_exact and self.scored_after != "attention" and not self.is_ragged:
-            if keys.length == key_states.shape[2]:
+            if keys.length == key_states.shape[2] and not shows_prompt(self, key_states, keys, values):
                 return key_states, value_states
             # until it shows that the model's attention, which asks for tensors, does not know handles
             if self.is_read_as_tensors or not reads_exact_tokens_faster(key_states, self.config.kernel):
@@ -351,11 +352,10 @@ class EvictingLayer(PackedLayer):
         return self.mean_held > self._budget
 
     def _evict(self, phase: str) -> None:
-        budget = self._budget
-        assert budget is not None
         if not self._exceeds(phase):
             return
         self._check_shown()
+        budget = self.budget_for(0)  # which is known
         recent = self.config.protected_at(phase, budget, self._turn_length)
         pooling = self.config.pooling()
         with storing(), changing(self):

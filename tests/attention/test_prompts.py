@@ -22,6 +22,8 @@ BACKENDS: list[dict[str, Any]] = [
     {"backend": "kvquant", "calibration": "normal_float"},
     {"backend": "float8", "sink_length": 4},
     {"backend": "snapkv", "budget": 500},
+    {"backend": "streaming_llm", "budget": 500},
+    {"backend": "knorm", "budget": 500, "storage": {"backend": "int4"}},
 ]
 
 
