@@ -49,13 +49,10 @@ class AccumulatingLayer(HeadwiseLayer):
     _num_waiting = 0
     _waiting_options = AttentionOptions()
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        count = key_states.shape[2]
-        if count > 1 or self._has_drafts(self.cumulative_length + count):
+    def _take(self, key_states: Tensor, value_states: Tensor, has_drafts: bool) -> tuple[Tensor, Tensor]:
+        if key_states.shape[2] > 1 or has_drafts:
             self.count_waiting()
-        return super().update(key_states, value_states, *args, **kwargs)
+        return super()._take(key_states, value_states, has_drafts)
 
     def attended(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
         if self.parts or not (self.observes_queries and self._awaits_queries):
