@@ -22,8 +22,8 @@ def reads_exact_tokens_faster(states: Tensor, kernel: str) -> bool:
     Of 32 heads, over 4096 exact tokens of 8 kv heads of 128 channels (one thread of a Zen 5 core), in
     milliseconds: bf16, one new token 1 to 2, torch 28; 16 of them 8.5 and 19, 64 of them 30 and 61, 1024 of
     them 423 and 813. With AVX2 64 take as long as with torch. One of fp32 over 2048 tokens, 2.3 and 1.6. So
-    half precision is, of many queries bf16 with AVX-512 (not with AMX, which torch uses), and single precision
-    is not.
+    half precision is, of many queries bf16 with AVX-512 (not with AMX, which torch uses); single precision is
+    not.
 
     Args:
         states (`torch.Tensor` of shape `(B, H, q, D)`): Queries or keys of the new tokens.
