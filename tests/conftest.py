@@ -14,6 +14,8 @@
 * What quanto does in C++, Python does: its extension takes a minute to compile, in every new environment.
 * `@pytest.mark.begun_first` tests, which take most of a minute in a process of their own, come before all
   others: workers that have those of a second left end together.
+* `@pytest.mark.in_depth` tests, of what a kernel does to memory, of the PTX of nvcc, and of whether broken
+  kernels are found, are run where `-m` names them: `-m in_depth`, whoever changes a kernel or the tests' tools.
 * `@pytest.mark.cuda` tests skip without a GPU; `KVCACHE_REQUIRE_CUDA=1` makes that skip, and any other skip
   of such a test, a failure.
 """
@@ -51,6 +53,7 @@ ALLOWED_DEPRECATIONS: dict[str, str] = {}
 _DEPRECATION = re.compile(r"deprecat|will be removed", re.IGNORECASE)
 _PACKAGE = "kvcache_plugins"
 _REQUIRE_CUDA = os.environ.get("KVCACHE_REQUIRE_CUDA") == "1"
+_IN_DEPTH = "looks deeper into the kernels: -m in_depth runs it"
 _NO_CUDA = "needs a CUDA device (KVCACHE_REQUIRE_CUDA=1 makes this a failure)"
 
 
@@ -59,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "cuda: needs a CUDA device; skipped without one, unless KVCACHE_REQUIRE_CUDA=1"
     )
     config.addinivalue_line("markers", "begun_first: takes so long that a worker would end alone with it")
+    config.addinivalue_line("markers", "in_depth: looks deeper into the kernels, where -m names it")
     config.addinivalue_line("markers", "no_poison: leave uninitialised memory of kvcache_plugins as it is")
     config.addinivalue_line(
         "markers",
@@ -76,8 +80,11 @@ def pytest_configure(config: pytest.Config) -> None:
     cpp_extension.load = _loaded(cpp_extension.load)  # before quanto is imported, which keeps the function
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    in_depth = "in_depth" in config.option.markexpr
     for item in items:
+        if item.get_closest_marker("in_depth") is not None and not in_depth:
+            item.add_marker(pytest.mark.skip(reason=_IN_DEPTH))
         if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=_NO_CUDA))
         for marker in item.iter_markers("allow_deprecation"):

@@ -16,7 +16,7 @@ KERNELS = ("attend_latents", "decode_attention", "encode_unit")
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Og", "-g1"]
 
 
-@pytest.mark.slow
+@pytest.mark.in_depth
 def test_no_kernel_reads_what_it_should_not(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     found = compiler.find_compiler()
     if found is None or not loader.try_load():

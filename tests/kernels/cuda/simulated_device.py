@@ -170,7 +170,7 @@ def _fakes(library: ctypes.CDLL) -> types.SimpleNamespace:
 
     def properties(device: Any = None) -> types.SimpleNamespace:
         return types.SimpleNamespace(
-            name="simulated GPU", major=9, minor=0, multi_processor_count=2, L2_cache_size=1 << 20,
+            name="simulated GPU", major=9, minor=0, multi_processor_count=2, L2_cache_size=1 << 17,
             total_memory=1 << 34, shared_memory_per_block_optin=232448,
         )  # fmt: skip
 

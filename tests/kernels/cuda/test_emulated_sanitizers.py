@@ -216,7 +216,7 @@ def test_another_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert emulation.why_not_watched(tmp_path) == f"{refusing} (another 1.0) does not sanitize: -fsanitize?\n"
 
 
-@pytest.mark.slow
+@pytest.mark.in_depth
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_found(name: str, builds: Path) -> None:
     library = emulation.build_sanitizing(builds, builds)
@@ -237,7 +237,7 @@ def test_a_fault_is_found(name: str, builds: Path) -> None:
             assert done.returncode != 0 and expected in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.in_depth
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_kernel_is_found(name: str, builds: Path, tmp_path: Path) -> None:
     mutation = MUTATIONS[name]

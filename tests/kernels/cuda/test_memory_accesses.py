@@ -29,7 +29,7 @@ from tests.kernels.test_encode_levels import arguments
 from tests.kernels.test_gather_tokens import CASES as GATHERABLE
 from tests.kernels.test_gather_tokens import blank, layouts, packed, some_slots
 
-pytestmark = [ptx_machine.needs_compilers, pytest.mark.slow]
+pytestmark = [ptx_machine.needs_compilers, pytest.mark.in_depth]
 
 START = """
 import os

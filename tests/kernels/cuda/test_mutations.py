@@ -10,6 +10,8 @@ import pytest
 from tests.kernels import fresh_process
 from tests.kernels.cuda import emulation
 
+pytestmark = pytest.mark.in_depth
+
 WEIGHTS = "0x7632)};\n    }"
 WAIT = "      copy_wait<0>();\n    } else"
 BARRIER = "    warp_barrier();  // every lane's copies"
@@ -145,7 +147,6 @@ def unit_of(file: str) -> str:
     return next((unit for start, unit in units.items() if file.startswith(start)), "attend_8_rows")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_kernels_that_are_not_broken(tmp_path: Path, builds: Path) -> None:
     """Compiled as the broken ones are, they give the right answers."""
@@ -156,7 +157,6 @@ def test_kernels_that_are_not_broken(tmp_path: Path, builds: Path) -> None:
         assert done.returncode == 0 and float(done.stdout) <= 1e-2, done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 @pytest.mark.usefixtures("emulated")
 def test_a_broken_kernel_is_caught(name: str, tmp_path: Path, builds: Path) -> None:

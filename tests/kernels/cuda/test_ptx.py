@@ -12,7 +12,7 @@ from kvcache_plugins.kernels.cuda_toolkit import find_toolkit
 from tests.kernels import fresh_process
 from tests.kernels.cuda import plugged, ptx_machine
 
-pytestmark = ptx_machine.needs_compilers
+pytestmark = [ptx_machine.needs_compilers, pytest.mark.in_depth]
 TESTS = [f"tests/kernels/cuda/test_emulated_{what}.py" for what in ("attention", "levels", "magnitudes")]
 TESTS += [f"tests/kernels/cuda/test_emulated_{what}.py" for what in ("append", "level_encoding", "tokens")]
 
@@ -91,7 +91,6 @@ MUTATIONS = {
 
 
 @pytest.mark.begun_first
-@pytest.mark.slow
 def test_the_tests_of_the_emulated_gpu(builds: Path) -> None:
     """In a process of their own, with a few parameter sets of every test."""
     environment = {ptx_machine.FOLDER: str(builds), "KVCACHE_SIMULATION_MOST": "5"}
@@ -99,7 +98,6 @@ def test_the_tests_of_the_emulated_gpu(builds: Path) -> None:
     assert f"{ptx_machine.NEVER_LAUNCHED}[]" in printed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_is_found(name: str, builds: Path, tmp_path: Path) -> None:
     mutation = MUTATIONS[name]

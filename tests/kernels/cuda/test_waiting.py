@@ -188,7 +188,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_no_step_of_a_model_waits(heads: str) -> None:
     """Attention included, and evictions but for those of backends that look at what is held."""
-    ids = torch.randint(5, 100, (2, 201), device="cpu").to("cuda")
+    ids = torch.randint(5, 100, (2, 131), device="cpu").to("cuda")
     one, several = (tiny_model("llama", num_hidden_layers=n).to("cuda", torch.bfloat16) for n in (1, 3))
 
     @torch.no_grad()
@@ -199,10 +199,10 @@ def test_no_step_of_a_model_waits(heads: str) -> None:
         def step(start: int, stop: int) -> None:
             model(ids[:, start:stop], **as_argument(cache), logits_to_keep=1)
 
-        step(0, 200)
+        step(0, 130)
         for _ in range(3):  # in which small tables are moved to the device
-            step(200, 201)
-        found = waiting([lambda: step(200, 201)] * 66)  # and something has to go
+            step(130, 131)
+        found = waiting([lambda: step(130, 131)] * 66)  # and something has to go
         assert found is not None or cache.report().fallback_reads == 0
         return found
 
