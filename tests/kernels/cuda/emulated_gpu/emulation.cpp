@@ -38,7 +38,18 @@ constexpr size_t kSharedAlignment = 128;  // KVCACHE_SHARED of platform.cuh
 unsigned order_seed = 0;
 
 enum class State { kReady, kAtWarp, kAtBlock, kDone };
-enum Collective { kBarrier = 1, kShuffle, kShuffleXor, kAny, kMax, kSum, kVote, kTranspose, kMultiply };
+enum Collective {
+  kBarrier = 1,
+  kShuffle,
+  kShuffleXor,
+  kAny,
+  kMax,
+  kSum,
+  kVote,
+  kTranspose,
+  kMultiply,
+  kMultiplyBfloats
+};
 
 struct Copy {
   void* to;
@@ -61,7 +72,7 @@ struct Exchange {
 };
 
 struct Machine {
-  long products = 0;  // of the tensor core, of one lane
+  long products = 0;  // of the tensor core
   std::vector<const char*> launched;  // since somebody asked
   unsigned random = 0;
   std::vector<uint8_t> shared;
@@ -169,6 +180,31 @@ void run_turns() {
   start(*again.next);
 }
 
+// What the lanes of a warp have laid down, of A four words, of B two, of C four, becomes the product of the tiles with
+// C added: four words. Lane 4 g + t holds
+//   of A: rows g, g + 8, g, g + 8, columns 2 t and 2 t + 1, and of the last two words 8 columns further;
+//   of B: column g, rows 2 t and 2 t + 1, and of the second word 8 rows further;
+//   of C: rows g, g, g + 8, g + 8, columns 2 t, 2 t + 1, 2 t, 2 t + 1.
+void multiply(uint32_t (&words)[kLanes][16], bool are_bfloats) {
+  using kvcache::bits_float;
+  const auto number = [are_bfloats](uint32_t bits) {
+    const auto half = static_cast<uint16_t>(bits);
+    return are_bfloats ? bits_float(uint32_t{half} << 16) : kvcache::half_float(half);
+  };
+  tensor_core::Tile tile;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 8; ++i)
+      tile.a[g + i / 2 % 2 * 8][2 * t + i % 2 + i / 4 * 8] = number(words[lane][i / 2] >> 16 * (i % 2));
+    for (int i = 0; i < 4; ++i) tile.b[2 * t + i % 2 + i / 2 * 8][g] = number(words[lane][4 + i / 2] >> 16 * (i % 2));
+    for (int i = 0; i < 4; ++i) tile.c[g + i / 2 * 8][2 * t + i % 2] = bits_float(words[lane][6 + i]);
+  }
+  tensor_core::multiply(tile, are_bfloats);
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int i = 0; i < 4; ++i)
+      words[lane][i] = kvcache::float_bits(tile.c[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2]);
+}
+
 // Releases the lanes of a warp if all wait at the same collective; returns whether any lane may run.
 bool release_warp(int warp) {
   Machine& m = machine();
@@ -186,6 +222,11 @@ bool release_warp(int warp) {
   if (waiting != kLanes) fail("some lanes of a warp are at a collective, the others are not");
   // of the collectives only the barrier orders what lanes do to memory
   if (observer != nullptr && kind == kBarrier) observer->order_warp(warp);
+  if (kind == kMultiply || kind == kMultiplyBfloats) {
+    // the area that the lanes used, which will use the other one next
+    multiply(m.exchanges[warp].words[m.fibers[warp * kLanes].parity ^ 1], kind == kMultiplyBfloats);
+    ++m.products;
+  }
   for (int i = warp * kLanes; i < (warp + 1) * kLanes; ++i) m.fibers[i].state = State::kReady;
   return true;
 }
@@ -279,30 +320,11 @@ void run_grid(dim3 grid, int threads, int shared_bytes, void (*body)(void*), voi
 }
 
 Fragment multiply_accumulate(Fragment c, const uint32_t (&pairs)[6], bool are_bfloats) {
-  using kvcache::bits_float;
-  const auto number = [are_bfloats](uint32_t bits) {
-    const auto half = static_cast<uint16_t>(bits);
-    return kvcache::float_bits(are_bfloats ? bits_float(uint32_t{half} << 16) : kvcache::half_float(half));
-  };
-  uint32_t mine[12];
-  for (int i = 0; i < 6; ++i) {
-    mine[2 * i] = number(pairs[i]);
-    mine[2 * i + 1] = number(pairs[i] >> 16);
-  }
-  const auto* words = exchange(mine, 12, kMultiply);
-  ++machine().products;
-  const int group = lane() / 4, quad = lane() % 4;
-  for (int i = 0; i < 4; ++i) {
-    const int row = group + i / 2 * 8, column = 2 * quad + i % 2;
-    float a[16], b[16];
-    for (int k = 0; k < 16; ++k) {
-      const int a_register = row / 8 + k / 8 * 2, a_lane = row % 8 * 4 + k % 8 / 2;
-      const int b_register = 4 + k / 8, b_lane = column * 4 + k % 8 / 2;
-      a[k] = bits_float(words[a_lane][2 * a_register + k % 2]);
-      b[k] = bits_float(words[b_lane][2 * b_register + k % 2]);
-    }
-    c.c[i] = tensor_core::add_products(c.c[i], a, b, are_bfloats);
-  }
+  uint32_t mine[10];
+  for (int i = 0; i < 6; ++i) mine[i] = pairs[i];
+  for (int i = 0; i < 4; ++i) mine[6 + i] = kvcache::float_bits(c.c[i]);
+  const uint32_t* sums = exchange(mine, 10, are_bfloats ? kMultiplyBfloats : kMultiply)[lane()];
+  for (int i = 0; i < 4; ++i) c.c[i] = kvcache::bits_float(sums[i]);
   return c;
 }
 
@@ -390,7 +412,7 @@ void copy_commit() {
 }  // namespace kvcache
 
 extern "C" {
-long kvcache_emulated_products() { return emulation::machine().products / emulation::kLanes; }
+long kvcache_emulated_products() { return emulation::machine().products; }
 const char* kvcache_emulated_kernels() {
   static thread_local std::string names;
   names.clear();

@@ -86,25 +86,25 @@ void multiply(Warp& w, const Instruction& i, uint32_t) {
     return kAreBfloats ? number<float>(uint64_t{bits} << 16) : static_cast<float>(half_value(bits));
   };
   ++products;
-  float a[16][16], b[8][16];  // rows of a, columns of b
+  tensor_core::Tile tile;
   for (int lane = 0; lane < kLanes; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int k = 0; k < 8; ++k) {
       const int word = k / 2, row = g + word % 2 * 8, column = 2 * t + k % 2 + word / 2 * 8;
-      a[row][column] = number_of(half_of(w[i.from[word]][lane], k % 2));
+      tile.a[row][column] = number_of(half_of(w[i.from[word]][lane], k % 2));
     }
     for (int k = 0; k < 4; ++k) {
       const int word = k / 2, row = 2 * t + k % 2 + word * 8;
-      b[g][row] = number_of(half_of(w[i.from[4 + word]][lane], k % 2));
+      tile.b[row][g] = number_of(half_of(w[i.from[4 + word]][lane], k % 2));
     }
   }
-  for (int lane = 0; lane < kLanes; ++lane) {
-    for (int k = 0; k < 4; ++k) {
-      const int row = lane / 4 + k / 2 * 8, column = lane % 4 * 2 + k % 2;
-      w[i.to[k]][lane] =
-          bits_of(tensor_core::add_products(number<float>(w[i.from[6 + k]][lane]), a[row], b[column], kAreBfloats));
-    }
-  }
+  const auto each_sum = [&](auto&& act) {
+    for (int lane = 0; lane < kLanes; ++lane)
+      for (int k = 0; k < 4; ++k) act(tile.c[lane / 4 + k / 2 * 8][lane % 4 * 2 + k % 2], k, lane);
+  };
+  each_sum([&](float& sum, int k, int lane) { sum = number<float>(w[i.from[6 + k]][lane]); });
+  tensor_core::multiply(tile, kAreBfloats);
+  each_sum([&](float sum, int k, int lane) { w[i.to[k]][lane] = bits_of(sum); });
 }
 
 }  // namespace
