@@ -16,7 +16,7 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import Tensor, fx, nn
-from transformers import AutoModelForCausalLM, CompileConfig
+from transformers import CompileConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_plugins import KVCache, build_cache
@@ -24,10 +24,11 @@ from kvcache_plugins.attention import compiled as attention_compiled
 from kvcache_plugins.compilation import makes_graph
 from kvcache_plugins.layers.compiled import CompiledHandle, LayerUpdate
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
+from kvcache_plugins.retaining.configuration import RetainingHeadsConfig
+from kvcache_plugins.retaining.heads import RetainingHeads
 from kvcache_plugins.testing.models import tiny_model
 from tests.models.encoders import encoder_decoder, source
 
-BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
 EVICTING = {"budget": 64, "chunk_size": 75}
 INT8 = {"backend": "int8"}
 KIVI = {"backend": "kivi", "nbits": 2, "residual_length": 64}
@@ -239,10 +240,11 @@ def test_our_attention_function_has_windows_and_sinks_in_the_graph() -> None:
     assert graphs.count("update_and_attend") == [1] * len(graphs.made)  # its other layer is transformers' own
 
 
-def test_heads_are_shown_what_a_compiled_model_projects() -> None:
-    options = {"backend": "locret", "heads": f"{BUNDLED_MODEL}-locret", **EVICTING}
-    plain = generated(AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL), options, 3)
-    model, graphs = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL), Graphs()
+def test_heads_are_shown_what_a_compiled_model_projects(tmp_path: Path) -> None:
+    RetainingHeads(RetainingHeadsConfig.from_model(tiny_model("llama"))).save_pretrained(tmp_path)
+    options = {"backend": "locret", "heads": str(tmp_path), **EVICTING}
+    plain = generated(tiny_model("llama"), options, 3)
+    model, graphs = tiny_model("llama"), Graphs()
     model.compile(backend=graphs)
     assert_same(generated(model, options, 3), plain)
     assert sum(graphs.count("update_and_attend")) == 0
