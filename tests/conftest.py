@@ -14,8 +14,9 @@
 * What quanto does in C++, Python does: its extension takes a minute to compile, in every new environment.
 * `@pytest.mark.begun_first` tests, which take most of a minute in a process of their own, come before all
   others: workers that have those of a second left end together.
-* `@pytest.mark.in_depth` tests, of what kernels do to memory, of the PTX of nvcc, and of whether broken ones
-  are found, are run where `-m` names them: `-m in_depth`, by whoever changes a kernel or a tool of its tests.
+* `@pytest.mark.in_depth` tests, of simulated GPUs, of what kernels do to memory, of the PTX of nvcc, and of
+  whether broken kernels are found, are run where `-m` names them: `-m in_depth`, by whoever changes a kernel,
+  what runs on GPUs, or a tool of these tests, and by CI.
 * `@pytest.mark.cuda` tests skip without a GPU; `KVCACHE_REQUIRE_CUDA=1` makes that skip, and any other skip
   of such a test, a failure.
 """
@@ -53,7 +54,7 @@ ALLOWED_DEPRECATIONS: dict[str, str] = {}
 _DEPRECATION = re.compile(r"deprecat|will be removed", re.IGNORECASE)
 _PACKAGE = "kvcache_plugins"
 _REQUIRE_CUDA = os.environ.get("KVCACHE_REQUIRE_CUDA") == "1"
-_IN_DEPTH = "looks deeper into the kernels: -m in_depth runs it"
+_IN_DEPTH = "one of the tests in depth, which -m in_depth runs"
 _NO_CUDA = "needs a CUDA device (KVCACHE_REQUIRE_CUDA=1 makes this a failure)"
 
 
@@ -62,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "cuda: needs a CUDA device; skipped without one, unless KVCACHE_REQUIRE_CUDA=1"
     )
     config.addinivalue_line("markers", "begun_first: takes so long that a worker would end alone with it")
-    config.addinivalue_line("markers", "in_depth: looks deeper into the kernels, where -m names it")
+    config.addinivalue_line("markers", "in_depth: takes long, and is run where -m names it")
     config.addinivalue_line("markers", "no_poison: leave uninitialised memory of kvcache_plugins as it is")
     config.addinivalue_line(
         "markers",

@@ -47,7 +47,7 @@ def test_metal_lacks_what_it_lacks() -> None:
 
 
 @pytest.mark.begun_first
-@pytest.mark.slow
+@pytest.mark.in_depth
 @pytest.mark.parametrize("name", RUNS)
 def test_on_simulated_gpus(name: str, builds: Path) -> None:
     arguments, least = RUNS[name]
@@ -62,7 +62,7 @@ def run(builds: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-8000:]
 
 
-@pytest.mark.slow
+@pytest.mark.in_depth
 def test_perplexity_on_simulated_gpus(builds: Path, tmp_path: Path) -> None:
     options = [
         "--model",
@@ -92,7 +92,7 @@ def test_perplexity_on_simulated_gpus(builds: Path, tmp_path: Path) -> None:
             assert there["kl_to_dense"] == pytest.approx(here["kl_to_dense"], rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.in_depth
 def test_calibration_on_simulated_gpus(builds: Path, tmp_path: Path) -> None:
     """Without gradients, which the simulation does not have."""
     options = ["--model", MODEL, "--dtype", "fp32", "--text_files", str(ROOT / "README.md"), "--nbits", "4"]

@@ -40,7 +40,7 @@ def test_every_device_test_is_run() -> None:
 
 
 @pytest.mark.begun_first
-@pytest.mark.slow
+@pytest.mark.in_depth
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a torch with CUDA cannot be given other devices")
 @pytest.mark.skipif(compiler.find_compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("name", RUNS)
