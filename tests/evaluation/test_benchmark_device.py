@@ -668,7 +668,7 @@ def test_a_graph_is_replayed_and_a_wait_is_seen() -> None:
 @pytest.mark.cuda
 def test_a_gpu_has_a_bandwidth_and_a_cache() -> None:
     timer = DeviceTimer(torch.device("cuda", 0))
-    assert timer.cache_bytes() >= 1 << 17
+    assert timer.cache_bytes() >= (1 << 17 if torch.version.cuda == "simulated" else 1 << 20)
     assert timer.copy_gb_per_s() > 1
     host_ms, device_ms = timer.window(lambda: torch.zeros(1 << 20, device="cuda").add_(1))
     assert host_ms > 0
