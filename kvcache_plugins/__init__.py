@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         ArtifactError,
         IncompatibleTransformersError,
         KernelUnavailableError,
+        UnavailableCacheError,
         UnsupportedOperationError,
     )
     from .estimation import estimate
@@ -80,6 +81,7 @@ __all__ = [
     "SnapKVCache",
     "StreamingLLMCache",
     "TOVACache",
+    "UnavailableCacheError",
     "UnsupportedOperationError",
     "build_cache",
     "estimate",
@@ -118,6 +120,7 @@ _LAZY = {
     "SnapKVCache": "backends.snapkv",
     "StreamingLLMCache": "backends.streaming_llm",
     "TOVACache": "backends.tova",
+    "UnavailableCacheError": "errors",
     "UnsupportedOperationError": "errors",
     "build_cache": "building",
     "estimate": "estimation",

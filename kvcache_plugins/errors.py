@@ -6,6 +6,7 @@ __all__ = [
     "ArtifactError",
     "IncompatibleTransformersError",
     "KernelUnavailableError",
+    "UnavailableCacheError",
     "UnsupportedOperationError",
 ]
 
@@ -20,6 +21,25 @@ class IncompatibleTransformersError(RuntimeError):
 
 class KernelUnavailableError(RuntimeError):
     """`kernel="native"` was asked for and no native kernel can serve the request."""
+
+
+class UnavailableCacheError(ValueError):
+    """One of transformers' own quantized caches that cannot be had here.
+
+    Args:
+        backend (`str`): Its name.
+        reason (`str`): Why, in a few words that a table has room for.
+        remedy (`str`, *optional*): What helps.
+    """
+
+    def __init__(self, backend: str, reason: str, remedy: str | None = None) -> None:
+        super().__init__(backend, reason, remedy)  # all of them, to be pickled
+        self.reason = reason
+
+    def __str__(self) -> str:
+        backend, reason, remedy = self.args
+        helps = f" ({remedy})" if remedy else ""
+        return f"{backend!r} is transformers' own cache, and cannot be had here: {reason}{helps}."
 
 
 class UnsupportedOperationError(NotImplementedError):

@@ -23,6 +23,7 @@ from .models.layer_plan import (
     plan_cross_attention,
     plan_layers,
 )
+from .transformers_caches import names_quantized_cache, sized_layers
 
 __all__ = ["MOST_NEW_TOKENS", "estimate"]
 
@@ -59,9 +60,12 @@ def estimate(
     other, and stays on the GPU. A window that transformers' own layer keeps is counted as it lies in memory
     once a token was generated; before, what has left it of a prompt is there, too.
 
+    Transformers' own quantized caches decode all of a layer at every step, in memory that comes on top.
+
     Args:
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model.
-        cache_config (`dict`): As for `generate`; `{"backend": "dense"}` predicts transformers' own cache.
+        cache_config (`dict`): As for `generate`, so also of transformers' own `quanto`, `hqq` and `fp8`;
+            `{"backend": "dense"}` predicts its ordinary cache.
         tokens (`int`): Tokens per row; of an evicting cache, those of a prompt that has just been read.
         batch_size (`int`): Rows.
         dtype (`torch.dtype`, *optional*): Of the states; the model's, else the configuration's, else bf16.
@@ -76,6 +80,7 @@ def estimate(
         `int`: bytes.
 
     Raises:
+        UnavailableCacheError: If transformers has no such cache for this model, or lacks a package for it.
         ValueError: On a wrong option, a count that is not positive, or none for an encoder.
     """
     tokens, batch_size, new_tokens = (
@@ -86,20 +91,24 @@ def estimate(
     max_cache_length = check_length("estimate: max_cache_length", max_cache_length)
     if new_tokens > MOST_NEW_TOKENS:
         raise ValueError(f"estimate: new_tokens must be at most {MOST_NEW_TOKENS}, got {new_tokens}.")
-    model, config = split_model_or_config(model_or_config)
-    reads_encoder = has_encoder(config)
+    model, whole = split_model_or_config(model_or_config)
+    reads_encoder = has_encoder(whole)
     if reads_encoder != (encoder_tokens is not None):
         kind = "an encoder-decoder" if reads_encoder else "a decoder-only"
         allowed = "an integer >= 1" if reads_encoder else "None"
         raise ValueError(
-            f"estimate: {type(config).__name__} is of {kind} model, for which encoder_tokens must be "
+            f"estimate: {type(whole).__name__} is of {kind} model, for which encoder_tokens must be "
             f"{allowed}, got {encoder_tokens!r}."
         )
-    config = decoder_config(config)
-    if max_cache_length is None and new_tokens > 1:
-        max_cache_length = tokens + new_tokens - 1
+    config = decoder_config(whole)
     if dtype is None:
         dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
+    if names_quantized_cache(cache_config):
+        return _quantized_bytes(
+            whole, cache_config, tokens, new_tokens - 1, _States(config, batch_size, dtype)
+        )
+    if max_cache_length is None and new_tokens > 1:
+        max_cache_length = tokens + new_tokens - 1
     plans = plan_layers(config)
     cross_plans = plan_cross_attention(config) if reads_encoder else []
     if isinstance(cache_config, Mapping) and str(cache_config.get("backend")).lower() == "dense":
@@ -129,6 +138,28 @@ def _count(name: str, value: Any) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"estimate: {name} must be an integer >= 1, got {value!r}.")
     return count
+
+
+def _quantized_bytes(
+    config: Any, cache_config: Mapping[str, Any], tokens: int, generated: int, states: _States
+) -> int:
+    """The bytes of one of transformers' own, which are the same for all layers of a shape."""
+    of_shape: dict[tuple[int, int, int], int] = {}
+    total = 0
+    for layer_idx, layer in enumerate(sized_layers(config, cache_config)):
+        shape = key_value_heads(states.config, layer_idx)
+        if shape not in of_shape:
+            try:
+                states.feed_window(layer, shape, tokens, generated)
+            except (AssertionError, RuntimeError, ValueError) as error:  # groups that do not fit
+                raise ValueError(
+                    f"estimate: transformers' own cache {dict(cache_config)} does not take {tokens} tokens, "
+                    f"and {generated} generated ones, of {states.batch_size} rows, {shape[0]} heads and "
+                    f"{shape[1:]} channels: {error}"
+                ) from error
+            of_shape[shape] = bytes_of(owned_tensors(layer))
+        total += of_shape[shape]
+    return total
 
 
 class _States:
@@ -167,6 +198,16 @@ class _States:
             positions = (self.position_dims, self.batch_size, tokens + generated)
             layer.indexer_position_ids = torch.empty(positions, dtype=torch.int64, device="meta")
             self.position_dims = 0  # the first layer keeps those of all
+
+    def feed_window(self, layer: Any, shape: tuple[int, int, int], tokens: int, generated: int) -> None:
+        """Give a layer of transformers' own a prompt and generated tokens.
+
+        These stay exact until there are `residual_length`, and are then encoded with all before them.
+        """
+        exact = generated % max(2, getattr(layer, "residual_length", 0))  # a first one stays, in 5.17 always
+        layer.update(*self.of(shape, tokens + generated - exact))
+        if exact:
+            layer.update(*self.of(shape, exact))
 
     def _counts(self, layer: Any, tokens: int, generated: int) -> Iterator[int]:
         """Yield how many tokens a layer is given at once, each time from what it holds then."""

@@ -12,7 +12,8 @@ def test_exports() -> None:
         "KIVICache", "KVCache", "KVEncoderDecoderCache", "KVQuantCache", "KVzipCache",
         "KernelUnavailableError", "KeyDiffCache", "KnormCache",
         "LagKVCache", "LocretCache", "RandomCache", "RetainingHeads", "RetainingHeadsConfig", "SirLLMCache",
-        "SnapKVCache", "StreamingLLMCache", "TOVACache", "UnsupportedOperationError", "build_cache",
+        "SnapKVCache", "StreamingLLMCache", "TOVACache", "UnavailableCacheError",
+        "UnsupportedOperationError", "build_cache",
         "estimate", "install", "list_backends", "most_tokens", "register_backend", "uninstall",
     ]  # fmt: skip
     for name in kvp.__all__:

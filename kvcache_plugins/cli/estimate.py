@@ -7,7 +7,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ..models.presets import PRESETS, preset_config
-from ..registry import TRANSFORMERS_BACKENDS
 from ..runs.labels import cache_label, dense_first
 from ..runs.model_options import OURS
 from ..runs.options import DTYPES, MOST_GB, check_amount, check_count, check_model
@@ -81,12 +80,6 @@ def run(args: argparse.Namespace) -> int:
         check_count("encoder_tokens", args.encoder_tokens, most=_MOST)
     chosen = list(OURS) if args.cache_config is None else parse_cache_configs(args.cache_config)
     cache_configs = dense_first(chosen)
-    for cache_config in cache_configs:
-        if cache_config["backend"] in TRANSFORMERS_BACKENDS:
-            raise ValueError(
-                f"{cache_config['backend']!r} is transformers' own cache, whose size can be measured "
-                "(examples/quickstart.py) but not predicted."
-            )
     config = _model_config(args)
     if has_encoder(config) != (args.encoder_tokens is not None):
         kind = "needed for" if args.encoder_tokens is None else "not for"

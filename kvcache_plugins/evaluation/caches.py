@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
-from transformers import CompileConfig, QuantizedCache
+from transformers import CompileConfig
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..building import build_cache
 from ..cache import KVCache
 from ..encoder_decoder import KVEncoderDecoderCache
+from ..errors import UnavailableCacheError
 from ..layers.counting import tensors_in
 from ..models.cache_argument import as_argument
 from ..models.decoder import decoder_config, decoder_only_config, split_model_or_config
 from ..prompt_chunks import why_read_whole
-from ..registry import TRANSFORMERS_BACKENDS
 from ..runs.labels import DENSE
+from ..transformers_caches import build_quantized_cache, names_quantized_cache
 
 __all__ = [
     "cache_bytes",
@@ -84,18 +84,15 @@ def new_cache(
         max_cache_length (`int`, *optional*): Tokens the cache will hold in the end; for ours.
 
     Raises:
+        UnavailableCacheError: If there is no such cache of transformers' here.
         ValueError: On a wrong option.
-        ImportError: If a cache of transformers' needs a package that is not installed.
     """
-    options = dict(cache_config)
-    if cache_config["backend"] not in (*TRANSFORMERS_BACKENDS, "dense"):
-        return build_cache(model_or_config, options, max_cache_length=max_cache_length)
-    backend = options.pop("backend")
     whole = split_model_or_config(model_or_config)[1]
-    config = decoder_config(whole)
-    if backend != "dense":
-        return QuantizedCache(backend, config, **options)
-    own = DynamicCache(config=config)
+    if names_quantized_cache(cache_config):
+        return build_quantized_cache(whole, cache_config)
+    if cache_config["backend"] != "dense":
+        return build_cache(model_or_config, dict(cache_config), max_cache_length=max_cache_length)
+    own = DynamicCache(config=decoder_config(whole))
     return EncoderDecoderCache(own, DynamicCache()) if whole.is_encoder_decoder else own
 
 
@@ -145,26 +142,10 @@ def split_available(
 
 def why_unavailable(model_config: Any, cache_config: Mapping[str, Any]) -> str | None:
     """Build the cache once without a model: a wrong option raises, what cannot be here is returned."""
-    if cache_config["backend"] in TRANSFORMERS_BACKENDS and model_config.is_encoder_decoder:
-        return "transformers has it for decoder-only models alone"
     try:
         new_cache(model_config, cache_config)
-    except ImportError:
-        if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
-            raise  # a third party's module that is broken is there
-        return "not installed"
-    except TypeError as error:
-        if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
-            raise
-        raise ValueError(
-            f"{dict(cache_config)} is not what transformers' own cache takes: {error}"
-        ) from error
-    except ValueError as error:
-        if "Unknown quantization backend" in str(error):  # fp8 came with a later transformers
-            return f"not in transformers {transformers.__version__}"
-        if "only full attention layers" in str(error):
-            return "transformers has it for models of full attention layers alone"
-        raise
+    except UnavailableCacheError as error:
+        return error.reason
     return None
 
 

@@ -410,7 +410,7 @@ def test_kernels_build_says_why_it_cannot(
         (["--cache_config", '{"backend": "kivi", "nbits": 2, "nbits": 4}'], ["'nbits' stands there twice"]),
         (["--cache_config", '{"backend": "kivi", "nbit": 2}'], ["nbit", "nbits"]),
         (["--cache_config", '{"backend": "kivi", "nbits": 5}'], ["nbits", "5"]),
-        (["--cache_config", '{"backend": "quanto"}'], ["quanto", "measured"]),
+        (["--cache_config", '{"backend": "quanto", "nbits": 3}'], ["nbits", "quanto", "3"]),
         (["--cache_config", '{"backend": "int8", "kernel": "fast"}'], ["kernel", "fast", "native"]),
         (["--tokens", "0"], ["--tokens", "0"]),
         (["--batch_size", "-1"], ["--batch_size", "-1"]),

@@ -10,7 +10,6 @@ from transformers import AutoConfig, DynamicCache, QuantizedCache, cache_utils
 
 import kvcache_plugins as kvp
 from kvcache_plugins.estimation import estimate
-from kvcache_plugins.evaluation import caches
 from kvcache_plugins.evaluation.caches import cache_bytes, new_cache, prefill, why_unavailable
 from tests.models.encoders import decoded, encoder_decoder, source, target
 
@@ -76,16 +75,6 @@ def test_missing_package_is_a_row_and_no_failure(config: AutoConfig, monkeypatch
     monkeypatch.setattr(cache_utils, "is_hqq_available", lambda: False)
     assert why_unavailable(config, {"backend": "hqq", "nbits": 4}) == "not installed"
     assert why_unavailable(config, {"backend": "kivi"}) is None
-
-
-def test_a_backend_of_a_later_transformers_is_named(
-    config: AutoConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise ValueError("Unknown quantization backend `fp8`")
-
-    monkeypatch.setattr(caches, "QuantizedCache", refuse)
-    assert why_unavailable(config, {"backend": "fp8"}).startswith("not in transformers ")
 
 
 def test_what_layers_share_counts_once(config: AutoConfig) -> None:

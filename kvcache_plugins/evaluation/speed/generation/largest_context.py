@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ....capacity import GIGABYTE
-from ....registry import TRANSFORMERS_BACKENDS
 from ....runs.labels import DENSE, cache_label
 from ....runs.progress import Progress, silent
 from ..devices import machine_bytes
@@ -31,8 +30,9 @@ def largest_contexts(
 ) -> list[dict[str, Any]]:
     """Find, for every cache and batch size, how many tokens fit beside the model.
 
-    Model and cache are counted, nothing else: what the model computes on the way, and the interpreter, come
-    on top. `verify_memory` generates at that length in a fresh process and reports what it really took.
+    Model and cache are counted, nothing else: what the model computes on the way, what transformers' own
+    quantized caches decode, and the interpreter, come on top. `verify_memory` generates at that length in a
+    fresh process and reports what it really took.
 
     Args:
         config (`PreTrainedConfig`): The model's.
@@ -83,8 +83,6 @@ def _entry(
         "kv_bytes": None,
         "note": None,
     }
-    if cache_config["backend"] in TRANSFORMERS_BACKENDS:
-        return entry | {"note": "transformers' own cache, whose size can be measured but not predicted"}
     if cache_config.get("offload"):
         return entry | {"note": "offloaded: most of it rests in the host's memory, which is not bounded"}
     try:

@@ -12,8 +12,9 @@ from ....estimation import MOST_NEW_TOKENS, estimate
 from ....eviction.options import EvictingConfig
 from ....models.decoder import decoder_config
 from ....models.layer_plan import key_value_heads, plan_layers
-from ....registry import TRANSFORMERS_BACKENDS, get_backend
+from ....registry import get_backend
 from ....runs.labels import DENSE
+from ....transformers_caches import names_quantized_cache
 
 __all__ = ["longest_context", "predicted_bytes", "predicted_peak_bytes", "prompt_and_new_tokens"]
 
@@ -42,15 +43,13 @@ def predicted_bytes(
         new_tokens (`int`): Tokens generated after those; the last one is never given to the cache.
 
     Returns:
-        `int | None`: bytes; None for transformers' own caches, whose size can be measured only, and for
-        caches that evict after more than `estimation.MOST_NEW_TOKENS` generated tokens.
+        `int | None`: bytes; None after more than `estimation.MOST_NEW_TOKENS` generated tokens for caches
+        that evict, and for transformers' own quantized ones.
     """
-    if cache_config["backend"] in TRANSFORMERS_BACKENDS:
-        return None
     if new_tokens > MOST_NEW_TOKENS:
-        if _evicts(cache_config):
+        if _tells_generated_tokens_apart(cache_config):
             return None
-        tokens, new_tokens = tokens + new_tokens - 1, 1  # where nothing is evicted, a token is a token
+        tokens, new_tokens = tokens + new_tokens - 1, 1
     return estimate(
         config,
         dict(cache_config),
@@ -63,7 +62,10 @@ def predicted_bytes(
     )
 
 
-def _evicts(cache_config: Mapping[str, Any]) -> bool:
+def _tells_generated_tokens_apart(cache_config: Mapping[str, Any]) -> bool:
+    """Whether it takes other bytes for the same tokens if they are of the prompt."""
+    if names_quantized_cache(cache_config):
+        return True
     if cache_config["backend"] == DENSE["backend"]:
         return False
     return issubclass(get_backend(cache_config["backend"]).config_class, EvictingConfig)
@@ -91,10 +93,10 @@ def predicted_peak_bytes(
         dtype (`torch.dtype`): Of the states.
 
     Returns:
-        `int | None`: bytes; None where [`predicted_bytes`] has none, and for offloaded caches, which lie in
-        two memories.
+        `int | None`: bytes; None where [`predicted_bytes`] has none, for offloaded caches, which lie in two
+        memories, and for transformers' own quantized ones, which decode and encode all of a layer at once.
     """
-    if cache_config.get("offload"):
+    if cache_config.get("offload") or names_quantized_cache(cache_config):
         return None
     # a decoder with an encoder begins with one token of its own
     tokens, encoder_tokens = (1, prompt_tokens) if config.is_encoder_decoder else (prompt_tokens, None)
@@ -118,7 +120,7 @@ def longest_context(
 
     Args:
         config (`PreTrainedConfig`): The model's.
-        cache_config (`Mapping`): `"backend"` in lower case and its options; not one of transformers' own.
+        cache_config (`Mapping`): `"backend"` in lower case and its options.
         available_bytes (`int`): What the cache may take.
         batch_size (`int`): Rows.
         dtype (`torch.dtype`): Of the states.
