@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from .artifacts.named import paths_of_artifacts
 from .attention import eager  # noqa: F401  # registers how handles are attended to
-from .attention.exact import reads_prompts_faster
+from .attention.exact import prompt_dtype
 from .attention.latent_models import let_latents_pass
 from .config import BackendConfig, check_length
 from .kernels.selection import select_kernel
@@ -230,7 +230,7 @@ class KVCache(SavedCache, CacheVerbs):
                 layer.record_past = False  # of an earlier call, whose drafts have been judged
             if isinstance(layer, PackedLayer):
                 layer.bind(facts[layer_idx], pads, max_cache_length, columns)
-                layer.reads_prompt = reads_prompts_faster(model, layer.config.kernel)
+                layer.prompt_dtype = prompt_dtype(model, layer.config.kernel)
         return self
 
     def reset(self) -> None:

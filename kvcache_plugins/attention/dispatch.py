@@ -38,7 +38,7 @@ from ..layers.view import joined
 from . import products  # noqa: F401  # registers the products that models write out
 from .compiled import attend_in_graph
 from .concatenated import attend_concatenated
-from .exact import reads_exact_tokens_faster
+from .exact import TorchAttention, reads_exact_tokens_faster
 from .grouped import attend_groups, options_of_heads
 from .latent import attend_latents
 from .masks import fitted, mask_fits
@@ -239,9 +239,15 @@ def attention_forward(
     return output.transpose(1, 2).contiguous(), None
 
 
-def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
-    """Return `original` with handles taken out of its way; anything but handles passes through unchanged."""
+def wrap_attention_function(original: AttentionFunction, *, is_eager: bool = False) -> AttentionFunction:
+    """Return `original` with handles taken out of its way; anything but handles passes through unchanged.
+
+    Args:
+        original (`Callable`): An attention function in transformers' sense.
+        is_eager (`bool`): Whether it is a model's own.
+    """
     is_sdpa = original.__name__ == "sdpa_attention_forward"
+    way = TorchAttention.EAGER if is_eager else TorchAttention.FLASH
 
     @wraps(original)
     def forward(
@@ -258,7 +264,7 @@ def wrap_attention_function(original: AttentionFunction) -> AttentionFunction:
             type(key) is type(value) is KVHandle
             and key.tokens.packed_length == value.tokens.packed_length == 0
             and mask_fits(key, *args, **kwargs)
-            and not reads_exact_tokens_faster(query, key.layer.config.kernel)
+            and not reads_exact_tokens_faster(query, key.layer.config.kernel, way)
         ):
             return _original_over_exact(original, module, query, key, value, *args, **kwargs)
         return forward_over_handles(module, query, *handles, *args, **kwargs)

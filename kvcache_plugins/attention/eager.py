@@ -74,7 +74,9 @@ def _wrap(eager: AttentionFunction) -> AttentionFunction:
     return forward
 
 
-_over_handles = cache(wrap_attention_function)
+@cache
+def _over_handles(eager: AttentionFunction) -> AttentionFunction:
+    return wrap_attention_function(eager, is_eager=True)
 
 
 @outside_graphs

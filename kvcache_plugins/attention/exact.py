@@ -1,41 +1,67 @@
-"""When a native kernel reads exact tokens faster than torch's own attention."""
+"""When exact tokens are attended to faster by what reads packed ones than by torch."""
 
 from __future__ import annotations
+
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels import loader
 from ..models.decoder import decoder_config
+from ..models.facts import exchanges_attention
 from ..models.layer_plan import caches_latents
-from .limits import MOST_QUERIES
+from .limits import KERNEL_DTYPES, MOST_QUERIES
+from .native import has_fast_passes
 
-__all__ = ["reads_exact_tokens_faster", "reads_prompts_faster"]
+__all__ = ["TorchAttention", "prompt_dtype", "reads_exact_tokens_faster"]
 
 _SHOWING = ("sdpa", "kvcache_plugins")
 """Attention functions that are looked up by these names, and hand over all that changes a logit."""
 
 
-def reads_exact_tokens_faster(states: Tensor, kernel: str) -> bool:
-    """Whether tokens of which nothing is packed are better read by a native kernel.
+class TorchAttention(Enum):
+    """How a model attends on a CPU where it is given tensors."""
 
-    Of 32 heads, over 4096 exact tokens of 8 kv heads of 128 channels (one thread of a Zen 5 core), in
-    milliseconds: bf16, one new token 1 to 2, torch 28; 16 of them 8.5 and 19, 64 of them 30 and 61, 1024 of
-    them 423 and 813. With AVX2 64 take as long as with torch. One of fp32 over 2048 tokens, 2.3 and 1.6. So
-    half precision is, of many queries bf16 with AVX-512 (not with AMX, which torch uses); single precision is
-    not.
+    FLASH = "tile by tile"
+    WHOLE = "all logits at once: torch's attention of keys and values of two sizes"
+    EAGER = "all logits at once, written out by the model"
+
+
+def reads_exact_tokens_faster(
+    states: Tensor, kernel: str, instead_of: TorchAttention = TorchAttention.FLASH
+) -> bool:
+    """Whether tokens of which nothing is packed are better read by ours.
+
+    *Flash.* Of 32 heads, over 4096 exact tokens of 8 kv heads of 128 channels (one thread of a Zen 5 core),
+    in milliseconds: bf16, one new token 1 to 2, torch 28; 16 of them 8.5 and 19, 64 of them 30 and 61, 1024
+    of them 423 and 813. With AVX2 64 take as long as with torch. One of fp32 over 2048 tokens, 2.3 and 1.6.
+    So half precision is, of many queries bf16 with AVX-512 (not with AMX, which torch uses); single precision
+    is not.
+
+    *All logits at once.* Time and memory grow with the square of a prompt. One layer of 16 heads of 128
+    channels that has a softcap took for 5000 tokens 6.8 s and 4.6 GB in bf16 and takes 1.5 s and 0.8 GB, in
+    fp32 for 2048 tokens 1.7 s and 0.53 s; with AVX2 10.5 s and 1.1 s, 1.7 s and 0.56 s. In bf16 torch
+    without a kernel is slower than the model (2.0 s and 1.2 s); in fp16, which torch hardly multiplies, it is
+    four times as fast. Of keys of 192 and values of 128 channels (DeepSeek-V2-Lite) 6000 tokens took 9.2 s
+    and 6.1 GB in bf16 and take 3.5 s and 0.7 GB, and about the same in fp32.
 
     Args:
         states (`torch.Tensor` of shape `(B, H, q, D)`): Queries or keys of the new tokens.
         kernel (`str`): The option of that name.
+        instead_of (`TorchAttention`): What would attend.
     """
-    return (
-        states.is_cpu
-        and kernel != "torch"
-        and states.dtype in (torch.bfloat16, torch.float16)
-        and loader.try_load()
-        and (states.shape[2] <= MOST_QUERIES or _multiplies_pairs(states.dtype))
-    )
+    dtype, many = states.dtype, states.shape[2] > MOST_QUERIES
+    if not states.is_cpu or kernel == "torch":
+        return False
+    if many and instead_of is TorchAttention.WHOLE:
+        return dtype in KERNEL_DTYPES
+    if many and instead_of is TorchAttention.EAGER:
+        if dtype == torch.bfloat16:
+            return loader.try_load() and has_fast_passes(dtype)
+        return dtype in KERNEL_DTYPES
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return is_half and loader.try_load() and (not many or _multiplies_pairs(dtype))
 
 
 def _multiplies_pairs(dtype: torch.dtype) -> bool:
@@ -45,22 +71,30 @@ def _multiplies_pairs(dtype: torch.dtype) -> bool:
     return loader.instruction_set() == "avx512"
 
 
-def reads_prompts_faster(model: nn.Module, kernel: str) -> bool:
-    """Whether a prompt, too, of which all tokens are exact, is better read by a native kernel.
+def prompt_dtype(model: nn.Module, kernel: str) -> torch.dtype | None:
+    """Of what dtype a prompt, too, of which all tokens are exact, is better read by ours; `None` if of none.
 
     A prompt of 4000 tokens of 32 heads (8 kv heads of 128 channels, bf16, one thread of a Zen 5 core) took
-    1.3 seconds a layer so, and 2.0 with torch's attention.
+    1.3 seconds a layer so, and 2.0 with torch's flash attention.
 
     Args:
-        model (`PreTrainedModel`): Whose attention must be a function that takes handles, of keys and values
-            and not of latents.
+        model (`PreTrainedModel`): Whose attention must be a function that takes handles.
         kernel (`str`): The option of that name.
     """
-    config = decoder_config(model.config)
-    if getattr(config, "_attn_implementation", None) not in _SHOWING or caches_latents(config):
-        return False
+    way, dtype = _torch_attention(model), getattr(model, "dtype", None)
     parameter = next(model.parameters(), None)
-    if parameter is None or not parameter.is_cpu or getattr(model, "dtype", None) != torch.bfloat16:
-        return False  # and kernels for CPUs are not built where they are not needed
-    states = torch.empty(1, 1, MOST_QUERIES + 1, 1, dtype=torch.bfloat16, device="cpu")
-    return reads_exact_tokens_faster(states, kernel)
+    if way is None or dtype not in KERNEL_DTYPES or parameter is None or not parameter.is_cpu:
+        return None  # and kernels for CPUs are not built where they are not needed
+    states = torch.empty(1, 1, MOST_QUERIES + 1, 1, dtype=dtype, device="cpu")
+    return dtype if reads_exact_tokens_faster(states, kernel, way) else None
+
+
+def _torch_attention(model: nn.Module) -> TorchAttention | None:
+    """How a model attends to tensors; `None` where it knows no handles."""
+    config = decoder_config(model.config)
+    name = getattr(config, "_attn_implementation", None)
+    if name not in (*_SHOWING, "eager") or not exchanges_attention(model):
+        return None
+    if caches_latents(config):  # of which come keys of more channels than values have
+        return TorchAttention.WHOLE
+    return TorchAttention.EAGER if name == "eager" else TorchAttention.FLASH

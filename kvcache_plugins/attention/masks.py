@@ -8,8 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..layers.crossing import CrossAttentionLayer
 from ..layers.handle import KVHandle
+from .limits import MOST_QUERIES
 from .reference import AttentionOptions
 
 __all__ = ["fitted", "mask_fits"]
@@ -28,6 +32,9 @@ def fitted(options: AttentionOptions, key: KVHandle, query_length: int) -> Atten
     """
     mask, length = options.mask, key.tokens.length
     if mask is None or mask.shape[-1] in (1, length):
+        if mask is not None and query_length > MOST_QUERIES and mask.is_cpu and mask.is_floating_point():
+            visible = _of_real_queries(mask, key, query_length)
+            return options if visible is None else replace(options, mask=visible)
         return options
     if isinstance(key.layer, CrossAttentionLayer):
         raise ValueError(
@@ -42,3 +49,21 @@ def fitted(options: AttentionOptions, key: KVHandle, query_length: int) -> Atten
             f"model makes what it needs, or with 4 dimensions, for these {length}."
         )
     return replace(options, mask=key.layer.own_mask(key.tokens), is_causal=query_length > 1)
+
+
+def _of_real_queries(mask: Tensor, key: KVHandle, query_length: int) -> Tensor | None:
+    """An additive mask of zeros and the least number as booleans, if none but pads are shown nothing by it.
+
+    A query from which such a mask hides everything sees all slots alike. In a padded batch whose model runs
+    `eager` pads are such queries, and nobody reads what they get; as booleans the mask is causal beside what
+    it hides of all.
+    """
+    padding, length = key.tokens.stream.padding, key.tokens.length
+    if padding.lengths is None or mask.dim() != 4 or mask.shape[2:] != (query_length, length):
+        return None
+    visible = mask == 0
+    if not bool((visible | (mask == torch.finfo(mask.dtype).min)).all()):
+        return None
+    slots = torch.arange(length - query_length, length, device=mask.device)
+    is_pad = slots < padding.starts(mask)[:, None]
+    return visible if bool((visible.any(-1) | is_pad[:, None]).all()) else None

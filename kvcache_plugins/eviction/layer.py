@@ -187,11 +187,11 @@ class EvictingLayer(PackedLayer):
             self.ledger.append(scores, self.cumulative_length)
         is_exact = keys.packed_length == values.packed_length == 0
         if is_exact and self.scored_after != "attention" and not self.is_ragged:
-            if keys.length == key_states.shape[2] and not shows_prompt(self, key_states, keys, values):
-                return key_states, value_states
-            # until it shows that the model's attention, which asks for tensors, does not know handles
-            if self.is_read_as_tensors or not reads_exact_tokens_faster(key_states, self.config.kernel):
-                return joined(keys, key_states), joined(values, value_states)
+            if keys.length == key_states.shape[2]:
+                if not shows_prompt(self, key_states, keys, values):
+                    return key_states, value_states
+            elif self.is_read_as_tensors or not reads_exact_tokens_faster(key_states, self.config.kernel):
+                return joined(keys, key_states), joined(values, value_states)  # knows no handles, or wins
         return KVHandle(self, keys, key_states), KVHandle(self, values, value_states)
 
     @property

@@ -51,7 +51,7 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
     is_ragged = False  # other layers may hold another number of tokens, and one mask is made for all
     is_torn = False  # a change of it is under way, or was interrupted
     awaits_scores = False  # a forward has not come to its end
-    reads_prompt = False  # it pays to attend to exact tokens by a kernel also where there are no others
+    prompt_dtype: torch.dtype | None = None  # of first tokens that are better attended to as handles
     window: int | None = None
     """How far back a query sees, its own token included; to the first one if not given."""
     shelf: Shelf | None = None  # of records that wait in the host's memory for their turn on a GPU
@@ -156,7 +156,7 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: The exact tensors while nothing is packed (always so for the
-            first call, i.e. the prompt, unless `reads_prompt`), else two [`KVHandle`]s `(B, H, T + q, D)`.
+            first call, i.e. the prompt, unless of `prompt_dtype`), else two [`KVHandle`]s `(B, H, T + q, D)`.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

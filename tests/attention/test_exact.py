@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcache_plugins import build_cache
-from kvcache_plugins.attention.exact import reads_exact_tokens_faster
+from kvcache_plugins.attention.exact import TorchAttention, reads_exact_tokens_faster
 from kvcache_plugins.kernels import loader
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
@@ -70,3 +70,37 @@ def test_many_queries(dtype: torch.dtype, has_amx: bool, isa: str, monkeypatch: 
     assert reads_exact_tokens_faster(states[:, :, :8], "auto") is loader.try_load()
     assert not reads_exact_tokens_faster(states, "torch")
     assert not reads_exact_tokens_faster(states[:, :, :1], "torch")
+
+
+@pytest.mark.parametrize("has_amx", [False, True])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_many_queries_of_models_that_make_all_logits_at_once(
+    dtype: torch.dtype, isa: str, has_amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not loader.try_load():
+        pytest.skip("there are no CPU kernels")
+    monkeypatch.setattr(loader, "instruction_set", lambda: isa)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    states = torch.zeros(1, 2, 9, 16, dtype=dtype)
+    is_served = dtype != torch.float64
+    has_kernel = isa != "portable" and not has_amx
+    assert reads_exact_tokens_faster(states, "auto", TorchAttention.WHOLE) is is_served
+    of_eager = reads_exact_tokens_faster(states, "auto", TorchAttention.EAGER)
+    assert of_eager is (is_served and (dtype != torch.bfloat16 or has_kernel))
+    for way in TorchAttention:
+        assert not reads_exact_tokens_faster(states, "torch", way)
+        few = reads_exact_tokens_faster(states[:, :, :8], "auto", way)
+        assert few is (dtype in (torch.bfloat16, torch.float16))
+
+
+@pytest.mark.parametrize("way", list(TorchAttention))
+def test_without_kernels(way: TorchAttention, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's tiles serve where the model would make all logits, except in bf16 what is written out."""
+    monkeypatch.setattr(loader, "try_load", lambda: False)
+    found = {
+        dtype: reads_exact_tokens_faster(torch.zeros(1, 2, 9, 16, dtype=dtype), "auto", way)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    expected = {TorchAttention.FLASH: (False, False), TorchAttention.EAGER: (True, False)}
+    assert tuple(found.values()) == expected.get(way, (True, True))

@@ -27,6 +27,8 @@ namespace {
 // Query rows up to which blocks are decoded anew for every four of them: a tile, which has that done once, costs as
 // much as so many (Zen 5). Of KIVI's keys with bf16 queries alone: in fp32 products are most of it.
 constexpr int kMostLevelRows = 12, kMostTurnedRows = 16, kMostGroupedRows = 32;
+// The same of exact tokens with fp32 queries; with bf16 ones a tile is as fast for one.
+constexpr int kMostExactRows = 4;
 
 bool is_better_decoded(const Task& task) {
   const Side &key = task.key, &value = task.value;
@@ -37,10 +39,11 @@ bool is_better_decoded(const Task& task) {
   return task.queries > (key.cos != nullptr ? kMostTurnedRows : kMostGroupedRows);
 }
 
-// Whether nothing of a task is read from codes.
+// Whether nothing of a task is read from codes, and a tile costs less than reading every token for every four rows.
 bool is_exact(const Task& task) {
   const bool is_half = task.weights != nullptr || task.logits != nullptr;
-  return !is_half && task.precise == 0 && std::max(task.key.packed_length, task.value.packed_length) <= task.begin;
+  if (is_half || (task.precise != 0 && task.queries <= kMostExactRows)) return false;
+  return std::max(task.key.packed_length, task.value.packed_length) <= task.begin;
 }
 
 bool is_float8(const Side& side) { return side.format == kE4M3 || side.format == kE5M2; }
