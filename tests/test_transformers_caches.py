@@ -144,7 +144,7 @@ def test_a_backend_of_a_later_transformers_is_named(monkeypatch: pytest.MonkeyPa
     def refuse(*args: object, **options: object) -> None:
         raise ValueError("Unknown quantization backend `fp8`")
 
-    monkeypatch.setattr(transformers, "QuantizedCache", refuse)
+    monkeypatch.setattr(transformers.QuantizedCache, "__init__", refuse)
     with pytest.raises(kvp.UnavailableCacheError, match=f"not in transformers {transformers.__version__}"):
         kvp.estimate(CONFIG, {"backend": "fp8"}, 10)
 

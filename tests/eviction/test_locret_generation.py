@@ -58,7 +58,10 @@ def test_a_prompt_within_the_budget_is_read_as_ever(
         expected = _generate(model, tokens, max_new_tokens=12, **mask)
         assert type(cache_of(got)) is LocretCache
         assert torch.equal(got.sequences, expected.sequences)
-        assert torch.equal(_logits(got), _logits(expected))
+        if attention == "sdpa":
+            assert torch.equal(_logits(got), _logits(expected))
+        else:  # the kernels read the prompt, in other sums
+            torch.testing.assert_close(_logits(got), _logits(expected), atol=1e-4, rtol=1e-4)
 
 
 def test_one_token_more_than_the_budget() -> None:
