@@ -152,6 +152,14 @@ def test_first_plain_tokens(is_key: bool) -> None:
         compare(is_key, 2, 32, 2, first_plain=torch.tensor(slots))
 
 
+@pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
+def test_a_batch_without_rows(is_key: bool) -> None:
+    given = arguments(is_key)
+    given |= {name: given[name][:0] for name in ("records", "states")}
+    given["outliers"] = Outliers(*(tensor[:0] for tensor in given["outliers"]))
+    assert encode(**given)
+
+
 def test_ranges_of_a_batch_and_of_rows() -> None:
     generator = torch.Generator().manual_seed(3)
     for rows in (1, 2):

@@ -77,6 +77,13 @@ def test_the_bytes_of_wide_heads_are_the_same(name: str) -> None:
         assert torch.equal(got, expected) and got.any()
 
 
+def test_a_batch_without_rows() -> None:
+    case = Case(CODES["int8"], 1, 0, 0, 0, 0, head_dim=64)
+    for tail, layout, is_key in zip(case.tails, case.layouts, (True, False), strict=True):
+        given = tail[:0, :, :128], is_key, layout, 64, None, None
+        assert torch.ops.kvcache_emulated.encode_tokens(case.records[:0].clone(), *given)
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e5])
 @pytest.mark.parametrize("name", ["kivi-4bit-g32", "int8", "e4m3"])
 def test_what_is_rare_is_left_to_torch(name: str, number: float, encoded: list[bool]) -> None:

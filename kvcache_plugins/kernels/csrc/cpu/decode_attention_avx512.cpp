@@ -4,8 +4,8 @@
 // scores (avx512_keys.h, avx512_positions.h), exact tokens (avx512_exact.h), masks and one step of the online softmax
 // (avx512_softmax.h), values (avx512_values.h). Nothing is decoded to memory, except levels for many rows
 // (decode_attention_tiles_avx512.cpp). Bound: for one row the speed of the memory, for four decoding (a shift and a
-// look-up for 32 codes) and dot products (one for 32 codes and a row), about alike. Tasks with bf16 queries of which
-// nothing is packed go to the tiles, too.
+// look-up for 32 codes) and dot products (one for 32 codes and a row), about alike. Tasks of which nothing is packed go
+// to the tiles, too; with fp32 queries, those of more than one pass.
 //
 // What this file does not cover (scales per token and group of channels for keys, 8-bit codes with scales per channel,
 // a rotation of some channels in half-split layout) goes to the AVX2 kernel, which covers everything.
@@ -39,7 +39,7 @@ bool is_better_decoded(const Task& task) {
   return task.queries > (key.cos != nullptr ? kMostTurnedRows : kMostGroupedRows);
 }
 
-// Whether nothing of a task is read from codes, and a tile costs less than reading every token for every four rows.
+// Whether nothing of a task is read from codes, and a tile costs no more than reading every token for every four rows.
 bool is_exact(const Task& task) {
   const bool is_half = task.weights != nullptr || task.logits != nullptr;
   if (is_half || (task.precise != 0 && task.queries <= kMostExactRows)) return false;

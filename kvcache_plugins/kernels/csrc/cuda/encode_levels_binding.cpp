@@ -116,7 +116,7 @@ bool encode_levels(at::Tensor records, const OptionalTensor& entries, const Opti
     a.first_plain = first_plain->const_data_ptr<int64_t>();
   }
   if (heads * a.run.head_dim > kMostNumbers) return false;
-  if (count == 0) return true;
+  if (count == 0 || batch * heads == 0) return true;
   if (!is_key && count > kBlockTokens && a.run.metadata_bytes == 2 && !device.is_capturing() &&
       holds_large_numbers(device, a.run, records))
     return false;

@@ -19,7 +19,7 @@ bool encode_tokens(at::Tensor records, const at::Tensor& states, bool is_key, at
   EncodeArguments a = describe_encoding(device, records, states, 0, is_key, integers, start, states.size(2));
   set_rotation(a, cos, sin);
   if (!is_encodable(a)) return false;
-  if (a.count == 0) return true;
+  if (a.count == 0 || states.size(0) * states.size(1) == 0) return true;
   if (a.count > kMostUnsearched && a.metadata_bytes == 2 && !device.is_capturing() &&
       holds_large_numbers(device, a, records))
     return false;

@@ -133,6 +133,8 @@ KVCACHE_DEVICE const Number* device_memory(const Number* address) {
   return address;
 }
 KVCACHE_DEVICE int opaque_lane() { return opaque(static_cast<int>(threadIdx.x) % 32); }
+// Has the compiler load and store on either side what stands there, also where types differ; no instruction.
+KVCACHE_DEVICE void keep_order() { asm volatile("" ::: "memory"); }
 KVCACHE_DEVICE void warp_barrier() { __syncwarp(); }
 KVCACHE_DEVICE void block_barrier() { __syncthreads(); }
 // Lets a kernel that is launched by `launch_early` behind this one begin, once all thread blocks have come here or

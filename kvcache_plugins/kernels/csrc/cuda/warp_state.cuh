@@ -89,6 +89,7 @@ struct WarpState {
         output[n][i / 2][i % 2 * 2 + 1] = pair.y;
       }
     }
+    keep_order();  // weights of another type may follow in the same place, before which no load may be moved
   }
   // Turns sums of codes as they were multiplied into sums of what the codes stand for.
   KVCACHE_DEVICE void place_chunks(const Side& values, bool is_aligned) {

@@ -74,6 +74,7 @@ inline const Number* device_memory(const Number* address) {
   return address;
 }
 inline int opaque(int number) { return number; }
+inline void keep_order() {}
 inline int opaque_lane() { return static_cast<int>(threadIdx.x) % 32; }
 void warp_barrier();
 void block_barrier();
