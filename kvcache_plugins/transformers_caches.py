@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build_quantized_cache", "names_quantized_cache", "sized_layers"]
 
-_PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
+_PACKAGES = {"quanto": "optimum-quanto"}
+"""What pip calls a backend, where it is not the same."""
 
 
 def names_quantized_cache(cache_config: Any) -> bool:
@@ -49,7 +50,8 @@ def build_quantized_cache(config: Any, cache_config: Mapping[str, Any]) -> Quant
     try:
         return transformers.QuantizedCache(backend, decoder_config(config), **options)
     except ImportError as error:
-        raise UnavailableCacheError(backend, "not installed", f"pip install {_PACKAGES[backend]}") from error
+        install = f"pip install {_PACKAGES.get(backend, backend)}"
+        raise UnavailableCacheError(backend, "not installed", install) from error
     except TypeError as error:
         raise ValueError(
             f"{dict(cache_config)} is not what transformers' own cache takes: {error}"

@@ -309,6 +309,34 @@ def test_a_step_in_a_graph() -> None:
     assert torch.equal(got, attend_handles(query, key, value, AttentionOptions()))
 
 
+@pytest.mark.parametrize("name", ["kivi-default", "kivi-2bit-block", "int8-default", "kvquant-default"])
+def test_layers_that_follow_each_other_at_once(name: str) -> None:
+    """No kernel of torch's comes between what appends, attends and merges: early launches meet our own."""
+    is_simulated = torch.version.cuda == "simulated"
+    layers, steps, length = (2, 2, 300) if is_simulated else (4, 16, 20000)
+    outputs: list[list[Tensor]] = []
+    for waits in (True, False):
+        torch.manual_seed(3)
+        cache = [
+            device_layer(CASES[name], length + 640 * i, head_dim=128, dtype=torch.bfloat16)
+            for i in range(layers)
+        ]
+        new = [[x.cuda() for x in states(2, 2, 1, 128, None, torch.bfloat16)] for _ in range(steps * layers)]
+        queries = torch.randn(steps * layers, 2, 8, 1, 128).to("cuda", torch.bfloat16)
+        room = torch.full((1 << 20 if is_simulated else 1 << 28,), torch.nan, device="cuda")
+        del room  # what is allocated from here on holds none but such numbers
+        made = []
+        for call in range(steps * layers):
+            key, value = cache[call % layers].update(*new[call])
+            made.append(attend_handles(queries[call], key, value, AttentionOptions()))
+            if waits:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        assert all(torch.isfinite(output).all() for output in made)
+        outputs.append(made)
+    assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
+
+
 def test_two_streams() -> None:
     cases = [
         step(device_layer(CASES["int8-default"], 3000 + 64 * i, dtype=torch.float16), 1, 4) for i in range(2)
