@@ -57,9 +57,8 @@ def test_what_is_predicted_is_what_generate_leaves(
     prompt = torch.randint(0, model.config.vocab_size, (batch_size, length))
     for new_tokens in (1, 2, 3, 5, 6, 8):  # before, at and behind where exact tokens are encoded
         cache = cache_of(generate(model, prompt, cache_config, new_tokens))
-        assert kvp.estimate(model, cache_config, length, batch_size, new_tokens=new_tokens) == cache_bytes(
-            cache
-        )
+        predicted = kvp.estimate(model, cache_config, length, batch_size, new_tokens=new_tokens)
+        assert predicted == cache_bytes(cache)
 
 
 def test_the_bytes_are_those_of_codes_scales_and_shifts() -> None:
@@ -98,15 +97,8 @@ def test_one_token_more_does_not_fit(backend: str) -> None:
 
 def test_the_command_compares_with_them(capsys: pytest.CaptureFixture[str]) -> None:
     available({"backend": "quanto"})
-    options = [
-        "--model",
-        str(BUNDLED),
-        "--dtype",
-        "bf16",
-        "--json",
-        "--cache_config",
-        '{"backend": "QUANTO"}',
-    ]
+    options = ["--model", str(BUNDLED), "--dtype", "bf16", "--json"]
+    options += ["--cache_config", '{"backend": "QUANTO"}']
     assert main(["estimate", *options, "--tokens", "640"]) == 0
     dense, quanto = json.loads(capsys.readouterr().out)
     assert (dense["memory_fraction"], quanto["bits_per_value"]) == (1, 4.5)

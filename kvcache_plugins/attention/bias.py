@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .reference import AttentionOptions, four_dimensional
 
-__all__ = ["LogitBias", "logit_bias", "per_head", "sinks_for_kernels"]
+__all__ = ["LogitBias", "as_boolean", "logit_bias", "per_head", "sinks_for_kernels"]
 
 
 class LogitBias(NamedTuple):
@@ -137,8 +137,8 @@ def _converted(
     mask = four_dimensional(mask, length).detach()
     if mask.device.type != "cpu":
         return beside._replace(bias=_behind(_added(mask), hidden))
-    visible = mask if mask.dtype == torch.bool else _as_boolean(mask)
-    if visible is not None:
+    visible = mask if mask.dtype == torch.bool else as_boolean(mask)
+    if visible is not None and (visible is mask or bool(visible.any(-1).all())):
         if visible.shape[2] > 1:
             visible, beside = _reduced(visible, beside, window)
         if bool(visible.all()):
@@ -159,17 +159,15 @@ def _in_rows(bias: Tensor) -> Tensor:
     return bias if bias.stride(-1) == 1 else bias.contiguous()
 
 
-def _as_boolean(mask: Tensor) -> Tensor | None:
+def as_boolean(mask: Tensor) -> Tensor | None:
     """An additive mask of zeros and the least number of its dtype, as eager attention is given; else `None`.
 
-    Nor if it hides everything from some query, which then sees all of it alike.
+    A query from which it hides everything sees all of it alike, which the booleans do not say.
     """
     if not mask.is_floating_point():
         return None
     visible = mask == 0
-    if not bool((visible | (mask == torch.finfo(mask.dtype).min)).all()):
-        return None
-    return visible if bool(visible.any(-1).all()) else None
+    return visible if bool((visible | (mask == torch.finfo(mask.dtype).min)).all()) else None
 
 
 def _reduced(visible: Tensor, beside: LogitBias, window: int | None) -> tuple[Tensor, LogitBias]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..layers.crossing import CrossAttentionLayer
 from ..layers.handle import KVHandle
+from .bias import as_boolean
 from .limits import MOST_QUERIES
 from .reference import AttentionOptions
 
@@ -32,7 +33,7 @@ def fitted(options: AttentionOptions, key: KVHandle, query_length: int) -> Atten
     """
     mask, length = options.mask, key.tokens.length
     if mask is None or mask.shape[-1] in (1, length):
-        if mask is not None and query_length > MOST_QUERIES and mask.is_cpu and mask.is_floating_point():
+        if mask is not None and query_length > MOST_QUERIES and mask.is_cpu:
             visible = _of_real_queries(mask, key, query_length)
             return options if visible is None else replace(options, mask=visible)
         return options
@@ -61,8 +62,8 @@ def _of_real_queries(mask: Tensor, key: KVHandle, query_length: int) -> Tensor |
     padding, length = key.tokens.stream.padding, key.tokens.length
     if padding.lengths is None or mask.dim() != 4 or mask.shape[2:] != (query_length, length):
         return None
-    visible = mask == 0
-    if not bool((visible | (mask == torch.finfo(mask.dtype).min)).all()):
+    visible = as_boolean(mask)
+    if visible is None:
         return None
     slots = torch.arange(length - query_length, length, device=mask.device)
     is_pad = slots < padding.starts(mask)[:, None]
