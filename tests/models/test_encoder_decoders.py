@@ -18,7 +18,7 @@ from kvcache_plugins.layers.crossing import _without_padding
 from kvcache_plugins.models.cache_argument import as_argument, cache_of, given_cache
 from kvcache_plugins.models.decoder import decoder_config
 from tests.models.encoders import HEARING, OTHERS, READING, decoded, encoder_decoder, source, target
-from tests.models.rounded import Rounded
+from tests.models.rounded import Rounded, flipped
 
 INT8 = {"backend": "int8"}
 PACKING = {
@@ -73,7 +73,9 @@ def test_family(name: str) -> None:
     torch.testing.assert_close(logits[:, :first], exact[:, :first], atol=1e-4, rtol=1e-4)
     later = slice(first, None)  # what was read of packed tokens
     effect = error(exact[:, later], expected[:, later])
-    assert error(logits[:, later], expected[:, later]) < 0.005 * effect
+    flips = flipped(cache.self_attention_cache.packed_layers, rounded.self_attention_cache)
+    assert flips <= 2
+    assert error(logits[:, later], expected[:, later]) < (0.005 + 0.02 * flips) * effect
     assert 3e-4 < effect < 0.2
     report = cache.report()
     assert report.tokens_seen == logits.shape[1] and report.cross_attention is not None
