@@ -41,6 +41,7 @@ from .concatenated import attend_concatenated
 from .exact import TorchAttention, reads_exact_tokens_faster
 from .grouped import attend_groups, options_of_heads
 from .latent import attend_latents
+from .limits import MOST_QUERIES
 from .masks import fitted, mask_fits
 from .native import attend_handles
 from .reference import AttentionOptions, DenseView, TokenView, attend
@@ -206,7 +207,7 @@ def attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attend as the function registered as `"kvcache_plugins"`: over handles or dense tensors."""
     if isinstance(key, CompiledHandle):
         call = module, query, key, value, attention_mask, scaling
@@ -214,14 +215,19 @@ def attention_forward(
         if put is not None:
             return put
         key, value = handed_over(key, value)
+    # one by one: of tuples torch 2.11 cannot trace it
+    is_plain = kwargs.get("softcap") is None and kwargs.get("alibi_slopes") is None
+    is_plain = is_plain and kwargs.get("s_aux") is None and kwargs.get("sinks") is None
     handles = _as_handles(key, value)
-    if handles is not None:
+    has_dropout = dropout > 0.0 and module.training
+    if handles is not None and not has_dropout:
+        if is_plain and query.shape[2] > MOST_QUERIES:
+            exact = module, query, handles, attention_mask, scaling
+            return _attend_or_leave(attention_forward, TorchAttention.FLASH, *exact, **kwargs)
         return forward_over_handles(module, query, *handles, attention_mask, scaling, **kwargs)
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
     options = attention_options(module, query, key.shape[2], attention_mask, scaling, **kwargs)
-    # one by one: of tuples torch 2.11 cannot trace it
-    is_plain = options.softcap is None and options.sink_logits is None and options.alibi_slopes is None
-    if is_plain or (dropout > 0.0 and module.training):
+    if is_plain or has_dropout:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         if not is_plain:
@@ -260,16 +266,30 @@ def wrap_attention_function(original: AttentionFunction, *, is_eager: bool = Fal
         handles = _as_handles(key, value)
         if handles is None or _needs_dropout(module, kwargs):
             return original(module, query, key, value, *args, **kwargs)
-        if (
-            type(key) is type(value) is KVHandle
-            and key.tokens.packed_length == value.tokens.packed_length == 0
-            and mask_fits(key, *args, **kwargs)
-            and not reads_exact_tokens_faster(query, key.layer.config.kernel, way)
-        ):
-            return _original_over_exact(original, module, query, key, value, *args, **kwargs)
-        return forward_over_handles(module, query, *handles, *args, **kwargs)
+        return _attend_or_leave(original, way, module, query, handles, *args, **kwargs)
 
     return forward
+
+
+def _attend_or_leave(
+    original: AttentionFunction,
+    way: TorchAttention,
+    module: nn.Module,
+    query: Tensor,
+    handles: tuple[Handle, Handle],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend over handles; of exact tokens alone leave it to `original` where that is faster."""
+    key, value = handles
+    if (
+        type(key) is type(value) is KVHandle
+        and key.tokens.packed_length == value.tokens.packed_length == 0
+        and mask_fits(key, *args, **kwargs)
+        and not reads_exact_tokens_faster(query, key.layer.config.kernel, way)
+    ):
+        return _original_over_exact(original, module, query, key, value, *args, **kwargs)
+    return forward_over_handles(module, query, key, value, *args, **kwargs)
 
 
 @outside_graphs
@@ -282,7 +302,7 @@ def _original_over_exact(
     attention_mask: Any = None,
     scaling: float | None = None,
     **kwargs: Any,
-) -> Any:
+) -> tuple[Tensor, Tensor | None]:
     """Let the model's own function read what exact handles stand for, and show the layer the queries."""
     states = (joined(handle.tokens, *handle.sources) for handle in (key, value))
     result = original(module, query, *states, attention_mask, scaling=scaling, **kwargs)

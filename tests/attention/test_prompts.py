@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import kvcache_plugins as kvp
-from kvcache_plugins.attention import exact
+from kvcache_plugins.attention import dispatch, exact
 from kvcache_plugins.kernels import loader
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
@@ -41,6 +41,12 @@ def ids(rows: int = 2, count: int = LENGTH, seed: int = 1) -> Tensor:
     return torch.randint(5, 100, (rows, count), generator=torch.Generator().manual_seed(seed))
 
 
+def padded(pads: int = 20) -> Tensor:
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :pads] = 0
+    return mask
+
+
 def model_of(family: str = "llama", **options: Any) -> Any:
     return tiny_model(family, dtype=torch.bfloat16, **options)
 
@@ -63,9 +69,7 @@ def check(model: Any, backend: dict[str, Any], mask: Tensor | None = None) -> An
 @pytest.mark.parametrize("pads", [0, 20])
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b["backend"])
 def test_prompts_are_read_by_the_kernel(backend: dict[str, Any], pads: int) -> None:
-    mask = torch.ones(2, LENGTH, dtype=torch.long)
-    mask[0, :pads] = 0
-    cache = check(model_of(), backend, mask)
+    cache = check(model_of(), backend, padded(pads))
     assert set(cache.report().kernel) == {"cpu"} and cache.report().fallback_reads == 0
 
 
@@ -75,6 +79,51 @@ def test_families(family: str) -> None:
     model = small_model(family).bfloat16()
     model.set_attn_implementation("kvcache_plugins")
     check(model, {"backend": "int8"})
+
+
+@pytest.mark.parametrize("pads", [0, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_our_own_function_reads_what_torch_cannot(
+    family: str, dtype: torch.dtype, pads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Softcaps and sink logits; in any dtype, and where torch multiplies pairs as fast."""
+    monkeypatch.setattr(exact, "_multiplies_pairs", lambda dtype: False)
+    dense, attend = [], dispatch.attend
+    monkeypatch.setattr(dispatch, "attend", lambda *args: dense.append(attend(*args)) or dense[-1])
+    # all of its experts, of which rounding chooses others
+    others = {"num_local_experts": 2, "num_experts_per_tok": 2} if family == "gpt_oss" else {}
+    model = small_model(family, layer_types=["full_attention"] * 2, **others).to(dtype)
+    model.set_attn_implementation("kvcache_plugins")
+    report = check(model, {"backend": "int8"}, padded(pads)).report()
+    assert len(dense) == 2 * 2, "of two layers, of the two runs without a cache"
+    assert report.fallback_reads == 0
+    if (family, dtype) != ("gemma2", torch.float16):  # softcaps have no kernel for it
+        assert set(report.kernel) == {"cpu"}
+
+
+def test_our_own_function_leaves_to_torch_what_it_reads_as_fast() -> None:
+    logits = []
+    for attention in ("sdpa", "kvcache_plugins"):
+        model = tiny_model("llama")
+        model.set_attn_implementation(attention)
+        cache = kvp.build_cache(model, {"backend": "snapkv", "budget": 100}).bind(model)
+        with torch.no_grad():
+            logits.append(model(ids(), **as_argument(cache)).logits)
+            logits.append(model(ids(count=1), **as_argument(cache)).logits)  # of what the queries have chosen
+    assert torch.equal(logits[0], logits[2])
+    torch.testing.assert_close(logits[1], logits[3], atol=1e-5, rtol=1e-5)
+
+
+def test_dropout_is_never_left_out() -> None:
+    model = tiny_model("llama", attn_implementation="kvcache_plugins", attention_dropout=0.5).train()
+    found = []
+    for _ in range(2):
+        cache = kvp.build_cache(model, {"backend": "int8"}).bind(model)
+        torch.manual_seed(len(found))
+        with torch.no_grad():
+            found.append([model(x, **as_argument(cache)).logits for x in (ids(), ids(count=1))])
+    assert all(not torch.allclose(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_what_is_stored_does_not_depend_on_who_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,12 +215,6 @@ def test_who_else_is_left_to_torch(case: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 # ---- models that would make all logits at once
-
-
-def padded(pads: int = 20) -> Tensor:
-    mask = torch.ones(2, LENGTH, dtype=torch.long)
-    mask[0, :pads] = 0
-    return mask
 
 
 class _Largest(TorchDispatchMode):
