@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 import kvcache_plugins as kvp
 from kvcache_plugins.cli.display import show
-from kvcache_plugins.cli.options import OUTPUT, add_cache_config_option, parse_cache_configs
+from kvcache_plugins.cli.options import OUTPUT, add_cache_config_option
 from kvcache_plugins.cli.preparing import output_directory, prepare_transformers
 from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, split_available
 from kvcache_plugins.evaluation.perplexity.scoring import Schedule, predictions
@@ -45,6 +45,7 @@ from kvcache_plugins.models.cache_argument import cache_of
 from kvcache_plugins.models.decoder import decoder_only_config
 from kvcache_plugins.models.pretrained import load_config, load_model, load_tokenizer
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
+from kvcache_plugins.runs.cache_words import parse_cache_configs
 from kvcache_plugins.runs.file_digests import artifact_digests, digest_words, model_settings
 from kvcache_plugins.runs.footnotes import other_work
 from kvcache_plugins.runs.labels import cache_label, dense_first

@@ -7,11 +7,12 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ..models.presets import PRESETS, preset_config
+from ..runs.cache_words import parse_cache_configs
 from ..runs.labels import cache_label, dense_first
 from ..runs.model_options import OURS
 from ..runs.options import DTYPES, MOST_GB, check_amount, check_count, check_model
 from .display import show
-from .options import add_cache_config_option, parse_cache_configs
+from .options import add_cache_config_option
 
 if TYPE_CHECKING:
     import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from .preparing import prepare_transformers
 
@@ -28,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, print the recall, and write heads, card, `results.json` and `training.png`."""
+    """Train, print what was measured, and write heads, card, `results.json` and `training.png`."""
     from ..training.parsing import parse_arguments
 
     options, training = parse_arguments(args.arguments)
@@ -37,17 +38,20 @@ def run(args: argparse.Namespace) -> int:
 
         check_plotting()  # before the training, not after it
 
+    from ..runs.progress import progress_bar
     from ..training.job import train_locret
 
     prepare_transformers()
-    document = train_locret(options, training)
+    document = train_locret(options, training, progress_bar)
     if document is not None:
         _show(document, str(training.output_dir))
     return 0
 
 
-def _show(document: dict[str, object], output: str) -> None:
-    from ..training.tables import recall_table
+def _show(document: dict[str, Any], output: str) -> None:
+    from ..runs.footnotes import skipped
+    from ..training.tables import answers_table, recall_table
     from .display import show
 
-    show([recall_table(document)], [f"written to {output}"])
+    tables = [table for table in (recall_table(document), answers_table(document)) if table is not None]
+    show(tables, [*skipped(document), f"written to {output}"])

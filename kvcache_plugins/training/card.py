@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = ["heads_card"]
@@ -52,7 +52,20 @@ the largest scores, per key-value head, on {eval_examples} prompts of text that 
 """
 
 
-def heads_card(facts: Mapping[str, Any], recalls: Mapping[str, Mapping[str, Any]]) -> str:
+_ANSWERS = """
+The text behind those prompts, read through caches, in nats a token; the increase is over the dense cache.
+
+| cache | negative log-likelihood | increase | bytes | of dense |
+|---|--:|--:|--:|--:|
+{rows}
+"""
+
+
+def heads_card(
+    facts: Mapping[str, Any],
+    recalls: Mapping[str, Mapping[str, Any]],
+    answers: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """Return a card in Markdown that says what heads are, how good, and how to use them.
 
     Args:
@@ -60,6 +73,7 @@ def heads_card(facts: Mapping[str, Any], recalls: Mapping[str, Mapping[str, Any]
             `learning_rate`, `seconds`, `eval_examples`.
         recalls (`Mapping`): For `"trained"`, `"untrained"` and `"knorm"` the mean `recall`, the
             `recall_layers` it is of, and `recall_by_layer`.
+        answers (`Sequence[Mapping]`): Results of `score_answers`, if there are any.
     """
     columns = [recalls[name] for name in ("trained", "untrained", "knorm")]
     rows = [
@@ -71,9 +85,17 @@ def heads_card(facts: Mapping[str, Any], recalls: Mapping[str, Mapping[str, Any]
     rows.append(f"| {mean} | " + " | ".join(f"{column['recall']:.3f}" for column in columns) + " |")
     name = facts.get("base_model_name_or_path")
     is_hub_id = "/" in str(name or "")
-    return _CARD.format(
+    card = _CARD.format(
         **{**facts, **facts["defaults"]},
         base_model=f"`{name}`" if name else "a model",
         base_model_line=f"base_model: {name}\n" if is_hub_id else "",
         rows="\n".join(rows),
     )
+    if not answers:
+        return card
+    lines = [
+        f"| {row['label']} | {row['nll']:.4f} | {row['nll_increase']:+.4f} ±{row['nll_increase_stderr']:.4f} "
+        f"| {row['kv_bytes']:,} | {row['memory_fraction']:.3f} |"
+        for row in answers
+    ]
+    return card + _ANSWERS.format(rows="\n".join(lines))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import numpy as np
 import torch
 from transformers import EvalPrediction, Trainer, set_seed
 
-from ..artifacts.files import naming, write_json
-from ..artifacts.folders import check_card, check_no_model, check_push, push, replacing
+from ..artifacts.files import naming
+from ..artifacts.folders import check_card, check_no_model, check_push, push
 from ..backends.locret import LocretConfig
 from ..building import build_cache
 from ..models.decoder import decoder_only_config
@@ -21,33 +20,33 @@ from ..models.pretrained import check_attention, load_config, load_model, load_t
 from ..retaining.configuration import DEFAULT_BUDGET, RetainingHeadsConfig
 from ..retaining.heads import RetainingHeads
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
-from ..runs.earlier import set_aside
 from ..runs.options import DTYPES, check_choice, check_directory
 from ..runs.output_lock import writing_alone
-from ..runs.results import RESULTS_FILE, build_document
+from ..runs.progress import ProgressBar, no_bar
+from ..runs.results import RESULTS_FILE
+from .answers import check_caches, score_answers, with_heads
 from .arguments import LocretTrainingArguments
-from .card import heads_card
 from .checkpoints import check_checkpoint, check_none_lost, find_checkpoint, is_finished, training_facts
 from .data import build_datasets
 from .examples import Collator
 from .options import SYNTHETIC, LocretOptions
-from .picture import plot_training
+from .output_files import CARD_FILE, PICTURE_FILE, Recalls, add_answers, write_heads
 from .trainer import LocretTrainer, recall_metrics
 
-__all__ = ["PICTURE_FILE", "train_locret"]
-
-PICTURE_FILE = "training.png"
-_CARD_FILE = "README.md"
-_Recalls = dict[str, dict[str, Any]]
+__all__ = ["train_locret"]
 
 
-def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[str, Any] | None:
+def train_locret(
+    options: LocretOptions, args: LocretTrainingArguments, progress_bar: ProgressBar = no_bar
+) -> dict[str, Any] | None:
     """Train retaining heads, and write them with their card, their recall and the course of the training.
 
     Args:
         options (`LocretOptions`): Model, data and heads.
         args (`LocretTrainingArguments`): The training; `output_dir` is where everything goes. With
             `resume_from_checkpoint` an interrupted one is continued.
+        progress_bar (`ProgressBar`): What is shown while answers are read through caches, behind the
+            training, which has the Trainer's own.
 
     Returns:
         `dict | None`: The document of `results.json`; None in every process but the first.
@@ -63,15 +62,20 @@ def train_locret(options: LocretOptions, args: LocretTrainingArguments) -> dict[
     check_no_model(output, own=RetainingHeadsConfig.model_type)
     check_card(output)
     with writing_alone(output, "output_dir"):
-        return _train(options, options.model, args, output)
+        return _train(options, options.model, args, output, progress_bar)
 
 
 def _train(
-    options: LocretOptions, model: str, args: LocretTrainingArguments, output: Path
+    options: LocretOptions, model: str, args: LocretTrainingArguments, output: Path, progress_bar: ProgressBar
 ) -> dict[str, Any] | None:
     if options.dataset == SYNTHETIC and args.max_steps < 1:
         raise ValueError(
             f"--max_steps must be at least 1 for synthetic tasks, which have no end, got {args.max_steps}."
+        )
+    if options.cache_config and (args.fsdp or args.deepspeed):
+        raise ValueError(
+            f"--cache_config is measured in one process, got {options.cache_config!r} with FSDP or DeepSpeed "
+            "as well. Allowed are one process and DDP."
         )
     checkpoint = find_checkpoint(args, output)
     check_none_lost(checkpoint, output)
@@ -104,6 +108,7 @@ def _train(
         "data_collator": Collator(tokenizer.pad_token_id or 0),
     }
     _check_trainer(copy.deepcopy(heads), args, data)
+    skipped = check_caches(config, heads, options.cache_config or ())
     base_model = _load_base(config, options, source)
     # a Trainer that has evaluated would not average gradients over processes when it trains after that
     recalls = _measure(LocretTrainer(copy.deepcopy(heads), base_model, args, **data), "untrained")
@@ -122,9 +127,15 @@ def _train(
     if not trainer.is_world_process_zero():
         return None
     inputs = {"model": facts["model_digest"], "data": facts["data_digest"]}
-    document = _write(output, trainer, options, inputs, recalls, seconds)
+    document, card_facts = write_heads(output, trainer, options, inputs, recalls, seconds)
+    if options.cache_config:
+        left_out = [entry["cache_config"] for entry in skipped]
+        caches = [with_heads(each, str(output)) for each in options.cache_config if each not in left_out]
+        examples = [held_out[index] for index in range(options.eval_examples)]
+        results, failed = score_answers(base_model, examples, caches, progress_bar)
+        add_answers(output, document, card_facts, recalls, results, [*skipped, *failed])
     if push_to is not None:
-        files = (CONFIG_FILE, WEIGHTS_FILE, _CARD_FILE, RESULTS_FILE, PICTURE_FILE)
+        files = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, RESULTS_FILE, PICTURE_FILE)
         push(
             output,
             files,
@@ -207,12 +218,12 @@ def _load_base(config: Any, options: LocretOptions, source: dict[str, Any]) -> A
     return load_model(str(options.model), config, dtype=dtype, **source, **placement)
 
 
-def _measure(trainer: LocretTrainer, name: str) -> _Recalls:
+def _measure(trainer: LocretTrainer, name: str) -> Recalls:
     """Return the recall of the heads as they are, and that of `knorm` on the same examples."""
     metrics = trainer.evaluate()
     heads: Any = trainer.model
     layers = range(heads.config.num_hidden_layers)
-    recalls: _Recalls = {}
+    recalls: Recalls = {}
     for key, metric in ((name, "recall"), ("knorm", "knorm_recall")):
         recalls[key] = {
             "recall": metrics[f"eval_{metric}"],
@@ -221,85 +232,3 @@ def _measure(trainer: LocretTrainer, name: str) -> _Recalls:
         }
     recalls[name]["loss"] = metrics["eval_loss"]
     return recalls
-
-
-def _write(
-    output: Path,
-    trainer: LocretTrainer,
-    options: LocretOptions,
-    inputs: dict[str, Any],
-    recalls: _Recalls,
-    seconds: float,
-) -> dict[str, Any]:
-    args, heads = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    settings = {
-        **{name: value for name, value in vars(options).items() if name not in ("no_plots", "text_files")},
-        "text_files": [Path(name).name for name in options.text_files or ()] or None,
-        "dtype": str(trainer.base_model.dtype).removeprefix("torch."),
-        "steps": _steps(trainer),
-        "batch": batch,
-        "learning_rate": args.learning_rate,
-        "warmup_steps": args.warmup_steps,
-        "seed": args.seed,
-        "layerwise_backward": args.layerwise_backward,
-        "parameters": sum(weight.numel() for weight in heads.parameters()),
-    }
-    document = build_document(
-        "train locret", _rows(recalls, seconds), settings=settings, inputs=inputs, device=args.device
-    )
-    document["history"] = [dict(entry) for entry in trainer.state.log_history]
-    facts = {
-        **heads.config.to_dict(),
-        **settings,
-        "hidden_dim": heads.config.hidden_dim,
-        "max_train_length": heads.config.max_train_length,
-        "input_dim": heads.config.input_dim,
-        "data": _data_source(options),
-        "seconds": seconds,
-    }
-    with replacing(output) as folder:
-        copy.deepcopy(heads).cpu().save_pretrained(folder)
-        (folder / _CARD_FILE).write_text(heads_card(facts, recalls), encoding="utf-8")
-        write_json(folder / RESULTS_FILE, document)
-        set_aside(output / RESULTS_FILE, document)
-        if (output / WEIGHTS_FILE).exists():
-            print(f"replaced: {output / WEIGHTS_FILE}, the heads of an earlier training")
-        elif (output / _CARD_FILE).exists():
-            print(f"replaced: {output / _CARD_FILE}, the card of another artifact")
-    if not options.no_plots:
-        title = f"Retaining heads for {heads.config.base_model_name_or_path or 'a model'}"
-        try:
-            plot_training(trainer.state.log_history, recalls, title, output / PICTURE_FILE)
-        except OSError as error:  # the heads are what matters, and may be about to be uploaded
-            print(f"no picture: {error}")
-    return document
-
-
-def _steps(trainer: LocretTrainer) -> int:
-    """Return after how many steps the heads were what they are now."""
-    state = trainer.state
-    has_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None
-    best = state.best_global_step if has_best else None
-    return state.global_step if best is None else best
-
-
-def _rows(recalls: _Recalls, seconds: float) -> list[dict[str, Any]]:
-    """Results in the common form: the dense cache keeps all, so its recall is 1."""
-    rows: list[dict[str, Any]] = [{"cache_config": {"backend": "dense"}, "label": "dense", "recall": 1.0}]
-    labels = {
-        "trained": ("locret", "locret"),
-        "untrained": ("locret", "locret, untrained"),
-        "knorm": ("knorm", "knorm"),
-    }
-    for name, (backend, label) in labels.items():
-        rows.append({"cache_config": {"backend": backend}, "label": label, **recalls[name]})
-    rows[1]["seconds"] = seconds
-    return rows
-
-
-def _data_source(options: LocretOptions) -> str:
-    if options.dataset != SYNTHETIC:
-        return Path(options.dataset).name if os.path.exists(options.dataset) else options.dataset
-    names = ", ".join(Path(name).name for name in options.text_files or ())
-    return f"synthetic retrieval tasks in {names or 'the language reference of Python'}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from ..runs.cache_words import EXAMPLE, read_cache_configs
 from ..runs.options import DTYPES, check_choice, check_count, check_filled, check_model, check_unused
 
 __all__ = ["HEADS_DTYPES", "SYNTHETIC", "LocretOptions"]
@@ -53,6 +55,8 @@ class LocretOptions:
         chunk_size (`int`, *optional*): Recommended.
         stabilizer_length (`int`, *optional*): Recommended.
         local_length (`int`, *optional*): Recommended.
+        cache_config (`list[dict]`, *optional*): Caches through which the examples that no step sees are read
+            and answered in the end, beside the dense one. A `locret` without `heads` has the trained ones.
         no_plots (`bool`): Draw no picture.
 
     Raises:
@@ -110,6 +114,14 @@ class LocretOptions:
     local_length: int | None = field(
         default=None, metadata={"help": "recommended in the heads' configuration"}
     )
+    cache_config: list[dict[str, Any]] | None = field(
+        default=None,
+        metadata={
+            "help": f"cache options as JSON, such as '{EXAMPLE}'; may be repeated: caches through which the "
+            "evaluation examples are answered in the end, beside the dense one; a locret without heads has "
+            "the trained ones; none by default"
+        },
+    )
     no_plots: bool = field(default=False, metadata={"help": "draw no picture"})
 
     def __post_init__(self) -> None:
@@ -128,6 +140,8 @@ class LocretOptions:
             raise ValueError(f"--text_files must be one or more files, got {self.text_files!r}.")
         for name in ("revision", "attn_implementation", "device_map", "text_files"):
             check_filled(name, getattr(self, name))
+        if self.cache_config is not None:
+            self.cache_config = read_cache_configs(self.cache_config)
         self._check_sources()
         if self.dataset == SYNTHETIC:
             check_unused(self, ("max_length", "num_examples"), f"is not for --dataset {SYNTHETIC}")

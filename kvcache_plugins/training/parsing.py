@@ -10,6 +10,7 @@ from typing import Any, NoReturn, get_type_hints
 from transformers import HfArgumentParser, TrainingArguments
 
 from ..registry import suggest
+from ..runs.cache_words import parse_cache_configs, read_cache_configs
 from ..runs.option_files import read_option_file
 from ..runs.options import check_choice, check_type
 from .arguments import WITHOUT_USE, LocretTrainingArguments
@@ -49,8 +50,11 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[LocretOptions, LocretTrai
     names = {name for action in parser._actions for name in action.option_strings}
     typed = ["--output_dir" + word[8:] if word.split("=")[0] == "--output" else word for word in arguments]
     typed, config = _take_config(typed)
+    typed, caches = _take_caches(typed)
     known = {action.dest: action for action in parser._actions}
     given = {} if config is None else _read_config(config, known)
+    if caches is not None:
+        given["cache_config"] = parse_cache_configs([caches])
     for name in given:
         known[name].required = False
     parser.set_defaults(**given)
@@ -78,6 +82,8 @@ def _complete_help(parser: argparse.ArgumentParser) -> None:
         field.name: field.metadata.get("help", "") for field in dataclasses.fields(TrainingArguments)
     }
     for action in parser._actions:
+        if action.dest == "cache_config":
+            action.metavar = "JSON"
         if action.dest in WITHOUT_USE:
             action.help = argparse.SUPPRESS
         elif action.help is None:
@@ -100,11 +106,33 @@ def _take_config(words: list[str]) -> tuple[list[str], str | None]:
     return kept, config
 
 
+def _take_caches(words: list[str]) -> tuple[list[str], list[str] | None]:
+    """Take every `--cache_config JSON ...` out of a command line, of which argparse would keep the last."""
+    kept: list[str] = []
+    caches: list[str] | None = None
+    is_cache = False
+    for word in words:
+        name, _, value = word.partition("=")
+        if name in ("--cache_config", "--cache-config"):
+            is_cache, caches = True, [*(caches or ()), *([value] if "=" in word else ())]
+        elif is_cache and not word.startswith("--"):
+            assert caches is not None
+            caches.append(word)
+        else:
+            is_cache = False
+            kept.append(word)
+    if caches == []:
+        raise ValueError("--cache_config must be followed by one or more JSON objects.")
+    return kept, caches
+
+
 def _read_config(name: str, known: Mapping[str, argparse.Action]) -> dict[str, Any]:
     given = read_option_file(name)
     if "output" in given:
         given["output_dir"] = given.pop("output")
     kinds = get_type_hints(LocretOptions) | get_type_hints(LocretTrainingArguments)
+    if given.get("cache_config") is not None:
+        given["cache_config"] = read_cache_configs(given["cache_config"])
     for option, value in given.items():
         if option not in known:
             raise ValueError(f"Unknown option {option!r} in {name!r}.{suggest(str(option), known)}")

@@ -27,7 +27,6 @@ from kvcache_plugins.cli import (
     main,
 )
 from kvcache_plugins.cli.backend_table import SECTIONS, backend_rows, docstring_sections, markdown_table
-from kvcache_plugins.cli.options import parse_cache_configs
 from kvcache_plugins.cli.preparing import output_directory
 from kvcache_plugins.errors import KernelUnavailableError
 from kvcache_plugins.evaluation.longbench.options import LongBenchOptions
@@ -37,6 +36,7 @@ from kvcache_plugins.kernels import cuda_loader, cuda_trial, loader
 from kvcache_plugins.kernels.builds import KernelStatus
 from kvcache_plugins.models.presets import PRESETS
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
+from kvcache_plugins.runs.cache_words import parse_cache_configs
 from kvcache_plugins.runs.labels import cache_label
 from kvcache_plugins.runs.model_options import COMPARISON
 

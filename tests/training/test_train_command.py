@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -29,13 +28,6 @@ from tests.launching import run_script
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "models" / "tiny-llama-books"
 FILES = ["README.md", "config.json", "model.safetensors", "results.json", "training.png"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "reference.txt"
-    path.write_text("\n\n".join(topics[name] for name in sorted(topics)[:20]), encoding="utf-8")
-    return path
 
 
 def arguments(text: Path, output: Path, *more: str) -> list[str]:

@@ -20,7 +20,7 @@ def summarize(
     records: Sequence[Record],
     dense: Sequence[Record],
     *,
-    prefill: int,
+    prefill: int | None,
     dense_bits: int,
 ) -> dict[str, Any]:
     """Put the windows of one cache together.
@@ -31,7 +31,8 @@ def summarize(
         cache_config (`dict`): The cache.
         records (`Sequence[Mapping]`): One per window, in order.
         dense (`Sequence[Mapping]`): Those of the dense cache for the same windows.
-        prefill (`int`): Position of the first predicted token in its window.
+        prefill (`int`, *optional*): Position of the first predicted token in its window; `None` where windows
+            are of many lengths, of which there is no curve.
         dense_bits (`int`): Bits in which the dense cache keeps a value: of the model's dtype.
 
     Returns:
@@ -41,11 +42,11 @@ def summarize(
         `nll_increase_stderr`, far smaller than that of `nll`; `tokens` and `windows` counted;
         `packed_read_fraction` (`blocks.packed_shares`); `blocks`, `"exact"` or `"approximate"`;
         `kv_bytes` of a full window (the largest), `bits_per_value` and `memory_fraction` of the dense cache's
-        bytes; `nll_by_position`, a list of `{"start", "stop", "nll", "increase"}` and `"kl"`, means over
-        windows and the positions `[start, stop)` of a window; `kernel`, what read the layers, if the cache is
-        one of ours; `seconds` of all windows. Where it was measured, `kl_to_dense`, the mean
-        KL(dense || cache) in nats per token, with `kl_stderr`, and `top1_agreement`, the fraction of tokens
-        whose most likely prediction is the dense one.
+        bytes; `nll_by_position`, if windows are alike, a list of `{"start", "stop", "nll", "increase"}` and
+        `"kl"`, means over windows and the positions `[start, stop)` of a window; `kernel`, what read the
+        layers, if the cache is one of ours; `seconds` of all windows. Where it was measured, `kl_to_dense`,
+        the mean KL(dense || cache) in nats per token, with `kl_stderr`, and `top1_agreement`, the fraction of
+        tokens whose most likely prediction is the dense one.
     """
     tokens = sum(record["tokens"] for record in records)
     nll, nll_stderr = mean_and_error(records, "nll")
@@ -71,10 +72,11 @@ def summarize(
         "kv_bytes": kv_bytes,
         "bits_per_value": dense_bits * fraction,
         "memory_fraction": fraction,
-        "nll_by_position": _curve(records, prefill),
         "kernel": records[0]["kernel"],
         "seconds": math.fsum(record["seconds"] for record in records),
     }
+    if prefill is not None:
+        result["nll_by_position"] = _curve(records, prefill)
     if "kl" in records[0]:
         divergence, stderr = mean_and_error(records, "kl")
         result |= {
