@@ -14,9 +14,9 @@
 * What quanto does in C++, Python does: its extension takes a minute to compile, in every new environment.
 * `@pytest.mark.begun_first` tests, which take most of a minute in a process of their own, come before all
   others: workers that have those of a second left end together.
-* `@pytest.mark.in_depth` tests, of simulated GPUs, of what kernels do to memory, of the PTX of nvcc, and of
-  whether broken kernels are found, are run where `-m` names them: `-m in_depth`, by whoever changes a kernel,
-  what runs on GPUs, or a tool of these tests, and by CI.
+* `@pytest.mark.in_depth` tests, of simulated GPUs, of what kernels do to memory, of the PTX of nvcc, of
+  whether broken kernels are found, and further cases of what takes many seconds, are run where `-m` names
+  them: `-m in_depth`, by whoever changes a kernel, what runs on GPUs, or a tool of these tests, and by CI.
 * `@pytest.mark.cuda` tests skip without a GPU; `KVCACHE_REQUIRE_CUDA=1` makes that skip, and any other skip
   of such a test, a failure.
 """

@@ -38,7 +38,14 @@ GENERATE = (
 )
 
 
-@pytest.mark.parametrize("before", ["", "import transformers.generation.utils; ", f"{GENERATE}; "])
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param("", marks=pytest.mark.in_depth),
+        pytest.param("import transformers.generation.utils; ", marks=pytest.mark.in_depth),
+        f"{GENERATE}; ",
+    ],
+)
 def test_a_second_copy_of_the_package_replaces_the_first(before: str) -> None:
     """As where a test runner or a notebook removes modules to have them imported anew."""
     printed = run(

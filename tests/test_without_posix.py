@@ -60,6 +60,7 @@ print(json.dumps([status, answer["peak_memory_bytes"] >= answer["memory_before_b
 """
 
 
+@pytest.mark.in_depth
 def test_evaluation_and_benchmarks_need_nothing_of_posix(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The rain fell in torrents, and the old captain went on. " * 200, encoding="utf-8")

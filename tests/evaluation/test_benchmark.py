@@ -346,7 +346,7 @@ def test_generation_writes_results_table_and_picture(
     assert "int8" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.in_depth
 def test_generation_of_an_encoder_decoder(tmp_path: Path) -> None:
     encoder_decoder("t5").save_pretrained(tmp_path / "model")
     sizes = [

@@ -118,11 +118,16 @@ def test_prompt_and_steps_are_one_graph_each(options: dict[str, Any]) -> None:
     ("family", "options", "dynamic"),
     [
         ("llama", SNAPKV, None),  # evicts
-        ("llama", KVZIP, True),  # whose hooks are run outside of graphs, too
+        # whose hooks are run outside of graphs, too
+        pytest.param("llama", KVZIP, True, marks=pytest.mark.in_depth),
         ("bloom", INT8, None),  # writes its attention out
-        ("mpt", INT8, None),  # so does this one, with keys that it transposes
+        pytest.param(
+            "mpt", INT8, None, marks=pytest.mark.in_depth
+        ),  # so does this one, with keys that it transposes
         ("deepseek_v3", INT8, None),  # caches latents
-        pytest.param("gpt_oss", INT8, None, marks=pytest.mark.slow),  # runs eager, with a window and sinks
+        pytest.param(
+            "gpt_oss", INT8, None, marks=pytest.mark.in_depth
+        ),  # runs eager, with a window and sinks
     ],
 )
 def test_whatever_ends_a_graph_reads_the_same(
@@ -164,7 +169,7 @@ def decode(model: Any, tokens: Tensor, cache: KVCache, mask: Tensor | None = Non
 
 
 @pytest.mark.parametrize("options", [KIVI, {**STREAMING, "evict_at_decode": True}], ids=["kivi", "streaming"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.in_depth)])
 def test_several_steps_are_traced_together(options: dict[str, Any], padded: bool) -> None:
     model, graphs = tiny_model("llama"), Graphs()
     if options is not KIVI:
@@ -417,7 +422,7 @@ def test_cuda_graphs_end_where_layers_are_updated() -> None:
     assert torch.Tag.cudagraph_unsafe in torch.ops.kvcache_plugins.update_and_attend.default.tags
 
 
-@pytest.mark.slow
+@pytest.mark.in_depth
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(
     Version(torch.__version__) < Version("2.12"),

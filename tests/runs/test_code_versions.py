@@ -132,13 +132,19 @@ def interrupted(arguments: list[str], records: int, monkeypatch: pytest.MonkeyPa
         assert main(arguments) == 130
 
 
+KINDS = [
+    "perplexity",
+    *(pytest.param(kind, marks=pytest.mark.in_depth) for kind in COMMANDS if kind != "perplexity"),
+]
+
+
 def measured(output: Path) -> list[dict[str, Any]]:
     document = json.loads((output / "results.json").read_text())
     assert document["skipped"] == []
     return [{n: v for n, v in row.items() if "seconds" not in n} for row in document["results"]]
 
 
-@pytest.mark.parametrize("kind", COMMANDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_records_of_changed_code_are_made_anew(
     kind: str,
     package: Path,
@@ -176,7 +182,7 @@ def test_records_of_changed_code_are_made_anew(
     assert "made anew" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", COMMANDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_other_code_of_ours_is_refused(
     kind: str,
     data: Path,
@@ -257,7 +263,7 @@ def test_a_script_is_in_no_distribution(
     assert list(code_digests(THEIRS)) == [name]
 
 
-@pytest.mark.parametrize("kind", COMMANDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_mistake_of_a_third_party_does_not_end_a_comparison(
     kind: str, package: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

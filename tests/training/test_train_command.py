@@ -106,7 +106,7 @@ def test_options_reach_the_model_and_its_heads(
     assert json.loads((tmp_path / "results.json").read_text())["settings"]["batch"] == 3
 
 
-@pytest.mark.parametrize("layerwise", ["false", "true"])
+@pytest.mark.parametrize("layerwise", [pytest.param("false", marks=pytest.mark.in_depth), "true"])
 def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise: str) -> None:
     steps = ("--max_steps", "2", "--learning_rate", "1e-3", "--layerwise_backward", layerwise)
     steps += ("--save_strategy", "steps", "--save_steps", "1")
@@ -296,7 +296,7 @@ def _interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch, command: list[str]
         assert main(command) == 130
 
 
-@pytest.mark.parametrize("logging_steps", ["1", "100"])
+@pytest.mark.parametrize("logging_steps", ["1", pytest.param("100", marks=pytest.mark.in_depth)])
 def test_the_steps_of_an_interrupted_training_are_not_lost(
     logging_steps: str,
     text: Path,

@@ -14,7 +14,7 @@ from tests.kernels import fresh_process
 from tests.kernels.cuda import access_counts, ptx_machine
 from tests.kernels.cuda.access_counts import Access, Kernel
 
-pytestmark = ptx_machine.needs_compilers
+pytestmark = [ptx_machine.needs_compilers, pytest.mark.in_depth]
 
 START = """
 from pathlib import Path
