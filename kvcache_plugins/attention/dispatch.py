@@ -44,7 +44,8 @@ from .latent import attend_latents
 from .limits import MOST_QUERIES
 from .masks import fitted, mask_fits
 from .native import attend_handles
-from .reference import AttentionOptions, DenseView, TokenView, attend
+from .reference import AttentionOptions
+from .unpacked import attend_unpacked
 
 __all__ = [
     "attention_forward",
@@ -240,8 +241,7 @@ def attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return output, None
-    keys: TokenView = DenseView(key)
-    output = attend(query, keys, DenseView(value), options)
+    output = attend_unpacked(query, key, value, options)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -58,7 +58,7 @@ class TokenView(Protocol):
 
 @dataclass(frozen=True)
 class DenseView:
-    """An ordinary tensor `(B, H, T, D)` as a [`TokenView`]."""
+    """An ordinary tensor `(B, H, T, D)` as a [`TokenView`] and as a [`tiles.TileSource`]."""
 
     states: Tensor
 
@@ -72,9 +72,24 @@ class DenseView:
         """One source only."""
         return (self.length,)
 
+    @property
+    def heads(self) -> int:
+        """Heads of a token."""
+        return self.states.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.states.shape[3]
+
     def read(self, start: int, stop: int) -> Tensor:
         """Tokens `[start, stop)`, as a view."""
         return self.states[:, :, start:stop]
+
+    def read_as(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Tokens `[start, stop)` in `dtype`, the last dimension dense."""
+        states = self.read(start, stop).to(dtype)
+        return states if states.stride(-1) == 1 else states.contiguous()
 
 
 @dataclass(slots=True)  # not frozen: see `layers.view`

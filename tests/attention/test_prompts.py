@@ -89,8 +89,8 @@ def test_our_own_function_reads_what_torch_cannot(
 ) -> None:
     """Softcaps and sink logits; in any dtype, and where torch multiplies pairs as fast."""
     monkeypatch.setattr(exact, "_multiplies_pairs", lambda dtype: False)
-    dense, attend = [], dispatch.attend
-    monkeypatch.setattr(dispatch, "attend", lambda *args: dense.append(attend(*args)) or dense[-1])
+    dense, attend = [], dispatch.attend_unpacked
+    monkeypatch.setattr(dispatch, "attend_unpacked", lambda *args: dense.append(attend(*args)) or dense[-1])
     # all of its experts, of which rounding chooses others
     others = {"num_local_experts": 2, "num_experts_per_tok": 2} if family == "gpt_oss" else {}
     model = small_model(family, layer_types=["full_attention"] * 2, **others).to(dtype)
