@@ -45,6 +45,11 @@ def negative_log_likelihood(model: Any, example: Example, cache_config: dict[str
     return -likely.gather(2, answer[..., None]).sum().item()
 
 
+def report_page(output: Path, folder: Path) -> str:
+    assert main(["report", str(output), "--output", str(folder / "page.html")]) == 0
+    return (folder / "page.html").read_text()
+
+
 def test_the_command(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Any) -> None:
     output = tmp_path / "heads"
     caches = ["--cache_config", json.dumps(PACKED), json.dumps(INT8), f"--cache_config={json.dumps(BUNDLED)}"]
@@ -90,6 +95,8 @@ def test_the_command(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     card = (output / "README.md").read_text()
     assert f"| int8 | {rows[4]['nll']:.4f} | {rows[4]['nll_increase']:+.4f}" in card
     assert "| locret budget=48" in card
+    page = report_page(output, tmp_path)
+    assert "Training of retaining heads" in page and "nats per token more than dense" in page
 
 
 def test_without_caches_nothing_is_read(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +105,8 @@ def test_without_caches_nothing_is_read(text: Path, tmp_path: Path, monkeypatch:
     document = json.loads((tmp_path / "results.json").read_text())
     assert not any("nll" in row for row in document["results"])
     assert "read through caches" not in (tmp_path / "README.md").read_text()
+    page = report_page(tmp_path, tmp_path)
+    assert "mean of the layers that evict" in page and "nats per token more than dense" not in page
 
 
 def test_the_heads_are_there_before_anything_is_read(

@@ -104,6 +104,23 @@ TASKS: dict[str, TaskView] = {
         ),
         quality=(("accuracy", "share found", "linear"),),
     ),
+    "train locret": TaskView(
+        "Training of retaining heads",
+        "Recall@10 %: which part of the tokens that mattered most is among those that score highest, on text "
+        "that no step has seen. Of caches that were asked for: by how much the text behind unseen prompts is "
+        "less likely than with the dense cache, in nats per token.",
+        (
+            ("recall", "recall@10 %", "three"),
+            ("loss", "loss", "three"),
+            ("nll", "nll", "three"),
+            ("nll_increase", "over dense", "small"),
+            ("nll_increase_stderr", "its standard error", "small"),
+            *_MEMORY,
+            *_END,
+        ),
+        quality=(("nll_increase", "nats per token more than dense", "linear"),),
+        bars=(("recall", "recall@10 %, mean of the layers that evict", "three"),),
+    ),
     "bench attention": TaskView(
         "Speed of attention",
         "One decode step of one layer (append, encode, attend): median of the rounds, against the fastest "
