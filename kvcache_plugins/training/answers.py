@@ -105,16 +105,16 @@ def score_answers(
             schedule = Schedule(len(example.prompt_ids), block_length=_BLOCK)
             reference: Reference | None = None
             for cache_config, found in records:
-                progress(f"answers: {cache_label(cache_config)}", advance=1)
-                if failures.said_of(cache_config) is not None:
-                    continue
-                try:
-                    record, own = score_window(model, token_ids, cache_config, schedule, reference)
-                except Exception as error:
-                    failures.note(cache_config, error)
-                    continue
-                reference = reference or own  # the dense cache comes first
-                found.append(record)
+                doing = f"answers: {cache_label(cache_config)}"
+                progress(doing)
+                if failures.said_of(cache_config) is None:
+                    try:
+                        record, own = score_window(model, token_ids, cache_config, schedule, reference)
+                        found.append(record)
+                        reference = reference or own  # the dense cache comes first
+                    except Exception as error:
+                        failures.note(cache_config, error)
+                progress(doing, advance=1)
     dense, bits = records[0][1], 8 * model.dtype.itemsize
     results, failed = [], []
     for cache_config, found in records:

@@ -10,6 +10,7 @@ from typing import Any
 from ..artifacts.files import write_json
 from ..artifacts.folders import replacing
 from ..retaining.loading import WEIGHTS_FILE
+from ..runs.code_versions import foreign_versions
 from ..runs.earlier import set_aside
 from ..runs.file_digests import artifact_digests
 from ..runs.labels import told_apart
@@ -121,7 +122,8 @@ def add_answers(
     (first, *recall_rows), caches = document["results"], [row["cache_config"] for row in others]
     document["results"] = told_apart([first | dense, *recall_rows, *others])
     document["skipped"] = skipped
-    document["inputs"] |= {"artifacts": artifact_digests(caches)} if caches else {}
+    document["inputs"] |= {"artifacts": digests} if (digests := artifact_digests(caches)) else {}
+    document["environment"]["versions"] |= foreign_versions(caches)
     write_json(output / RESULTS_FILE, document)
     card = heads_card(facts, recalls, told_apart(results))
     (output / CARD_FILE).write_text(card, encoding="utf-8")
