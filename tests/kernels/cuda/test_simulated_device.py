@@ -16,6 +16,7 @@ from tests.kernels.cuda import plugged, simulated_device
 
 ROOT = Path(__file__).parents[3]
 DEVICE_TESTS = (
+    "tests/attention/test_unpacked.py",
     "tests/evaluation/test_benchmark_device.py",
     "tests/kernels/cuda/test_device.py",
     "tests/kernels/cuda/test_waiting.py",
