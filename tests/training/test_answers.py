@@ -25,7 +25,7 @@ from tests.training.test_train_command import MODEL, arguments
 INT8 = {"backend": "int8"}
 LOCRET = {"backend": "locret", "budget": 48, "chunk_size": 32, "local_length": 4, "stabilizer_length": 4}
 PACKED = {**LOCRET, "storage": {"backend": "int4", "key_bits": 8, "residual_length": 16}}
-BUNDLED = {**LOCRET, "heads": "examples/models/tiny-llama-books-locret"}
+BUNDLED = {**LOCRET, "heads": str(MODEL.parent / "tiny-llama-books-locret")}
 
 
 @pytest.fixture(scope="module")

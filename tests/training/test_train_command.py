@@ -109,17 +109,20 @@ def test_options_reach_the_model_and_its_heads(
 @pytest.mark.parametrize("layerwise", [pytest.param("false", marks=pytest.mark.in_depth), "true"])
 def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise: str) -> None:
     steps = ("--max_steps", "2", "--learning_rate", "1e-3", "--layerwise_backward", layerwise)
-    steps += ("--save_strategy", "steps", "--save_steps", "1")
+    steps += ("--save_strategy", "steps", "--save_steps", "1", "--cache_config", '{"backend": "int8"}')
     batch = "--per_device_train_batch_size"
     assert main(["train-locret", *arguments(text, tmp_path / "alone", *steps, batch, "2"), "--no_plots"]) == 0
     alone = load_file(tmp_path / "alone" / "model.safetensors")
     both = launch(text, tmp_path / "both", *steps, batch, "1", processes=2)
     torch.testing.assert_close(both, alone, rtol=1e-4, atol=2e-6)
-    recalls = [
-        [row["recall"] for row in json.loads((tmp_path / name / "results.json").read_text())["results"]]
-        for name in ("alone", "both")
+    results = [
+        json.loads((tmp_path / name / "results.json").read_text())["results"] for name in ("alone", "both")
     ]
+    recalls, likely = (
+        [[row[key] for row in rows if key in row] for rows in results] for key in ("recall", "nll")
+    )
     assert recalls[0] == pytest.approx(recalls[1], abs=0.02)
+    assert likely[0] == pytest.approx(likely[1], abs=1e-6) and len(likely[0]) == 2, "dense and int8"
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="of a machine without a GPU")
