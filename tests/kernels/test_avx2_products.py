@@ -1,4 +1,4 @@
-"""The AVX2 kernel's products of packed blocks: integers for bf16 queries, float8 and levels in fp32."""
+"""The AVX2 kernel's products of packed blocks: integers rounded for bf16 queries, all else in fp32."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ CODES = {
     **{f"kivi {n} bits": {**KIVI, "nbits": n} for n in (2, 3, 4, 8)},
     "kivi g16": {**KIVI, "q_group_size": 16},
     "kivi g64": {**KIVI, "nbits": 2, "q_group_size": 64},
+    "kivi block": {**KIVI, "rope_mode": "block"},
     "int4": INT4,
     "int4 8 bits": {**INT4, "nbits": 8},
     "int4 2-bit values": {**INT4, "value_bits": 2},
@@ -68,6 +69,61 @@ def test_codes(name: str, head_dim: int) -> None:
         torch.manual_seed(group)
         layer = build_layer(options, LENGTH, head_dim=head_dim, dtype=torch.bfloat16, interleaved=interleaved)
         compare(*step(layer, 1, group), AttentionOptions())
+
+
+INTEGERS = [name for name, options in CODES.items() if options["backend"] not in ("float8", "kvquant")]
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_are_as_exact_as_fp32_where_queries_are(name: str, head_dim: int) -> None:
+    """For every number of query rows that has code of its own, and for more than are read without tiles."""
+    options = dict(CODES[name])
+    if options["backend"] == "kivi" and head_dim % options.get("q_group_size", 32):
+        options["q_group_size"] = 16
+    for group, interleaved in [
+        (1, False),
+        (2, True),
+        (3, False),
+        (4, True),
+        (6, False),
+        (9, True),
+        (17, False),
+    ]:
+        torch.manual_seed(group)
+        layer = build_layer(options, LENGTH, head_dim=head_dim, interleaved=interleaved)
+        query, key, value = step(layer, 1, group)
+        expected = attend(query.double(), key.tokens, value.tokens, AttentionOptions())
+        got = attend_handles(query, key, value, AttentionOptions())
+        assert (got.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("q_group_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("nbits", [2, 3, 4])
+def test_keys_of_a_block_are_turned_as_exactly_as_in_fp32(
+    nbits: int, q_group_size: int, head_dim: int
+) -> None:
+    """In periods shorter than a block, as long, and longer; of every channel, and of some."""
+    if head_dim % q_group_size:
+        pytest.skip("values share scales within a head")
+    options = {
+        **KIVI,
+        "nbits": nbits,
+        "q_group_size": q_group_size,
+        "rope_mode": "block",
+        "residual_length": 128,
+    }
+    for group, interleaved in [(1, False), (2, True), (3, False), (4, True), (5, False), (17, False)]:
+        torch.manual_seed(group)
+        rotary_dim = head_dim // 2 if interleaved else None
+        layer = build_layer(
+            options, LENGTH, head_dim=head_dim, interleaved=interleaved, rotary_dim=rotary_dim
+        )
+        query, key, value = step(layer, 1, group)
+        expected = attend(query.double(), key.tokens, value.tokens, AttentionOptions())
+        got = attend_handles(query, key, value, AttentionOptions())
+        assert (got.double() - expected).norm() <= 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 256])

@@ -150,7 +150,7 @@ class FloatValues {
       const float unit = float8_unit(value_.format);
       for (int t = 0; t < kBlockTokens; t += kLanes)
         store(folded + t, load<Floats>(weights + r * kBlockTokens + t) * load<Floats>(scale_.of(0) + t) * unit);
-      if (largest_of(folded, kBlockTokens) == kInfinity) return false;
+      if (!are_finite(folded, kBlockTokens)) return false;
       for (int t = 0; t < kBlockTokens; ++t) quads_[r * kBlockTokens + place_in_quads(t)] = folded[t];
     }
     for (int first = 0; first < task_.queries; first += kTogether) {

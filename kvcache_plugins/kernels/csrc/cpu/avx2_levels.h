@@ -227,8 +227,7 @@ class LevelValues {
     load_metadata(value_, record, ws);
     scale_.take(ws.scale);
     minimum_.take(ws.minimum);
-    if (largest_of(scale_.of(0), kBlockTokens) == kInfinity) return false;
-    if (largest_of(minimum_.of(0), kBlockTokens) == kInfinity) return false;
+    if (!are_finite(scale_.of(0), kBlockTokens) || !are_finite(minimum_.of(0), kBlockTokens)) return false;
     const LevelTable table(value_);
     add_outliers(outliers_of(value_, start), weights, output, stride);
     for (int first = 0; first < task_.queries; first += kTogether) {

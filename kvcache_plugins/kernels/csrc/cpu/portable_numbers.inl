@@ -43,6 +43,28 @@ inline __attribute__((always_inline)) Floats to_floats(Words v) {
   return __builtin_convertvector((Integers)v, Floats);
 }
 
+// The lanes of a vector combined in twos, fours and so on, which takes fewer steps after each other than one by one.
+template <typename Combine>
+inline __attribute__((always_inline)) float reduce_lanes(Floats v, const Combine& combine) {
+  float lanes[kLanes];
+  store(lanes, v);
+#pragma GCC unroll 4
+  for (int count = kLanes / 2; count > 0; count /= 2) {
+#pragma GCC unroll 8
+    for (int l = 0; l < count; ++l) lanes[l] = combine(lanes[l], lanes[l + count]);
+  }
+  return lanes[0];
+}
+
+inline __attribute__((always_inline)) float sum_of_lanes(Floats v) {
+  return reduce_lanes(v, [](float a, float b) { return a + b; });
+}
+
+// The largest lane; one that is not a number counts or does not.
+inline __attribute__((always_inline)) float largest_lane(Floats v) {
+  return reduce_lanes(v, [](float a, float b) { return a > b ? a : b; });
+}
+
 // Widens floats of `kExponent` exponent bits, given right-aligned in a word of which bit `kSign` is the sign.
 // Finite ones only, unless `kSpecial`. Subnormals are rebuilt by a subtraction: they survive a CPU that
 // flushes denormals.

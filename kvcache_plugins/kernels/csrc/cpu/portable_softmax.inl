@@ -59,8 +59,7 @@ void soften(const Task& task, int row, int width, float* scores, float* output) 
     best = v > best ? v : best;
   }
   const float before = task.maximum[row];
-  float now = before;
-  for (int l = 0; l < kLanes; ++l) now = best[l] > now ? best[l] : now;
+  const float largest = largest_lane(best), now = largest > before ? largest : before;
   if (now == -kInfinity) {
     bool is_defined = true;
     for (int t = 0; t < kBlockTokens; ++t) is_defined &= scores[t] == scores[t];
@@ -77,8 +76,7 @@ void soften(const Task& task, int row, int width, float* scores, float* output) 
     store(scores + t, weight);
     total += weight;
   }
-  float sum = 0.0f;
-  for (int l = 0; l < kLanes; ++l) sum += total[l];
+  const float sum = sum_of_lanes(total);
   if (now != before) {
     const float decay = exponential(splat(before - now))[0];
     task.sum[row] *= decay;
