@@ -4,7 +4,7 @@
 // processor widens halves, small ones too, by itself. Two of a word's four codes lie side by side then, for which a row
 // has pairs of numbers; what they give is added once all is summed. So the results are those of fp32, for any query.
 //
-// Lanes are tokens for the scores and channels for the weighted sums, as in avx2_integers.h. Bound: 15 instructions for
+// Lanes are tokens for the scores and channels for the weighted sums, as in avx2_products.h. Bound: 15 instructions for
 // 32 codes that four rows share, and six for every row. Many rows are better served by tiles, which are decoded once.
 #pragma once
 

@@ -4,8 +4,8 @@
 // bf16 holds exactly, and these are put together: a word has the levels of two codes then, which a shift or a mask
 // makes fp32. All products are in fp32, for any query.
 //
-// Lanes are tokens for the scores and channels for the weighted sums, as in avx2_integers.h. Bound, for 32 codes that
-// four rows share: 43 instructions for the scores and 31 for the weighted sums, not counting loads. Many rows are
+// Lanes are tokens for the scores and channels for the weighted sums, as in avx2_products.h. Bound, for 32 codes that
+// four rows share: 38 instructions for the scores and 31 for the weighted sums, not counting loads. Many rows are
 // better served by tiles, which are decoded once.
 #pragma once
 
@@ -86,15 +86,8 @@ class LevelKeys {
     if (!serves_) return;
     queries_.reset(new TurnedQueries(task));
     pairs_ = key_.padded_dim / 2;
-    ranges_.resize(pairs_);
-    for (int pair = 0; pair < pairs_; ++pair) {
-      for (int half = 0; half < 2; ++half) {
-        const int channel = pair_channel(key_, pair, half);
-        const bool is_real = channel < key_.head_dim;  // others decode to nothing
-        ranges_[pair].scale[half] = is_real ? key_.channel_scale[channel] : 0.0f;
-        ranges_[pair].offset[half] = is_real ? key_.channel_offset[channel] : 0.0f;
-      }
-    }
+    ranges_.resize(2 * pairs_);
+    for (int pair = 0; pair < pairs_; ++pair) set_ranges(pair);
   }
 
   // Writes the scores of the whole block at slot `start`; false if that takes decoding.
@@ -115,26 +108,55 @@ class LevelKeys {
   }
 
  private:
-  // Scales and offsets of a pair of channels.
-  struct Range {
-    float scale[2], offset[2];
+  // Scales and offsets of a pair of channels, turned by the distances of 8 tokens: what the levels of the first and of
+  // the second channel are multiplied by for either channel of the turned keys, and what is added to that.
+  struct alignas(32) Ranges {
+    float of_first[2][kLanes], of_second[2][kLanes], offset[2][kLanes];
   };
 
-  // sum[r] += products of 8 tokens' keys, of which `levels` are a pair of channels, with the query as turned for the
-  // sixteen tokens they are of; `at` is the first token's place among these.
-  template <int kRows>
-  void multiply_add(__m256i levels, int pair, int at, const TurnedPair& query, __m256 (&sum)[kRows]) const {
-    const Range& range = ranges_[pair];
-    const Distances& distances = queries_->distances(pair);
-    __m256 a = lower_numbers(levels), b = upper_numbers(levels);
-    a = _mm256_fmadd_ps(a, _mm256_set1_ps(range.scale[0]), _mm256_set1_ps(range.offset[0]));
-    b = _mm256_fmadd_ps(b, _mm256_set1_ps(range.scale[1]), _mm256_set1_ps(range.offset[1]));
-    const __m256 c = _mm256_load_ps(distances.cos + at), s = _mm256_load_ps(distances.sin + at);
-    const __m256 x = _mm256_fmsub_ps(a, c, _mm256_mul_ps(b, s)), y = _mm256_fmadd_ps(b, c, _mm256_mul_ps(a, s));
+  void set_ranges(int pair) {
+    float scale[2], offset[2];
+    for (int half = 0; half < 2; ++half) {
+      const int channel = pair_channel(key_, pair, half);
+      const bool is_real = channel < key_.head_dim;  // others decode to nothing
+      scale[half] = is_real ? key_.channel_scale[channel] : 0.0f;
+      offset[half] = is_real ? key_.channel_offset[channel] : 0.0f;
+    }
+    for (int distance = 0; distance < 16; ++distance) {
+      Ranges& ranges = ranges_[distance / kLanes * pairs_ + pair];
+      const int t = distance % kLanes;
+      const float c = queries_->distances(pair).cos[distance], s = queries_->distances(pair).sin[distance];
+      ranges.of_first[0][t] = scale[0] * c;
+      ranges.of_first[1][t] = scale[0] * s;
+      ranges.of_second[0][t] = -scale[1] * s;
+      ranges.of_second[1][t] = scale[1] * c;
+      ranges.offset[0][t] = offset[0] * c - offset[1] * s;
+      ranges.offset[1][t] = offset[1] * c + offset[0] * s;
+    }
+  }
+
+  // sums[i][r] += products of 8 tokens' keys, of which `levels` are a pair of channels and whose ranges these are, with
+  // the query as turned for the sixteen tokens they are of.
+  template <int kCount, int kRows>
+  inline __attribute__((always_inline)) void multiply_add(const __m256i (&levels)[kCount], const Ranges& ranges,
+                                                          const TurnedPair* const (&queries)[kCount],
+                                                          __m256 (&sums)[kCount][kRows]) const {
+#pragma GCC unroll 2
+    for (int side = 0; side < 2; ++side) {
+      const __m256 of_first = _mm256_load_ps(ranges.of_first[side]), of_second = _mm256_load_ps(ranges.of_second[side]);
+      const __m256 offset = _mm256_load_ps(ranges.offset[side]);
+      __m256 turned[kCount];
+#pragma GCC unroll 2
+      for (int i = 0; i < kCount; ++i) {
+        turned[i] = _mm256_fmadd_ps(lower_numbers(levels[i]), of_first,
+                                    _mm256_fmadd_ps(upper_numbers(levels[i]), of_second, offset));
+      }
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      sum[r] = _mm256_fmadd_ps(x, _mm256_set1_ps(query.numbers[0][r]), sum[r]);
-      sum[r] = _mm256_fmadd_ps(y, _mm256_set1_ps(query.numbers[1][r]), sum[r]);
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int i = 0; i < kCount; ++i)
+          sums[i][r] = _mm256_fmadd_ps(turned[i], _mm256_set1_ps(queries[i]->numbers[side][r]), sums[i][r]);
+      }
     }
   }
 
@@ -155,9 +177,8 @@ class LevelKeys {
           const __m256i found = byte_codes<kBits>(codes + 64 * pair + 4 * at, 4 * k, nullptr, 0);
           __m256i levels[2];
           table.find(found, levels);
-#pragma GCC unroll 2
-          for (int which = 0; which < 2; ++which)
-            multiply_add<kRows>(levels[which], pair, at, queries_->of(k + 2 * which)[pair], sum[which]);
+          const TurnedPair* const queries[2] = {queries_->of(k) + pair, queries_->of(k + 2) + pair};
+          multiply_add(levels, ranges_[at / kLanes * pairs_ + pair], queries, sum);
         }
         for (int which = 0; which < 2; ++which) keep(16 * (k + 2 * which) + at, sum[which]);
       }
@@ -168,7 +189,7 @@ class LevelKeys {
     for (int k = 0; k < 4; ++k) {
       const TurnedPair* const query = queries_->of(k);
       const RecordFetcher::Lines ahead = fetcher.take(pairs_ / 2);
-      __m256 sum[2][kRows] = {};
+      __m256 sum[2][1][kRows] = {};
       for (int step = 0; step < pairs_ / 2; ++step) {
         ahead.fetch(step);
         for (int i = 0; i < 2; ++i) {
@@ -178,15 +199,17 @@ class LevelKeys {
           table.find(found, levels);
 #pragma GCC unroll 2
           for (int pair = 2 * step; pair < 2 * step + 2; ++pair)
-            multiply_add<kRows>(levels[pair - 2 * step], pair, 8 * i, query[pair], sum[i]);
+            multiply_add({levels[pair - 2 * step]}, ranges_[i * pairs_ + pair], {query + pair}, sum[i]);
         }
       }
-      for (int i = 0; i < 2; ++i) keep(16 * k + 8 * i, sum[i]);
+      for (int i = 0; i < 2; ++i) keep(16 * k + 8 * i, sum[i][0]);
     }
   }
 
+  // Adds what outliers contribute, up to four rows at once.
   void add_outliers(const OutlierList& list, int rows, float* out) const {
     static constexpr float kSigns[2] = {1.0f, -1.0f};
+    alignas(32) float found[kBlockTokens][kTogether] = {};
     for (const int32_t* entry = list.begin; entry < list.end; ++entry) {
       const int token = outlier_token(*entry), channel = outlier_channel(*entry);
       const int pair = (key_.interleaved ? channel / 2 : channel) % pairs_;
@@ -195,8 +218,18 @@ class LevelKeys {
       const float along = residual * queries_->distances(pair).cos[token % 16];
       const float across = residual * queries_->distances(pair).sin[token % 16] * kSigns[half];
       const float(&query)[2][kTogether] = queries_->of(token / 16)[pair].numbers;
-      for (int r = 0; r < rows; ++r)
-        out[r * kBlockTokens + token] += along * query[half][r] + across * query[1 - half][r];
+      __m128 sum = _mm_fmadd_ps(_mm_set1_ps(along), _mm_load_ps(query[half]), _mm_load_ps(found[token]));
+      sum = _mm_fmadd_ps(_mm_set1_ps(across), _mm_load_ps(query[1 - half]), sum);
+      _mm_store_ps(found[token], sum);
+    }
+    for (int t = 0; t < kBlockTokens && list.begin < list.end; t += 4) {
+      __m128 part[4];
+      for (int i = 0; i < 4; ++i) part[i] = _mm_load_ps(found[t + i]);
+      _MM_TRANSPOSE4_PS(part[0], part[1], part[2], part[3]);
+      for (int r = 0; r < rows; ++r) {
+        float* const at = out + r * kBlockTokens + t;
+        _mm_storeu_ps(at, _mm_add_ps(_mm_loadu_ps(at), part[r]));
+      }
     }
   }
 
@@ -204,7 +237,7 @@ class LevelKeys {
   const Side& key_;
   bool serves_;
   int pairs_ = 0;
-  std::vector<Range> ranges_;  // of every pair
+  std::vector<Ranges> ranges_;  // [8 tokens][pair]
   std::unique_ptr<TurnedQueries> queries_;
 };
 

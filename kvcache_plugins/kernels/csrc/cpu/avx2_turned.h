@@ -1,10 +1,10 @@
 // Scores with integer codes of keys stored relative to their block (KIVI with `rope_mode="block"`) for AVX2, where
 // nothing is decoded to memory.
 //
-// Keys are widened, scaled, and turned by the angles of their places, in registers, a token and the one 32 slots further
+// Keys are widened, scaled, and turned by the angles of their places in registers, a token and the one 32 slots further
 // on at once, and multiplied with up to four query rows. All is in fp32, for any query. Lanes are tokens. Bound: 14
-// multiply-adds of 8 lanes for 16 codes that four rows share, of which scaling and turning are six, in seven cycles (Zen
-// 3). Many rows are better served by tiles, which are turned once.
+// multiply-adds of 8 lanes for 16 codes that four rows share, of which scaling and turning are six, in seven cycles
+// (Zen 3). Many rows are better served by tiles, which are turned once.
 #pragma once
 
 #include <vector>
