@@ -1,4 +1,4 @@
-// What products with the codes of whole blocks have in common for AVX2 (avx2_integers.h, avx2_floats.h, avx2_levels.h).
+// What products with the codes of whole blocks have in common for AVX2 (the other avx2_*.h).
 #pragma once
 
 #include <immintrin.h>
