@@ -478,15 +478,33 @@ def test_device_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_settings_say_whether_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert devices.device_settings("auto", torch.device("cpu")) == {
-        "device": "cpu",
-        "requested_device": "auto",
-    }
-    status = types.SimpleNamespace(state="unavailable", reason="nobody asked")
+    status = types.SimpleNamespace(state="unavailable", reason="nobody asked", instruction_set=None)
     monkeypatch.setattr(devices.cuda_loader, "status", lambda: status)
     settings = devices.device_settings("cuda", torch.device("cuda", 0))
     assert settings["cuda_kernels"] == "unavailable: nobody asked"
-    assert settings["device"] == "cuda:0"
+    assert settings["device"] == "cuda:0" and "cpu_kernels" not in settings
+    monkeypatch.setattr(devices.loader, "status", lambda: status)
+    assert devices.device_settings("auto", torch.device("cpu")) == {
+        "device": "cpu",
+        "requested_device": "auto",
+        "cpu_kernels": "unavailable: nobody asked",
+    }
+    assert devices.device_settings("cpu", torch.device("meta")).keys() == {"device", "requested_device"}
+
+
+def test_settings_say_which_instructions_a_build_of_another_process_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = iter(["cached", "loaded"])
+    loaded = []
+    monkeypatch.setattr(devices.loader, "build", lambda: loaded.append("it"))
+    monkeypatch.setattr(
+        devices.loader,
+        "status",
+        lambda: types.SimpleNamespace(state=next(states), reason=None, instruction_set="portable"),
+    )
+    assert devices.device_settings("cpu", torch.device("cpu"))["cpu_kernels"] == "portable"
+    assert loaded == ["it"]
 
 
 # ---- generation ----

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 
-from ...kernels import cuda_loader
+from ...errors import KernelUnavailableError
+from ...kernels import cuda_loader, loader
+from ...kernels.builds import KernelStatus
 from ...runs.memory import machine_memory
 
 __all__ = ["check_fits", "choose_device", "device_settings", "machine_bytes"]
@@ -67,11 +70,26 @@ def device_settings(given: str, device: torch.device) -> dict[str, Any]:
         device (`torch.device`): What it was understood as.
 
     Returns:
-        `dict`: `device`, `requested_device`, and on a GPU `cuda_kernels`: the state of this package's
-        kernels, with the reason if they do not serve.
+        `dict`: `device`, `requested_device`, and what this package's kernels are there: on a CPU
+        `cpu_kernels`, the instruction set they use, on a GPU `cuda_kernels`, their state; where they do not
+        serve, their state with the reason.
     """
     settings: dict[str, Any] = {"device": str(device), "requested_device": given}
     if device.type == "cuda":
-        status = cuda_loader.status()
-        settings["cuda_kernels"] = status.state + (f": {status.reason}" if status.reason else "")
+        settings["cuda_kernels"] = _state(cuda_loader.status())
+    elif device.type == "cpu":
+        status = _status_once_loaded()
+        settings["cpu_kernels"] = status.instruction_set or _state(status)
     return settings
+
+
+def _status_once_loaded() -> KernelStatus:
+    """The state of the CPU kernels, of which other processes may have made a build; none is made."""
+    if loader.status().state == "cached":
+        with contextlib.suppress(KernelUnavailableError):  # which the state tells
+            loader.build()
+    return loader.status()
+
+
+def _state(status: KernelStatus) -> str:
+    return status.state + (f": {status.reason}" if status.reason else "")

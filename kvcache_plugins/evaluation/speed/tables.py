@@ -135,8 +135,9 @@ def footnotes(document: dict[str, Any]) -> list[str]:
     settings = document["settings"]
     if settings.get("copy_gb_per_s") is not None:
         where += f", copy {settings['copy_gb_per_s']:,.0f} GB/s"
-    if settings.get("cuda_kernels") is not None:
-        where += f", CUDA kernels {settings['cuda_kernels'].splitlines()[0]}"
+    for device in ("cpu", "cuda"):
+        if settings.get(f"{device}_kernels") is not None:
+            where += f", {device.upper()} kernels {settings[f'{device}_kernels'].splitlines()[0]}"
     return [*notes, *other_work(document), where]
 
 
