@@ -11,6 +11,7 @@ KVCACHE_TARGET("avx2,fma,f16c")
 #define KVCACHE_F16C
 #include "decode_attention_portable.inl"
 
+#include "avx2_exact.h"
 #include "avx2_floats.h"
 #include "avx2_integers.h"
 #include "avx2_levels.h"
@@ -56,7 +57,7 @@ struct ValueProducts {
 
 }  // namespace
 
-void decode_attention_avx2(const Task& task) { run<KeyProducts, ValueProducts>(task); }
+void decode_attention_avx2(const Task& task) { run<KeyProducts, ValueProducts, ExactProducts>(task); }
 
 }  // namespace kvcache
 

@@ -19,7 +19,7 @@
 namespace kvcache {
 namespace {  // see portable_numbers.inl
 
-// 310 KB on the stack of a pool's thread, where it stays in the cache from task to task; what few need is on the heap.
+// 310 to 340 KB on the stack of a pool's thread, where it stays in the cache from task to task; what few need is on the heap.
 struct AttentionWorkspace : Workspace {
   alignas(64) float scores[kMaxQueries * kBlockTokens];
   alignas(64) float output[kMaxQueries * kMaxHeadDim];  // rows of the values' `padded_dim`
@@ -47,7 +47,7 @@ class FloatProducts {
   bool score_exact(int64_t, int64_t, float*) const { return false; }
   bool add_exact(int64_t, int64_t, const float*, float*) const { return false; }
 
- private:
+ protected:
   void multiply(const float* a, int64_t a_stride, const float* b, int64_t depth, int64_t width, float* c,
                 bool accumulate) const {
     by_panels(task_.queries, width, [&]<int kRows, int kVectors>(int64_t r, int64_t n) {

@@ -30,6 +30,9 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 template <typename Vector>
 inline __attribute__((always_inline)) Vector load(const void* from) {
   Vector v;
