@@ -19,7 +19,8 @@
 namespace kvcache {
 namespace {  // see portable_numbers.inl
 
-// 310 to 340 KB on the stack of a pool's thread, where it stays in the cache from task to task; what few need is on the heap.
+// Up to 340 KB on the stack of a pool's thread, where it stays in the cache from task to task; what few need is on the
+// heap.
 struct AttentionWorkspace : Workspace {
   alignas(64) float scores[kMaxQueries * kBlockTokens];
   alignas(64) float output[kMaxQueries * kMaxHeadDim];  // rows of the values' `padded_dim`
