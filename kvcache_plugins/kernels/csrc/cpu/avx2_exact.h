@@ -2,9 +2,9 @@
 //
 // The numbers of a token lie side by side, so lanes are channels. A score is what eight lanes add up to; that is done
 // for the four rows of a token at once. All is in fp32. Bound: two multiply-adds of 8 lanes a cycle. A block of 128
-// channels in bf16 takes 2.1 to 2.6 us for four rows and 1.3 to 2.0 for one, where from a tile it takes 5.1 and 3.9, and
-// took 7.2 to 9.4 while tiles were turned over number by number (one core of a Zen 3). Many rows are better served by
-// tiles, which are turned over once.
+// channels in bf16 takes 2.1 to 2.6 us for four rows and 1.3 to 2.0 for one, where a tile takes 5.1 and 3.9, and took
+// 6.8 to 9.4 while it was turned over number by number (one core of a Zen 3). Many rows are better served by tiles,
+// which are turned over once.
 #pragma once
 
 #include "avx2_blocks.h"
