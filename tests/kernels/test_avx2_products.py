@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,12 +61,17 @@ def compare(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOpt
     return got
 
 
+def fitting(options: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Options whose groups of channels divide a head."""
+    if options["backend"] == "kivi" and head_dim % options.get("q_group_size", 32):
+        return options | {"q_group_size": 16}
+    return options
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("name", CODES)
 def test_codes(name: str, head_dim: int) -> None:
-    options = dict(CODES[name])
-    if options["backend"] == "kivi" and head_dim % options.get("q_group_size", 32):
-        options["q_group_size"] = 16
+    options = fitting(CODES[name], head_dim)
     for group, interleaved in [(1, False), (4, True)]:
         torch.manual_seed(group)
         layer = build_layer(options, LENGTH, head_dim=head_dim, dtype=torch.bfloat16, interleaved=interleaved)
@@ -78,9 +85,7 @@ INTEGERS = [name for name, options in CODES.items() if options["backend"] not in
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_are_as_exact_as_fp32_where_queries_are(name: str, head_dim: int) -> None:
     """For every number of query rows that has code of its own, and for more than are read without tiles."""
-    options = dict(CODES[name])
-    if options["backend"] == "kivi" and head_dim % options.get("q_group_size", 32):
-        options["q_group_size"] = 16
+    options = fitting(CODES[name], head_dim)
     for group, interleaved in [
         (1, False),
         (2, True),

@@ -52,6 +52,23 @@ void dispatch_rows(int rows, const Run& run) {
   run.template operator()<kTogether>();
 }
 
+// Calls `run.template operator()<kBits, kRows>()` for codes of 2, 3 or 4 bits and up to kTogether rows.
+template <typename Run>
+void dispatch_words(int nbits, int rows, const Run& run) {
+  dispatch_rows(rows, [&]<int kRows>() {
+    if (nbits == 2) return run.template operator()<2, kRows>();
+    if (nbits == 3) return run.template operator()<3, kRows>();
+    run.template operator()<4, kRows>();
+  });
+}
+
+// The same of 8 bits, too.
+template <typename Run>
+void dispatch_bits(int nbits, int rows, const Run& run) {
+  if (nbits != 8) return dispatch_words(nbits, rows, run);
+  dispatch_rows(rows, [&]<int kRows>() { run.template operator()<8, kRows>(); });
+}
+
 // Whether what is stored beside the codes belongs to single tokens.
 bool is_by_token(const Side& side) { return side.scale_offset < 0 || side.group_tokens == 1; }
 

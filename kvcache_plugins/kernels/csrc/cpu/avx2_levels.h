@@ -66,16 +66,6 @@ class LevelTable {
 
 inline float residual_of(int32_t outlier) { return _cvtsh_ss(static_cast<uint16_t>(outlier)); }
 
-// Calls `run.template operator()<kBits, kRows>()` for codes of 2, 3 or 4 bits and up to kTogether rows.
-template <typename Run>
-void dispatch_levels(int nbits, int rows, const Run& run) {
-  dispatch_rows(rows, [&]<int kRows>() {
-    if (nbits == 2) return run.template operator()<2, kRows>();
-    if (nbits == 3) return run.template operator()<3, kRows>();
-    run.template operator()<4, kRows>();
-  });
-}
-
 // Scores of a task's query rows.
 class LevelKeys {
  public:
@@ -99,7 +89,7 @@ class LevelKeys {
       const int rows = static_cast<int>(smaller(kTogether, task_.queries - first));
       queries_->turn_rows(first / kTogether);
       float* const out = scores + first * kBlockTokens;
-      dispatch_levels(key_.nbits, rows, [&]<int kBits, int kRows>() {
+      dispatch_words(key_.nbits, rows, [&]<int kBits, int kRows>() {
         score_codes<kBits, kRows>(record + key_.codes_offset, table, fetcher, out);
       });
       add_outliers(outliers_of(key_, start), rows, out);
@@ -266,7 +256,7 @@ class LevelValues {
     for (int first = 0; first < task_.queries; first += kTogether) {
       const int rows = static_cast<int>(smaller(kTogether, task_.queries - first));
       fold(weights + first * kBlockTokens, rows);
-      dispatch_levels(value_.nbits, rows, [&]<int kBits, int kRows>() {
+      dispatch_words(value_.nbits, rows, [&]<int kBits, int kRows>() {
         add_codes<kBits, kRows>(record + value_.codes_offset, table, fetcher, output + first * stride, stride);
       });
     }

@@ -4,8 +4,7 @@
 // weights. Two kinds of arithmetic go on from there:
 //
 // * `Rounded`, for bf16 queries: one instruction multiplies the codes by the pair, rounded to 16 bits, and adds both.
-//   Two instructions for 16 codes and a row, in all five cycles for 16 codes of four rows and as many again (Zen 3,
-//   where multiplying and adding by itself takes that long).
+//   Two instructions for 16 codes and a row. Bound: these, which take 2.5 cycles for 16 codes of four rows (Zen 3).
 // * `Exact`, for fp32 and fp16 queries: codes are split and widened to fp32. Six instructions for 16 codes, and two for
 //   every row; bound: eight multiply-adds of 8 lanes for 16 codes of four rows, in four cycles.
 //
@@ -256,17 +255,6 @@ void add_codes(const uint8_t* codes, int chunks, Arguments&&... arguments) {
   constexpr int kAlike = kBits == 8 ? 1 : kBits == 4 ? 2 : kBits == 2 ? 4 : 8;  // chunks that two pairs' words end with
   if (chunks % kAlike == 0) return add_codes<Arithmetic, kBits, kRows, 2>(codes, chunks, arguments...);
   if constexpr (kBits != 8) add_codes<Arithmetic, kBits, kRows, 16>(codes, chunks, arguments...);
-}
-
-// Calls `run.template operator()<kBits, kRows>()` for codes of 2, 3, 4 or 8 bits.
-template <typename Run>
-void dispatch_bits(int nbits, int rows, const Run& run) {
-  dispatch_rows(rows, [&]<int kRows>() {
-    if (nbits == 2) return run.template operator()<2, kRows>();
-    if (nbits == 3) return run.template operator()<3, kRows>();
-    if (nbits == 4) return run.template operator()<4, kRows>();
-    run.template operator()<8, kRows>();
-  });
 }
 
 }  // namespace

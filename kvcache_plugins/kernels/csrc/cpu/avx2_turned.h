@@ -51,9 +51,9 @@ class TurnedKeys {
     for (int first = 0; first < task_.queries; first += kTogether) {
       const int rows = static_cast<int>(smaller(kTogether, task_.queries - first));
       const Queries* const queries = queries_.data() + first / kTogether * pairs_;
-      dispatch_bits(key_.nbits, rows, [&]<int kBits, int kRows>() {
+      dispatch_words(key_.nbits, rows, [&]<int kBits, int kRows>() {
         score_turned<kBits, kRows>(record + key_.codes_offset, queries, ws, start, fetcher,
-                                    scores + first * kBlockTokens);
+                                   scores + first * kBlockTokens);
       });
     }
     return true;
