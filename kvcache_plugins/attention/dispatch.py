@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_mask
 
 from ..compilation import outside_graphs
 from ..layers.compiled import CompiledHandle, handed_over
@@ -34,8 +33,10 @@ from ..layers.handle_view import HandleView
 from ..layers.heads import GroupedHandle
 from ..layers.lazy import LazyTensor, intercept
 from ..layers.padded import PaddedHandle
+from ..layers.tensor_handle import TensorHandle
 from ..layers.view import joined
 from . import products  # noqa: F401  # registers the products that models write out
+from .arguments import attention_options
 from .compiled import attend_in_graph
 from .concatenated import attend_concatenated
 from .exact import TorchAttention, reads_exact_tokens_faster
@@ -45,11 +46,10 @@ from .limits import MOST_QUERIES
 from .masks import fitted, mask_fits
 from .native import attend_handles
 from .reference import AttentionOptions
-from .unpacked import attend_unpacked
+from .unpacked import attend_tensors, attend_unpacked
 
 __all__ = [
     "attention_forward",
-    "attention_options",
     "forward_over_handles",
     "wrap_attention_function",
 ]
@@ -227,6 +227,10 @@ def attention_forward(
             return _attend_or_leave(attention_forward, TorchAttention.FLASH, *exact, **kwargs)
         return forward_over_handles(module, query, *handles, attention_mask, scaling, **kwargs)
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
+    if is_plain and not has_dropout:
+        given = query, key, value, attention_mask, scaling
+        if (attended := attend_tensors(TorchAttention.FLASH, module, *given, **kwargs)) is not None:
+            return attended
     options = attention_options(module, query, key.shape[2], attention_mask, scaling, **kwargs)
     if is_plain or has_dropout:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -253,7 +257,7 @@ def wrap_attention_function(original: AttentionFunction, *, is_eager: bool = Fal
         is_eager (`bool`): Whether it is a model's own.
     """
     is_sdpa = original.__name__ == "sdpa_attention_forward"
-    way = TorchAttention.EAGER if is_eager else TorchAttention.FLASH
+    way = TorchAttention.FLASH if is_sdpa else TorchAttention.EAGER if is_eager else TorchAttention.SPARSE
 
     @wraps(original)
     def forward(
@@ -263,10 +267,16 @@ def wrap_attention_function(original: AttentionFunction, *, is_eager: bool = Fal
             if is_sdpa and (put := attend_in_graph("sdpa", module, query, key, value, *args, **kwargs)):
                 return put
             key, value = handed_over(key, value)
-        handles = _as_handles(key, value)
-        if handles is None or _needs_dropout(module, kwargs):
-            return original(module, query, key, value, *args, **kwargs)
-        return _attend_or_leave(original, way, module, query, handles, *args, **kwargs)
+        handles = None if _needs_dropout(module, kwargs) else _as_handles(key, value)
+        if handles is not None:
+            return _attend_or_leave(original, way, module, query, handles, *args, **kwargs)
+        if isinstance(key, TensorHandle) and isinstance(value, TensorHandle):
+            key, value = key.states, value.states
+            if not _needs_dropout(module, kwargs):
+                attended = attend_tensors(way, module, query, key, value, *args, **kwargs)
+                if attended is not None:
+                    return attended
+        return original(module, query, key, value, *args, **kwargs)
 
     return forward
 
@@ -280,7 +290,7 @@ def _attend_or_leave(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend over handles; of exact tokens alone leave it to `original` where that is faster."""
+    """Attend over handles; over exact tokens alone as over tensors, where that is faster."""
     key, value = handles
     if (
         type(key) is type(value) is KVHandle
@@ -288,13 +298,14 @@ def _attend_or_leave(
         and mask_fits(key, *args, **kwargs)
         and not reads_exact_tokens_faster(query, key.layer.config.kernel, way)
     ):
-        return _original_over_exact(original, module, query, key, value, *args, **kwargs)
+        return _over_exact(original, way, module, query, key, value, *args, **kwargs)
     return forward_over_handles(module, query, key, value, *args, **kwargs)
 
 
 @outside_graphs
-def _original_over_exact(
+def _over_exact(
     original: AttentionFunction,
+    way: TorchAttention,
     module: nn.Module,
     query: Tensor,
     key: KVHandle,
@@ -303,9 +314,14 @@ def _original_over_exact(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Let the model's own function read what exact handles stand for, and show the layer the queries."""
-    states = (joined(handle.tokens, *handle.sources) for handle in (key, value))
-    result = original(module, query, *states, attention_mask, scaling=scaling, **kwargs)
+    """Attend to what exact handles stand for as to tensors, and show the layer the queries."""
+    keys, values = (joined(handle.tokens, *handle.sources) for handle in (key, value))
+    call = module, query, keys, values, attention_mask
+    result: tuple[Tensor, Tensor | None] | None = None
+    if key.layer.config.kernel != "torch":
+        result = attend_tensors(way, *call, scaling, **kwargs)
+    if result is None:
+        result = original(*call, scaling=scaling, **kwargs)
     with torch.no_grad():
         options = attention_options(module, query, key.tokens.length, attention_mask, scaling, **kwargs)
         key.layer.attended(query, key.tokens, options)
@@ -314,62 +330,3 @@ def _original_over_exact(
 
 def _needs_dropout(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return bool(module.training and kwargs.get("dropout"))
-
-
-def _chosen(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
-    """A mask that hides whatever an indexer has not chosen, slots `(B, q, k)`, too."""
-    hidden = indices.new_ones((*indices.shape[:2], kv_length), dtype=torch.bool)
-    hidden = hidden.scatter_(-1, indices.long(), False)[:, None]
-    if mask is None:
-        return ~hidden
-    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -torch.inf)
-
-
-def _sink_logits(of_heads: Tensor | None, of_queries: Tensor | None) -> Tensor | None:
-    """Sink logits by either name: `s_aux` `(Hq,)` of gpt-oss, `sinks` `(B, Hq, q, 1)` of Inkling 2."""
-    return of_heads if of_queries is None else of_queries.squeeze(-1)
-
-
-def attention_options(
-    module: nn.Module,
-    query: Tensor,
-    kv_length: int,
-    attention_mask: Any,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> AttentionOptions:
-    """What the arguments of an attention function in transformers' sense ask for.
-
-    Args:
-        module (`torch.nn.Module`): The attention module.
-        query (`torch.Tensor` of shape `(B, Hq, q, D)`): Queries.
-        kv_length (`int`): Slots they may see.
-        attention_mask (`torch.Tensor`, *optional*): As [`forward_over_handles`] takes it.
-        scaling (`float`, *optional*): Factor of the logits.
-        kwargs: As [`forward_over_handles`] takes them.
-    """
-    is_causal = attention_mask is None
-    if attention_mask is not None and not isinstance(attention_mask, Tensor):
-        # The block mask of flex attention: a function of the slots.
-        length = attention_mask.shape[-1]  # of the layer it was made for
-        attention_mask = create_mask(
-            attention_mask.mask_mod, query.shape[0], 1, query.shape[2], length, query.device
-        )
-    elif attention_mask is not None and attention_mask.dim() == 2:
-        # (B, T), of the flash functions: which keys are real.
-        attention_mask, is_causal = attention_mask.bool()[:, None, None, :], True
-    if kwargs.get("indices") is not None:
-        attention_mask = _chosen(attention_mask, kwargs["indices"], kv_length)
-    requested = kwargs.get("is_causal")
-    if requested is None:
-        requested = getattr(module, "is_causal", True)
-    return AttentionOptions(
-        scaling=scaling,
-        mask=attention_mask,
-        is_causal=bool(is_causal and requested and query.shape[2] > 1),
-        sliding_window=kwargs.get("sliding_window"),
-        softcap=kwargs.get("softcap"),
-        sink_logits=_sink_logits(kwargs.get("s_aux"), kwargs.get("sinks")),
-        alibi_slopes=kwargs.get("alibi_slopes"),
-        position_bias=kwargs.get("position_bias"),
-    )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import sys
 from functools import cache, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,12 +27,17 @@ from ..errors import KernelUnavailableError, UnsupportedOperationError
 from ..kernels.selection import native_is_unavailable
 from ..layers.compiled import handed_over
 from ..layers.handle import KVHandle
-from .dispatch import AttentionFunction, attention_options, wrap_attention_function
+from ..layers.tensor_handle import TensorHandle
+from .arguments import attention_options
+from .dispatch import AttentionFunction, wrap_attention_function
 from .masks import mask_fits
 from .reference import DenseView, attend
 
 __all__ = ["wrap_eager_function"]
 
+Handle: TypeAlias = KVHandle | TensorHandle
+
+_HANDLES = (KVHandle, TensorHandle)
 _CAPTURING = "transformers.utils.output_capturing"
 _SAID_BY_MASK = ("is_causal", "sliding_window")
 """Arguments that do not reach ours: eager attention reads of its mask alone what is hidden."""
@@ -67,9 +72,9 @@ def _wrap(eager: AttentionFunction) -> AttentionFunction:
     ) -> Any:
         key, value = handed_over(key, value)
         # what comes behind a mask by position, nobody says
-        if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)) or len(args) > 1:
-            return eager(module, query, key, value, *args, **kwargs)
-        return _exchanged(eager, module, query, key, value, *args, **kwargs)
+        if isinstance(key, _HANDLES) and isinstance(value, _HANDLES) and len(args) <= 1:
+            return _exchanged(eager, module, query, key, value, *args, **kwargs)
+        return eager(module, query, key, value, *args, **kwargs)
 
     return forward
 
@@ -84,8 +89,8 @@ def _exchanged(
     eager: AttentionFunction,
     module: nn.Module,
     query: Tensor,
-    key: KVHandle,
-    value: KVHandle,
+    key: Handle,
+    value: Handle,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -97,6 +102,8 @@ def _exchanged(
     obstacle = _wanted_weights(module, kwargs) or _difference(eager, call)
     if obstacle is None:
         return _over_handles(eager)(module, query, key, value, mask, **others)
+    if isinstance(key, TensorHandle) or isinstance(value, TensorHandle):
+        return eager(module, query, key.dense(), value.dense(), *args, **kwargs)
     layer = key.layer
     if not mask_fits(key, mask):
         raise UnsupportedOperationError(
@@ -147,8 +154,8 @@ class _Call(NamedTuple):
 
     module: nn.Module
     query: Tensor
-    key: KVHandle
-    value: KVHandle
+    key: Handle
+    value: Handle
     mask: Any
     others: dict[str, Any]
 

@@ -14,7 +14,7 @@ from ..models.layer_plan import caches_latents
 from .limits import KERNEL_DTYPES, MOST_QUERIES
 from .native import has_fast_passes
 
-__all__ = ["TorchAttention", "prompt_dtype", "reads_exact_tokens_faster"]
+__all__ = ["TorchAttention", "knows_tensor_handles", "prompt_dtype", "reads_exact_tokens_faster"]
 
 _OURS = "kvcache_plugins"
 _SHOWING = ("sdpa", "eager", _OURS)
@@ -25,6 +25,7 @@ class TorchAttention(Enum):
     """How a model attends on a CPU where it is given tensors."""
 
     FLASH = "tile by tile"
+    SPARSE = "tile by tile, of what a mask shows"
     WHOLE = "all logits at once: torch's attention of keys and values of two sizes"
     EAGER = "all logits at once, written out by the model"
 
@@ -94,6 +95,22 @@ def prompt_dtype(model: nn.Module, kernel: str) -> torch.dtype | None:
         return None if kernel == "torch" else dtype  # our own function decides: it is told of softcaps
     states = torch.empty(1, 1, MOST_QUERIES + 1, 1, dtype=dtype, device="cpu")
     return dtype if reads_exact_tokens_faster(states, kernel, way) else None
+
+
+def knows_tensor_handles(model: nn.Module, kernel: str) -> bool:
+    """Whether handles of tensors reach attention, which may then be ours (`attention.unpacked`).
+
+    Args:
+        model (`PreTrainedModel`): Whose attention must be a function that takes handles.
+        kernel (`str`): The option of that name.
+    """
+    parameter = next(model.parameters(), None)
+    is_on_cpu = parameter is not None and parameter.is_cpu
+    return (
+        is_on_cpu
+        and kernel != "torch"
+        and _torch_attention(model) in (TorchAttention.FLASH, TorchAttention.EAGER)
+    )
 
 
 def _attention_name(model: nn.Module) -> str | None:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from .flash import attend_flash
 from .reference import AttentionOptions, first_visible_slot, four_dimensional, sink_column
 
-__all__ = ["TileSource", "Visibility", "attend_tiles", "can_attend_tiles"]
+__all__ = ["TileSource", "Visibility", "attend_tile", "attend_tiles", "can_attend_tiles", "widened"]
 
 _TILE_VALUES = {"cpu": 1 << 21, "cuda": 1 << 25}
 """Decoded values in a tile of keys: 2048 tokens of 8 heads of 128 channels, and 32768 on a GPU. Shorter tiles
@@ -171,7 +171,7 @@ def attend_tiles(query: Tensor, keys: TileSource, values: TileSource, options: A
     scaling = options.scaling if options.scaling is not None else head_dim**-0.5
     visibility = Visibility.of(options, keys.length, query_length, query.device)
     width = max(head_dim, value_dim)  # flash attention wants one
-    grouped = _widened(query, width).reshape(batch_size, kv_heads, -1, query_length, width)
+    grouped = widened(query, width).reshape(batch_size, kv_heads, -1, query_length, width)
     merged = _Merged(grouped, value_dim)
     with torch.autocast(query.device.type, enabled=False):
         for slots in _tiles(visibility, batch_size * kv_heads * width):
@@ -179,11 +179,11 @@ def attend_tiles(query: Tensor, keys: TileSource, values: TileSource, options: A
             if not parts:
                 continue
             tile_keys, tile_values = (
-                _widened(side.read_as(*slots, query.dtype), width) for side in (keys, values)
+                widened(side.read_as(*slots, query.dtype), width) for side in (keys, values)
             )
             for queries, mask in parts:
                 rows = grouped[:, :, :, queries[0] : queries[1]]
-                merged.add(queries, *_attend(rows, tile_keys, tile_values, mask, scaling))
+                merged.add(queries, *attend_tile(rows, tile_keys, tile_values, mask, scaling))
         if options.sink_logits is not None:
             merged.add_sinks(options.sink_logits)
     return merged.output.view(batch_size, query_heads, query_length, value_dim).to(query.dtype)
@@ -214,10 +214,22 @@ def _share(total: Tensor, difference: Tensor) -> Tensor:
     return torch.sigmoid(difference).masked_fill_(total == -torch.inf, 0.0)
 
 
-def _attend(
+def attend_tile(
     rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend from `rows` `(B, H, group, n, D)` to one tile: outputs, and log-sum-exps `(B, H, group, n)`."""
+    """Attend from rows of queries to one tile.
+
+    Args:
+        rows (`torch.Tensor` of shape `(B, H, group, n, D)`): The queries of every kv head's group.
+        keys (`torch.Tensor` of shape `(B, H, t, D)`): In the dtype of the rows.
+        values (`torch.Tensor` of shape `(B, H, t, D)`): The same.
+        mask (`torch.Tensor`, *optional*): Boolean or additive, `(B or 1, H * group or 1, n or 1, t)`.
+        scaling (`float`): Factor of `q.k`.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Outputs `(B, H, group, n, D)`, zeros where nothing is visible,
+            and log-sum-exps `(B, H, group, n)`, -inf there.
+    """
     kv_heads, group, count = rows.shape[1:4]
     hidden: Tensor | None = None
     if mask is not None:
@@ -261,5 +273,6 @@ def _parts(visibility: Visibility, slots: tuple[int, int]) -> list[tuple[tuple[i
     return parts
 
 
-def _widened(states: Tensor, width: int) -> Tensor:
+def widened(states: Tensor, width: int) -> Tensor:
+    """States `(..., D)` with zeros behind, up to `width` channels."""
     return F.pad(states, (0, width - states.shape[-1])) if states.shape[-1] < width else states

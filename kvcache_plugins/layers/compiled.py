@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from ..compilation import makes_graph, outside_graphs
 from .base import PackedLayer
 from .storing import storing
+from .tensor_handle import shown
 
 __all__ = [
     "CompiledHandle",
@@ -194,10 +195,12 @@ class CompiledUpdates(Cache):
     Attributes:
         compiled_layers (`CompiledLayers`, *optional*): Its layers, if they go into graphs. Others end them.
         is_compiled (`bool`): Whether the call of `generate()` has a `compile_config`.
+        shows_tensors (`bool`): Whether attention knows handles of tensors, and may read them faster.
     """
 
     compiled_layers: CompiledLayers | None = None
     is_compiled = False
+    shows_tensors = False
 
     @property
     def is_compileable(self) -> bool:
@@ -220,7 +223,10 @@ class CompiledUpdates(Cache):
             # as the update will have set it, for what else is traced and asks how many tokens there are
             layer.cumulative_length = layer.cumulative_length + key_states.shape[2]
             return CompiledHandle(update, 0), CompiledHandle(update, 1)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        returned = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not self.shows_tensors or torch.compiler.is_compiling():
+            return returned
+        return shown(key_states, *returned)
 
     @outside_graphs
     def reset(self) -> None:

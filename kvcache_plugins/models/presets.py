@@ -89,6 +89,22 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 8192,
         },
     ),
+    # five of six layers look back 512 tokens
+    "gemma3-1b": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 26,
+            "hidden_size": 1152,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 512,
+            "intermediate_size": 6912,
+            "vocab_size": 262144,
+            "max_position_embeddings": 32768,
+        },
+    ),
     # five of six layers look back 1024 tokens
     "gemma3-12b": (
         "gemma3_text",
@@ -102,6 +118,23 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 1024,
             "intermediate_size": 15360,
             "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    # every other layer looks back 128 tokens; runs `eager`, for its sink logits
+    "gpt-oss-20b": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 24,
+            "hidden_size": 2880,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "vocab_size": 201088,
             "max_position_embeddings": 131072,
         },
     ),

@@ -188,7 +188,7 @@ def test_slots_are_decoded_once_in_bounded_tiles(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(native, "has_fast_passes", lambda dtype: False)
     reads: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     masked: list[bool] = []
-    decode, product = decoded.decode_tokens, tiles._attend
+    decode, product = decoded.decode_tokens, tiles.attend_tile
 
     def watch_decode(*arguments: Any, **options: Any) -> Tensor:
         reads[options["is_key"]].append((options["start"], options["stop"]))
@@ -199,7 +199,7 @@ def test_slots_are_decoded_once_in_bounded_tiles(monkeypatch: pytest.MonkeyPatch
         return product(*arguments)
 
     monkeypatch.setattr(decoded, "decode_tokens", watch_decode)
-    monkeypatch.setattr(tiles, "_attend", watch_product)
+    monkeypatch.setattr(tiles, "attend_tile", watch_product)
     monkeypatch.setitem(tiles._TILE_VALUES, "cpu", 2 * 2 * 64 * 64)
     monkeypatch.setattr(tiles, "_PART", 16)
     query, key, value = step(build_layer(CASES["int8-default"], 1000), 32, 2)

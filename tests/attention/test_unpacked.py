@@ -81,7 +81,7 @@ def test_what_is_written_out(kind: str, queries: int, length: int, dtype: torch.
 
 
 @pytest.mark.parametrize(
-    ("kind", "queries", "dtype", "grad", "by_tiles"),
+    ("kind", "queries", "dtype", "grad", "in_blocks"),
     [
         ("causal", 700, torch.float32, False, True),
         ("window and pads", 40, torch.bfloat16, False, True),
@@ -92,12 +92,12 @@ def test_what_is_written_out(kind: str, queries: int, length: int, dtype: torch.
         ("causal", 700, torch.float32, True, False),
     ],
 )
-def test_what_tiles_serve(
+def test_what_is_attended_to_in_blocks(
     kind: str,
     queries: int,
     dtype: torch.dtype,
     grad: bool,
-    by_tiles: bool,
+    in_blocks: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used: list[str] = []
@@ -106,12 +106,12 @@ def test_what_tiles_serve(
         made = getattr(unpacked, name)
         return lambda *args: used.append(name) or made(*args)
 
-    for name in ("attend", "attend_tiles"):
+    for name in ("attend", "attend_query_blocks"):
         monkeypatch.setattr(unpacked, name, noted(name))
     *states, options = case(kind, queries, 700)
     with torch.set_grad_enabled(grad):
         attend_unpacked(*(x.to(dtype) for x in states), options)
-    assert used == ["attend_tiles" if by_tiles else "attend"]
+    assert used == ["attend_query_blocks" if in_blocks else "attend"]
 
 
 @pytest.mark.cuda

@@ -533,7 +533,9 @@ def test_presets_have_the_size_of_their_models(preset: str, billions: float) -> 
     _check_layers(preset, config)
 
 
-@pytest.mark.parametrize(("preset", "billions"), [("gemma2-9b", 9.24), ("gemma3-12b", 11.77)])
+@pytest.mark.parametrize(
+    ("preset", "billions"), [("gemma2-9b", 9.24), ("gemma3-1b", 1.0), ("gemma3-12b", 11.77)]
+)
 def test_gemmas_have_the_size_of_their_models(preset: str, billions: float) -> None:
     config = generation_worker.model_config(None, preset)
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
@@ -541,6 +543,17 @@ def test_gemmas_have_the_size_of_their_models(preset: str, billions: float) -> N
     parameters = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
     assert parameters / 1e9 == pytest.approx(billions, abs=0.006)
     _check_layers(preset, config)
+
+
+def test_gpt_oss_has_the_size_of_its_model() -> None:
+    config = generation_worker.model_config(None, "gpt-oss-20b")
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    attention = 2 * hidden * config.head_dim * (heads + config.num_key_value_heads)
+    expert = 3 * hidden * config.intermediate_size
+    layer = attention + config.num_local_experts * (expert + hidden)
+    parameters = config.num_hidden_layers * layer + 2 * config.vocab_size * hidden
+    assert parameters / 1e9 == pytest.approx(20.91, abs=0.006)
+    _check_layers("gpt-oss-20b", config)
 
 
 def test_deepseek_v2_lite_has_the_size_of_its_model() -> None:

@@ -239,8 +239,8 @@ def test_autocast_is_left_to_the_model() -> None:
 
 
 def test_our_attention_function_has_windows_and_sinks_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    # a graph attends to the windows of a prompt by the reference, which rounds otherwise than tiles
-    monkeypatch.setattr(unpacked, "can_attend_tiles", lambda *args: False)
+    # a graph attends to the windows of a prompt by the reference, which rounds otherwise than blocks
+    monkeypatch.setattr(unpacked, "can_attend_query_blocks", lambda *args: False)
     plain = generated(tiny_model("gpt_oss", attn_implementation="kvcache_plugins"), KIVI)
     model, graphs = tiny_model("gpt_oss", attn_implementation="kvcache_plugins"), Graphs()
     model.compile(backend=graphs, fullgraph=True)

@@ -1,0 +1,72 @@
+"""What the arguments of an attention function in transformers' sense ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_mask
+
+from .reference import AttentionOptions
+
+__all__ = ["attention_options"]
+
+
+def attention_options(
+    module: nn.Module,
+    query: Tensor,
+    kv_length: int,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> AttentionOptions:
+    """What the arguments of an attention function in transformers' sense ask for.
+
+    Args:
+        module (`torch.nn.Module`): The attention module.
+        query (`torch.Tensor` of shape `(B, Hq, q, D)`): Queries.
+        kv_length (`int`): Slots they may see.
+        attention_mask (`torch.Tensor`, *optional*): As [`dispatch.forward_over_handles`] takes it.
+        scaling (`float`, *optional*): Factor of the logits.
+        kwargs: As [`dispatch.forward_over_handles`] takes them.
+    """
+    is_causal = attention_mask is None
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        # The block mask of flex attention: a function of the slots.
+        length = attention_mask.shape[-1]  # of the layer it was made for
+        attention_mask = create_mask(
+            attention_mask.mask_mod, query.shape[0], 1, query.shape[2], length, query.device
+        )
+    elif attention_mask is not None and attention_mask.dim() == 2:
+        # (B, T), of the flash functions: which keys are real.
+        attention_mask, is_causal = attention_mask.bool()[:, None, None, :], True
+    if kwargs.get("indices") is not None:
+        attention_mask = _chosen(attention_mask, kwargs["indices"], kv_length)
+    requested = kwargs.get("is_causal")
+    if requested is None:
+        requested = getattr(module, "is_causal", True)
+    return AttentionOptions(
+        scaling=scaling,
+        mask=attention_mask,
+        is_causal=bool(is_causal and requested and query.shape[2] > 1),
+        sliding_window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sink_logits=_sink_logits(kwargs.get("s_aux"), kwargs.get("sinks")),
+        alibi_slopes=kwargs.get("alibi_slopes"),
+        position_bias=kwargs.get("position_bias"),
+    )
+
+
+def _chosen(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
+    """A mask that hides whatever an indexer has not chosen, slots `(B, q, k)`, too."""
+    hidden = indices.new_ones((*indices.shape[:2], kv_length), dtype=torch.bool)
+    hidden = hidden.scatter_(-1, indices.long(), False)[:, None]
+    if mask is None:
+        return ~hidden
+    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -torch.inf)
+
+
+def _sink_logits(of_heads: Tensor | None, of_queries: Tensor | None) -> Tensor | None:
+    """Sink logits by either name: `s_aux` `(Hq,)` of gpt-oss, `sinks` `(B, Hq, q, 1)` of Inkling 2."""
+    return of_heads if of_queries is None else of_queries.squeeze(-1)
