@@ -59,9 +59,9 @@ def can_attend_query_blocks(query: Tensor, keys: Tensor, options: AttentionOptio
     whole = (*query.shape[:3], keys.shape[2])
     if mask.dim() != 4 or any(n not in (1, full) for n, full in zip(mask.shape, whole, strict=True)):
         return False  # an error is torch's, or the model's, to raise
-    return mask.dtype == torch.bool or not _hides_all_of_a_token(
-        four_dimensional(mask, keys.shape[2]), query.shape[2]
-    )
+    if not mask.is_floating_point():
+        return mask.dtype == torch.bool
+    return not _hides_all_of_a_token(four_dimensional(mask, keys.shape[2]), query.shape[2])
 
 
 def attend_query_blocks(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
