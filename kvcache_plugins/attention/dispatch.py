@@ -267,8 +267,8 @@ def wrap_attention_function(original: AttentionFunction, *, is_eager: bool = Fal
             if is_sdpa and (put := attend_in_graph("sdpa", module, query, key, value, *args, **kwargs)):
                 return put
             key, value = handed_over(key, value)
-        handles = None if _needs_dropout(module, kwargs) else _as_handles(key, value)
-        if handles is not None:
+        handles = _as_handles(key, value)
+        if handles is not None and not _needs_dropout(module, kwargs):
             return _attend_or_leave(original, way, module, query, handles, *args, **kwargs)
         if isinstance(key, TensorHandle) and isinstance(value, TensorHandle):
             key, value = key.states, value.states
