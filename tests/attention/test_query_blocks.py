@@ -197,7 +197,7 @@ blank[7] = torch.finfo(torch.float32).min  # which later tokens see
         {"mask": torch.ones(1, 1, 40, 40, dtype=torch.int64)},
         {"mask": blank},
     ],
-    ids=["softcap", "alibi", "bias", "short", "rows", "batch", "heads", "5d", "integers", "hides all of a token"],
+    ids=["softcap", "alibi", "bias", "short", "rows", "batch", "heads", "5d", "integers", "blank"],
 )  # fmt: skip
 def test_what_is_left_to_others(options: dict[str, Any]) -> None:
     query, keys, _ = states(40, 40, torch.float32)
