@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from .artifacts.named import paths_of_artifacts
 from .attention import eager  # noqa: F401  # registers how handles are attended to
-from .attention.exact import knows_tensor_handles, prompt_dtype
+from .attention.exact import prompt_dtype, tensors_shown_from
 from .attention.latent_models import let_latents_pass
 from .config import BackendConfig, check_length
 from .kernels.selection import select_kernel
@@ -224,7 +224,7 @@ class KVCache(SavedCache, CacheVerbs):
         choose_frequencies(model, self, prompt_length, max_cache_length)
         with follow_cache(model, self):
             facts = self._describe(model)
-        self.shows_tensors = knows_tensor_handles(model, self.config.kernel)
+        self.shown_from = tensors_shown_from(model, self.config.kernel)
         pads, columns = left_padding(attention_mask)
         for layer_idx, layer in enumerate(self.layers):
             if hasattr(layer, "record_past"):

@@ -9,7 +9,9 @@ Four doors, all leading to [`attend`]:
 * our own attention function, `model.set_attn_implementation("kvcache_plugins")`, which adds softcap, sink
   logits, ALiBi and position biases, also over dense tensors.
 
-Models that call none of these multiply with handles themselves (`attention.products`).
+Tensors that a cache of ours returned come as a [`TensorHandle`], and are attended to a block of queries at a
+time where that is faster (`attention.unpacked`). Models that call none of these multiply with handles
+themselves (`attention.products`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from ..models.layer_plan import caches_latents
 from .limits import KERNEL_DTYPES, MOST_QUERIES
 from .native import has_fast_passes
 
-__all__ = ["TorchAttention", "knows_tensor_handles", "prompt_dtype", "reads_exact_tokens_faster"]
+__all__ = ["TorchAttention", "prompt_dtype", "reads_exact_tokens_faster", "tensors_shown_from"]
 
 _OURS = "kvcache_plugins"
 _SHOWING = ("sdpa", "eager", _OURS)
@@ -97,20 +97,20 @@ def prompt_dtype(model: nn.Module, kernel: str) -> torch.dtype | None:
     return dtype if reads_exact_tokens_faster(states, kernel, way) else None
 
 
-def knows_tensor_handles(model: nn.Module, kernel: str) -> bool:
-    """Whether handles of tensors reach attention, which may then be ours (`attention.unpacked`).
+def tensors_shown_from(model: nn.Module, kernel: str) -> int | None:
+    """New tokens of a call from which on tensors are given to attention as handles; `None` if it knows none.
+
+    Of fewer, a mask hides little (`attention.unpacked`).
 
     Args:
         model (`PreTrainedModel`): Whose attention must be a function that takes handles.
         kernel (`str`): The option of that name.
     """
     parameter = next(model.parameters(), None)
-    is_on_cpu = parameter is not None and parameter.is_cpu
-    return (
-        is_on_cpu
-        and kernel != "torch"
-        and _torch_attention(model) in (TorchAttention.FLASH, TorchAttention.EAGER)
-    )
+    if parameter is None or not parameter.is_cpu or kernel == "torch":
+        return None
+    is_known = _torch_attention(model) in (TorchAttention.FLASH, TorchAttention.EAGER)
+    return MOST_QUERIES + 1 if is_known else None
 
 
 def _attention_name(model: nn.Module) -> str | None:

@@ -195,12 +195,13 @@ class CompiledUpdates(Cache):
     Attributes:
         compiled_layers (`CompiledLayers`, *optional*): Its layers, if they go into graphs. Others end them.
         is_compiled (`bool`): Whether the call of `generate()` has a `compile_config`.
-        shows_tensors (`bool`): Whether attention knows handles of tensors, and may read them faster.
+        shown_from (`int`, *optional*): New tokens of a call from which on attention is given handles of
+            tensors, which it may read faster; if not given, it knows none.
     """
 
     compiled_layers: CompiledLayers | None = None
     is_compiled = False
-    shows_tensors = False
+    shown_from: int | None = None
 
     @property
     def is_compileable(self) -> bool:
@@ -224,9 +225,10 @@ class CompiledUpdates(Cache):
             layer.cumulative_length = layer.cumulative_length + key_states.shape[2]
             return CompiledHandle(update, 0), CompiledHandle(update, 1)
         returned = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if not self.shows_tensors or torch.compiler.is_compiling():
+        least = self.shown_from
+        if least is None or key_states.shape[2] < least or torch.compiler.is_compiling():
             return returned
-        return shown(key_states, *returned)
+        return shown(*returned)
 
     @outside_graphs
     def reset(self) -> None:

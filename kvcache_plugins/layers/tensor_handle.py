@@ -9,9 +9,6 @@ from .lazy import LazyTensor
 
 __all__ = ["TensorHandle", "shown"]
 
-_MOST_OF_A_STEP = 8
-"""New tokens of a call that decodes; a mask of so few hides little."""
-
 
 class TensorHandle(LazyTensor):
     """Keys or values of one layer in one call, of shape `(B, H, T, D)`, which are there.
@@ -41,16 +38,15 @@ class TensorHandle(LazyTensor):
         return f"TensorHandle(shape={tuple(self.shape)})"
 
 
-def shown(key_states: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return handles of what an update has returned, if that is tensors, and of many new tokens on a CPU.
+def shown(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return handles of what an update has returned, if that is tensors on a CPU and no gradient is recorded.
 
     Args:
-        key_states (`torch.Tensor` of shape `(B, H, q, D)`): The new keys.
         keys (`torch.Tensor` of shape `(B, H, T, D)`): What attention reads.
         values (`torch.Tensor` of shape `(B, H, T, Dv)`): Their values.
     """
-    if key_states.shape[2] <= _MOST_OF_A_STEP or torch.is_grad_enabled():
+    if type(keys) is not Tensor or type(values) is not Tensor:
         return keys, values
-    if type(keys) is not Tensor or type(values) is not Tensor or not keys.is_cpu:
+    if not keys.is_cpu or torch.is_grad_enabled():
         return keys, values
     return TensorHandle(keys), TensorHandle(values)
