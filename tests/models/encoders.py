@@ -244,10 +244,19 @@ def encoder_decoder(name: str, **overrides: Any) -> PreTrainedModel:
         else:
             model = AutoModelForSeq2SeqLM.from_config(config)
     _initialise(model, 1)
+    _scale_queries_as_t5(model)
     model.generation_config.decoder_start_token_id = 1
     if name == "t5gemma":
         model.set_attn_implementation("eager")  # sdpa leaves its softcap out, or is refused
     return model.eval()
+
+
+@torch.no_grad()
+def _scale_queries_as_t5(model: PreTrainedModel) -> None:
+    """T5 and its relatives have the scale of their logits, which are near 100 without, in their weights."""
+    for name, parameter in model.named_parameters():
+        if name.endswith((".q.weight", ".query.weight")) and hasattr(model.config, "d_kv"):
+            parameter.mul_(model.config.d_kv**-0.5)
 
 
 def _configuration(name: str, overrides: dict[str, Any]) -> Any:
