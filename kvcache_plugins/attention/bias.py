@@ -1,7 +1,7 @@
 """Whatever may hide a slot or move a logit, in the terms of the kernels: an additive bias, a causal flag.
 
-All layers of a kind are shown the same mask in one step, so what it amounts to is remembered: the work is
-done once per step and not once per layer.
+All layers of a kind are shown the same mask in one call of a model, so what it amounts to is remembered: the
+work is done once per call and not once per layer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from .reference import AttentionOptions, four_dimensional
+from .row_masks import row_mask
 
-__all__ = ["LogitBias", "as_boolean", "logit_bias", "per_head", "sinks_for_kernels"]
+__all__ = ["LogitBias", "as_boolean", "logit_bias", "per_head", "row_bias", "sinks_for_kernels"]
 
 
 class LogitBias(NamedTuple):
@@ -32,11 +33,22 @@ class LogitBias(NamedTuple):
     window: int = 0
 
 
+class _Question(NamedTuple):
+    """What is asked of a mask, in the terms of `logit_bias`."""
+
+    length: int
+    beside: LogitBias
+    hidden: int
+    window: int | None
+    of_all: bool
+    """Whether only a row for all queries is an answer."""
+
+
 class _Seen(NamedTuple):
     mask: weakref.ref[Tensor]
-    version: int
-    of: tuple[int, bool, int, int]
-    result: LogitBias
+    of: tuple[int, _Question]
+    """The mask's version, and what was asked."""
+    answer: LogitBias | None
 
 
 _seen: dict[int, _Seen] = {}
@@ -66,12 +78,58 @@ def logit_bias(
         window (`int`, *optional*): A window that the mask may be found to be.
         device (`torch.device`): Of the queries.
     """
-    is_causal = options.is_causal or options.sliding_window is not None
-    found = LogitBias(None, is_causal, options.sliding_window or 0)
-    if options.mask is not None and query_length == 1:
-        found = _remembered(options.mask, length, found, hidden)
-    elif options.mask is not None:
-        found = _converted(options.mask, length, found, hidden, window or found.window)
+    found = beside = _beside(options)
+    if options.mask is not None:
+        question = _Question(length, beside, hidden, window, of_all=False)
+        answer = (_remembered if query_length == 1 else _converted)(
+            options.mask, question
+        )  # others are large
+        assert answer is not None
+        found = answer
+    return _completed(found, options, query_length, length, hidden, device)
+
+
+def row_bias(
+    options: AttentionOptions,
+    query_length: int,
+    length: int,
+    *,
+    hidden: int = 0,
+    window: int | None = None,
+) -> LogitBias | None:
+    """What [`logit_bias`] returns of many queries on a CPU, if it is one row for all of them; else `None`.
+
+    Args:
+        options (`AttentionOptions`): As there.
+        query_length (`int`): As there.
+        length (`int`): As there.
+        hidden (`int`): As there.
+        window (`int`, *optional*): As there.
+    """
+    positions = options.position_bias
+    if positions is not None and four_dimensional(positions, length).shape[2] > 1:
+        return None
+    found: LogitBias | None = _beside(options)
+    if options.mask is not None and found is not None:
+        found = _remembered(options.mask, _Question(length, found, hidden, window, of_all=True))
+    return None if found is None else _completed(found, options, query_length, length, hidden, "cpu")
+
+
+def _beside(options: AttentionOptions) -> LogitBias:
+    """What attention is beside a mask."""
+    window = options.sliding_window or 0
+    return LogitBias(None, options.is_causal or window > 0, window)
+
+
+def _completed(
+    found: LogitBias,
+    options: AttentionOptions,
+    query_length: int,
+    length: int,
+    hidden: int,
+    device: torch.device | str,
+) -> LogitBias:
+    """A mask's bias with that of positions, and with what stands for slots that no query may see."""
     bias, is_causal, window = found
     if options.position_bias is not None:
         position_bias = _behind(four_dimensional(options.position_bias, length).float(), hidden)
@@ -101,18 +159,17 @@ def sinks_for_kernels(
     return sink_logits[:, :, queries].detach().float().to(device).contiguous()
 
 
-def _remembered(mask: Tensor, length: int, beside: LogitBias, hidden: int) -> LogitBias:
-    """What `_converted` returns for one query: of many it would be large."""
+def _remembered(mask: Tensor, question: _Question) -> LogitBias | None:
+    """What `_converted` returns, of small answers: those for one query, and of a row for all."""
     if _changes_unseen(mask) or torch.compiler.is_compiling():  # what is left here then would be missed later
-        return _converted(mask, length, beside, hidden)
-    of = (length, beside.is_causal, beside.window, hidden)
-    number = id(mask)
+        return _converted(mask, question)
+    number, of = id(mask), (mask._version, question)
     seen = _seen.get(number)
-    if seen is not None and seen.mask() is mask and (seen.version, seen.of) == (mask._version, of):
-        return seen.result
-    result = _converted(mask, length, beside, hidden)
-    _seen[number] = _Seen(weakref.ref(mask, lambda _: _seen.pop(number, None)), mask._version, of, result)
-    return result
+    if seen is not None and seen.mask() is mask and seen.of == of:
+        return seen.answer
+    answer = _converted(mask, question)
+    _seen[number] = _Seen(weakref.ref(mask, lambda _: _seen.pop(number, None)), of, answer)
+    return answer
 
 
 def _changes_unseen(mask: Tensor) -> bool:
@@ -130,21 +187,24 @@ def _changes_unseen(mask: Tensor) -> bool:
 _is_of_a_graph: Callable[[Tensor], bool] = getattr(torch._C, "_is_cached_tensor", lambda mask: False)
 
 
-def _converted(
-    mask: Tensor, length: int, beside: LogitBias, hidden: int, window: int | None = None
-) -> LogitBias:
-    """The bias of a mask, what attention is `beside` it, and whether it is a `window`."""
-    mask = four_dimensional(mask, length).detach()
+def _converted(mask: Tensor, question: _Question) -> LogitBias | None:
+    """The bias of a mask, and what attention is beside it; `None` if a row is asked for and it is none."""
+    mask, beside = four_dimensional(mask, question.length).detach(), question.beside
     if mask.device.type != "cpu":
-        return beside._replace(bias=_behind(_added(mask), hidden))
+        return beside._replace(bias=_behind(_added(mask), question.hidden))
+    if mask.shape[2] > 1:
+        found = row_mask(mask, question.window or beside.window or None)
+        if found is None and question.of_all:
+            return None
+        if found is not None:
+            mask, window = found.row, found.window or beside.window
+            beside = beside._replace(is_causal=beside.is_causal or found.is_causal, window=window)
     visible = mask if mask.dtype == torch.bool else as_boolean(mask)
     if visible is not None and (visible is mask or bool(visible.any(-1).all())):
-        if visible.shape[2] > 1:
-            visible, beside = _reduced(visible, beside, window)
-        if bool(visible.all()):
-            return beside
         mask = visible
-    return beside._replace(bias=_behind(_added(mask), hidden))
+    if mask.dtype == torch.bool and bool(mask.all()):
+        return beside
+    return beside._replace(bias=_behind(_added(mask), question.hidden))
 
 
 def _added(mask: Tensor) -> Tensor:
@@ -168,19 +228,6 @@ def as_boolean(mask: Tensor) -> Tensor | None:
         return None
     visible = mask == 0
     return visible if bool((visible | (mask == torch.finfo(mask.dtype).min)).all()) else None
-
-
-def _reduced(visible: Tensor, beside: LogitBias, window: int | None) -> tuple[Tensor, LogitBias]:
-    """A mask of many queries as one row for all, if beside that it is causal only, or a sliding window."""
-    query_length, length = visible.shape[2:]
-    slots = torch.arange(length, device=visible.device)
-    own = slots[length - query_length :, None]
-    row = visible.any(2, keepdim=True)
-    if torch.equal(visible, row & (slots <= own)):
-        return row, beside._replace(is_causal=True)
-    if window and torch.equal(visible, row & (slots <= own) & (slots > own - window)):
-        return row, beside._replace(is_causal=True, window=window)
-    return visible, beside
 
 
 def _behind(bias: Tensor, hidden: int) -> Tensor:

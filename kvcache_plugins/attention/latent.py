@@ -22,7 +22,7 @@ from ..kernels.selection import native_is_unavailable
 from ..layers.expanded import Expansion
 from ..layers.view import StreamView
 from ..models.latent import LatentProjection
-from .bias import LogitBias, logit_bias, sinks_for_kernels
+from .bias import LogitBias, logit_bias, row_bias, sinks_for_kernels
 from .cuda import can_attend_tiles_on_device
 from .decoded import DecodedView
 from .description import describe, first_sinks
@@ -204,10 +204,8 @@ def _multiplier(query: Tensor, tokens: LatentKeys, options: AttentionOptions) ->
 
 def _bias_of_rows(query: Tensor, tokens: LatentKeys, options: AttentionOptions) -> LogitBias | None:
     """What the kernel adds to the logits; `None` if that would be too large."""
-    query_length = query.shape[2]
-    added = logit_bias(options, query_length, tokens.length)
-    is_large = added.bias is not None and added.bias.shape[2] > 1 and query_length > _BIASED_QUERIES
-    return None if is_large else added
+    bias_of = row_bias if query.shape[2] > _BIASED_QUERIES else logit_bias
+    return bias_of(options, query.shape[2], tokens.length)
 
 
 def _attend_in_passes(
