@@ -1,19 +1,14 @@
-"""Whatever may hide a slot or move a logit, in the terms of the kernels: an additive bias, a causal flag.
-
-All layers of a kind are shown the same mask in one call of a model, so what it amounts to is remembered: the
-work is done once per call and not once per layer.
-"""
+"""Whatever may hide a slot or move a logit, in the terms of the kernels: an additive bias, a causal flag."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .reference import AttentionOptions, four_dimensional
+from .remembered import remembered
 from .row_masks import row_mask
 
 __all__ = ["LogitBias", "as_boolean", "logit_bias", "per_head", "row_bias", "sinks_for_kernels"]
@@ -42,16 +37,6 @@ class _Question(NamedTuple):
     window: int | None
     of_all: bool
     """Whether only a row for all queries is an answer."""
-
-
-class _Seen(NamedTuple):
-    mask: weakref.ref[Tensor]
-    of: tuple[int, _Question]
-    """The mask's version, and what was asked."""
-    answer: LogitBias | None
-
-
-_seen: dict[int, _Seen] = {}
 
 
 def logit_bias(
@@ -161,30 +146,7 @@ def sinks_for_kernels(
 
 def _remembered(mask: Tensor, question: _Question) -> LogitBias | None:
     """What `_converted` returns, of small answers: those for one query, and of a row for all."""
-    if _changes_unseen(mask) or torch.compiler.is_compiling():  # what is left here then would be missed later
-        return _converted(mask, question)
-    number, of = id(mask), (mask._version, question)
-    seen = _seen.get(number)
-    if seen is not None and seen.mask() is mask and seen.of == of:
-        return seen.answer
-    answer = _converted(mask, question)
-    _seen[number] = _Seen(weakref.ref(mask, lambda _: _seen.pop(number, None)), of, answer)
-    return answer
-
-
-def _changes_unseen(mask: Tensor) -> bool:
-    """Whether a mask may be another one with the same version.
-
-    One of inference mode has none. A CUDA graph that is replayed writes what it has recorded, and counts
-    nothing: the outputs of a compiled model, which are the same tensors in every run, and what it was given.
-    """
-    if mask.is_inference():
-        return True
-    return mask.is_cuda and (torch.cuda.is_current_stream_capturing() or _is_of_a_graph(mask))
-
-
-# torch's own name for the outputs of its graphs, for which there is no public one
-_is_of_a_graph: Callable[[Tensor], bool] = getattr(torch._C, "_is_cached_tensor", lambda mask: False)
+    return remembered(mask, question, lambda: _converted(mask, question))
 
 
 def _converted(mask: Tensor, question: _Question) -> LogitBias | None:

@@ -37,9 +37,15 @@ def reads_exact_tokens_faster(
 
     *Flash.* Of 32 heads, over 4096 exact tokens of 8 kv heads of 128 channels (one thread of a Zen 5 core),
     in milliseconds: bf16, one new token 1 to 2, torch 28; 16 of them 8.5 and 19, 64 of them 30 and 61, 1024
-    of them 423 and 813. With AVX2 64 take as long as with torch. One of fp32 over 2048 tokens, 2.3 and 1.6.
-    So half precision is, of many queries bf16 with AVX-512 (not with AMX, which torch uses); single precision
-    is not.
+    of them 423 and 813. With AVX2 64 take as long as with torch. In fp32 one over 2048 tokens 0.5 and 1.5
+    (with AVX2 0.5 and 1.1), 8 of them 2.0 and 4.8 (3.4 and 4.7); of 32 kv heads 2.6 and 5.0 (3.6 and 4.4),
+    6.0 and 7.5 (7.3 and 6.9); a prompt of 4096 473 and 826, with AVX2 782 and 819 (two threads). So a few
+    queries are, and many in bf16 (not with AMX, which torch uses) and in fp32 with AVX-512.
+
+    *Flash, with a mask.* Of that shape, prompts of 4096 tokens by the kernel, by blocks of queries and by
+    torch: a window of 1024 in bf16 151, 450 and 1597, in fp32 231, 443 and 1456; two rows, one with 700 pads
+    389, 862 and 3076, 574, 914 and 3015. With AVX2 355 and 431, 379 and 469; 784 and 913, 817 and 951: about
+    what blocks take.
 
     *All logits at once.* Time and memory grow with the square of a prompt. One layer of 16 heads of 128
     channels that has a softcap took for 5000 tokens 6.8 s and 4.6 GB in bf16 and takes 1.5 s and 0.8 GB, in
@@ -62,13 +68,16 @@ def reads_exact_tokens_faster(
         if dtype == torch.bfloat16:
             return loader.try_load() and has_fast_passes(dtype)
         return dtype in KERNEL_DTYPES
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    return is_half and loader.try_load() and (not many or _multiplies_pairs(dtype))
+    if many:
+        return dtype in KERNEL_DTYPES and loader.try_load() and _multiplies_faster(dtype)
+    if dtype == torch.float32:
+        return loader.try_load() and loader.instruction_set() != "portable"
+    return dtype in KERNEL_DTYPES and loader.try_load()
 
 
-def _multiplies_pairs(dtype: torch.dtype) -> bool:
+def _multiplies_faster(dtype: torch.dtype) -> bool:
     """Whether many queries are multiplied faster than by torch."""
-    if dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported():
+    if dtype == torch.float16 or (dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
         return False
     return loader.instruction_set() == "avx512"
 

@@ -16,6 +16,7 @@ from ..layers.handle import KVHandle
 from .bias import as_boolean
 from .limits import MOST_QUERIES
 from .reference import AttentionOptions
+from .remembered import remembered
 
 __all__ = ["fitted", "mask_fits"]
 
@@ -62,9 +63,13 @@ def _of_real_queries(mask: Tensor, key: KVHandle, query_length: int) -> Tensor |
     padding, length = key.tokens.stream.padding, key.tokens.length
     if padding.lengths is None or mask.dim() != 4 or mask.shape[2:] != (query_length, length):
         return None
-    visible = as_boolean(mask)
-    if visible is None:
-        return None
-    slots = torch.arange(length - query_length, length, device=mask.device)
-    is_pad = slots < padding.starts(mask)[:, None]
-    return visible if bool((visible.any(-1) | is_pad[:, None]).all()) else None
+    starts = padding.starts(mask)
+
+    def find() -> Tensor | None:
+        visible = as_boolean(mask)
+        if visible is None:
+            return None
+        is_pad = torch.arange(length - query_length, length, device=mask.device) < starts[:, None]
+        return visible if bool((visible.any(-1) | is_pad[:, None]).all()) else None
+
+    return remembered(mask, ("real queries", *starts.tolist()), find)

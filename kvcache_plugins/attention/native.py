@@ -1,9 +1,10 @@
 """Attention over packed data by native kernels, where they fit; else by the torch reference.
 
 A few query tokens are a pass over the codes (`kernels.ops.decode_attention`). Many are several passes where
-the processor's vectors make those faster than torch's products, else dense attention over tiles that are
-decoded natively (`tiles`), or where nothing is packed over what blocks of queries see (`query_blocks`). The kernels are told of a layer's streams in their own terms (`description`), and
-whatever may hide a slot becomes a window, a causal flag, or an additive bias (`bias`).
+the processor's vectors make those faster than torch's products; else dense attention over tiles that are
+decoded natively (`tiles`) or, while nothing is packed, over what blocks of queries see (`query_blocks`). The
+kernels are told of a layer's streams in their own terms (`description`), and whatever may hide a slot becomes
+a window, a causal flag, or an additive bias (`bias`).
 """
 
 from __future__ import annotations

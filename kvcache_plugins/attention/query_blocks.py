@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .limits import KERNEL_DTYPES
 from .reference import AttentionOptions, four_dimensional, sink_column
+from .remembered import remembered
 from .tiles import attend_tile, widened
 
 __all__ = ["attend_query_blocks", "can_attend_query_blocks"]
@@ -61,7 +62,7 @@ def can_attend_query_blocks(query: Tensor, keys: Tensor, options: AttentionOptio
         return False  # an error is torch's, or the model's, to raise
     if not mask.is_floating_point():
         return mask.dtype == torch.bool
-    return not _hides_all_of_a_token(four_dimensional(mask, keys.shape[2]), query.shape[2])
+    return not _hides_all_of_a_token(options.mask, keys.shape[2], query.shape[2])
 
 
 def attend_query_blocks(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
@@ -107,7 +108,9 @@ def _blocks(
 ) -> Iterator[_Block]:
     """The blocks of which any query sees anything."""
     starts = range(0, query_length, _QUERIES)
-    bounds = [(0, length)] * len(starts) if mask is None else _bounds(mask, len(starts))
+    bounds = [(0, length)] * len(starts)
+    if options.mask is not None and mask is not None:
+        bounds = remembered(options.mask, ("bounds", length, len(starts)), lambda: _bounds(mask, len(starts)))
     past, window = length - query_length, options.sliding_window
     for start, (low, high) in zip(starts, bounds, strict=True):
         stop = min(start + _QUERIES, query_length)
@@ -148,14 +151,19 @@ def _seen(options: AttentionOptions, mask: Tensor | None, past: int, block: _Blo
     return part & visible if part.dtype == torch.bool else part.masked_fill(~visible, -torch.inf)
 
 
-def _hides_all_of_a_token(mask: Tensor, query_length: int) -> bool:
-    """Whether an additive mask `(B or 1, Hq or 1, q or 1, T)` shows nothing to a query that is no pad."""
-    hidden = _least(mask)
-    is_blank = mask.amax(-1) <= hidden
-    if not bool(is_blank.any()):
-        return False
-    is_seen = mask.amax(2)[..., mask.shape[3] - query_length :] > hidden
-    return bool((is_blank & is_seen).any())
+def _hides_all_of_a_token(mask: Tensor, length: int, query_length: int) -> bool:
+    """Whether an additive mask shows nothing to a query that is no pad."""
+
+    def find() -> bool:
+        numbers = four_dimensional(mask, length)
+        hidden = _least(numbers)
+        is_blank = numbers.amax(-1) <= hidden
+        if not bool(is_blank.any()):
+            return False
+        is_seen = numbers.amax(2)[..., length - query_length :] > hidden
+        return bool((is_blank & is_seen).any())
+
+    return remembered(mask, ("hides all", length, query_length), find)
 
 
 def _least(mask: Tensor) -> float:

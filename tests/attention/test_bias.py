@@ -8,9 +8,10 @@ import pytest
 import torch
 from packaging.version import Version
 
-from kvcache_plugins.attention import bias
-from kvcache_plugins.attention.bias import logit_bias
+from kvcache_plugins.attention import bias, remembered
+from kvcache_plugins.attention.bias import logit_bias, row_bias
 from kvcache_plugins.attention.reference import AttentionOptions
+from kvcache_plugins.attention.row_masks import row_mask
 
 
 def mask_of(hidden: int, length: int = 6) -> torch.Tensor:
@@ -56,10 +57,10 @@ def test_another_question_has_another_answer(change: str) -> None:
 def test_nothing_is_kept_of_a_mask_that_is_gone() -> None:
     mask = mask_of(2)
     logit_bias(AttentionOptions(mask=mask), 1, 6)
-    assert bias._seen
+    assert remembered._seen
     del mask
     gc.collect()
-    assert not bias._seen
+    assert not remembered._seen
 
 
 def test_the_masks_of_full_and_of_sliding_layers_are_both_remembered() -> None:
@@ -69,17 +70,52 @@ def test_the_masks_of_full_and_of_sliding_layers_are_both_remembered() -> None:
     assert all(a is b for a, b in zip(first, again, strict=True))
 
 
-def test_masks_of_many_queries_and_of_inference_mode_are_not_kept() -> None:
+def test_a_bias_of_many_queries_and_masks_of_inference_mode_are_not_kept() -> None:
     many = torch.ones(1, 1, 6, 6, dtype=torch.bool)
     many[..., 3, 1] = False
-    logit_bias(AttentionOptions(mask=many), 6, 6)
-    assert id(many) not in bias._seen
+    found = logit_bias(AttentionOptions(mask=many), 6, 6).bias
+    assert found is not None and found.shape == (1, 1, 6, 6)
+    assert id(many) not in remembered._seen
     with torch.inference_mode():
         mask = mask_of(2)
         first = logit_bias(AttentionOptions(mask=mask), 1, 6).bias
         mask[0, ..., 2] = False
         second = logit_bias(AttentionOptions(mask=mask), 1, 6).bias
     assert first is not None and second is not None and not torch.equal(first, second)
+
+
+def test_a_row_for_many_queries_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(bias, "row_mask", lambda *args: looked.append(args) or row_mask(*args))
+    windowed, other = window_mask(6), window_mask(6)
+    other[..., 1, 4] ^= True
+    for mask in (windowed, other):
+        options = AttentionOptions(mask=mask)
+        found = [row_bias(options, 5, 12, window=6) for _ in range(3)]
+        assert found[0] is found[1] is found[2]
+        assert len(looked) == 1
+        looked.clear()
+        row_bias(options, 5, 12, window=5)  # another question
+        assert len(looked) == 1
+        mask[..., 0, 2] ^= True  # another mask
+        row_bias(options, 5, 12, window=6)
+        assert len(looked) == 2
+        looked.clear()
+
+
+def test_a_row_is_what_all_is_told_by_or_there_is_none() -> None:
+    visible = window_mask(12)
+    visible[..., 3] = False
+    options = AttentionOptions(mask=visible)
+    row, whole = row_bias(options, 5, 12, hidden=2), logit_bias(options, 5, 12, hidden=2)
+    assert row is not None and row.bias is not None and row.bias.shape == (1, 1, 1, 14)
+    assert whole.bias is not None and torch.equal(row.bias, whole.bias) and row[1:] == whole[1:]
+    visible[..., 4, 5] = False
+    assert row_bias(options, 5, 12) is None
+    position_bias = torch.randn(1, 2, 1, 12)
+    found = row_bias(AttentionOptions(position_bias=position_bias), 5, 12)
+    assert found is not None and found.bias is not None and torch.equal(found.bias, position_bias)
+    assert row_bias(AttentionOptions(position_bias=position_bias.expand(1, 2, 5, 12)), 5, 12) is None
 
 
 def test_a_causal_mask_is_a_flag_and_one_row() -> None:
@@ -190,12 +226,12 @@ def test_what_is_compiled_remembers_nothing() -> None:
     # masks of other calls come and go meanwhile, and compiled code would look for those it was made with
     kept, mask = mask_of(3), mask_of(2)
     logit_bias(AttentionOptions(mask=kept), 1, 6)
-    seen = set(bias._seen)
+    seen = set(remembered._seen)
     torch.compiler.reset()
     compiled = torch.compile(lambda m: logit_bias(AttentionOptions(mask=m), 1, 6).bias, backend="eager")
     found = compiled(mask)
     assert torch.equal(found == -torch.inf, ~mask)
-    assert set(bias._seen) == seen
+    assert set(remembered._seen) == seen
     del kept
     gc.collect()
     assert torch.equal(compiled(mask_of(1)) == -torch.inf, ~mask_of(1))
@@ -210,7 +246,7 @@ def test_masks_that_change_unseen_are_not_remembered(why: str, monkeypatch: pyte
         is_cuda = True
 
     mask = torch.ones(1, 1, 1, 9, dtype=torch.bool).as_subclass(OnGPU)
-    monkeypatch.setattr(bias, "_is_of_a_graph", lambda mask: why == "is_of_a_graph")
+    monkeypatch.setattr(remembered, "_is_of_a_graph", lambda mask: why == "is_of_a_graph")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: why == "is_recorded")
     options = AttentionOptions(mask=mask)
     assert logit_bias(options, 1, 9).bias is None
@@ -219,4 +255,4 @@ def test_masks_that_change_unseen_are_not_remembered(why: str, monkeypatch: pyte
     assert mask._version == version
     found = logit_bias(options, 1, 9).bias
     assert found is not None and found.flatten().tolist() == [0.0] * 4 + [-torch.inf] + [0.0] * 4
-    assert id(mask) not in bias._seen
+    assert id(mask) not in remembered._seen

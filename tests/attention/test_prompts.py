@@ -34,7 +34,7 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bf16 is multiplied by the kernels of this processor, also where torch's are better."""
     if not loader.try_load():
         pytest.skip("there are no CPU kernels")
-    monkeypatch.setattr(exact, "_multiplies_pairs", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(exact, "_multiplies_faster", lambda dtype: dtype == torch.bfloat16)
 
 
 def ids(rows: int = 2, count: int = LENGTH, seed: int = 1) -> Tensor:
@@ -88,7 +88,7 @@ def test_our_own_function_reads_what_torch_cannot(
     family: str, dtype: torch.dtype, pads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Softcaps and sink logits; in any dtype, and where torch multiplies pairs as fast."""
-    monkeypatch.setattr(exact, "_multiplies_pairs", lambda dtype: False)
+    monkeypatch.setattr(exact, "_multiplies_faster", lambda dtype: False)
     dense, attend = [], dispatch.attend_unpacked
     monkeypatch.setattr(dispatch, "attend_unpacked", lambda *args: dense.append(attend(*args)) or dense[-1])
     # all of its experts, of which rounding chooses others
@@ -132,7 +132,7 @@ def test_what_is_stored_does_not_depend_on_who_reads(monkeypatch: pytest.MonkeyP
     model = model_of(num_hidden_layers=1)
     caches = []
     for is_faster in (True, False):
-        monkeypatch.setattr(exact, "_multiplies_pairs", lambda dtype, faster=is_faster: faster)
+        monkeypatch.setattr(exact, "_multiplies_faster", lambda dtype, faster=is_faster: faster)
         cache = kvp.build_cache(model, {"backend": "kivi"}).bind(model)
         with torch.no_grad():
             model(ids(), **as_argument(cache))

@@ -237,7 +237,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         unpacked, "attend_query_blocks", lambda *args: counts.append(args[0].shape[2]) or attend(*args)
     )
     # the kernels do not take what is exact from torch
-    monkeypatch.setattr(exact, "_multiplies_pairs", lambda dtype: False)
+    monkeypatch.setattr(exact, "_multiplies_faster", lambda dtype: False)
     return counts
 
 

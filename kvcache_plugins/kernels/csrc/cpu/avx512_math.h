@@ -57,6 +57,22 @@ inline void reduce_add(const __m512* x, float* sums) {
   _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 
+// Lane i: the sum of vector i of 16.
+inline __m512 sums_of_lanes(const __m512* x) {
+  __m512 quarters[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m512* const four = x + 4 * i;
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(four[0], four[1]), _mm512_unpackhi_ps(four[0], four[1]));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(four[2], four[3]), _mm512_unpackhi_ps(four[2], four[3]));
+    quarters[i] = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  }
+  const auto halves = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  };
+  const __m512 first = halves(quarters[0], quarters[1]), second = halves(quarters[2], quarters[3]);
+  return _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd));
+}
+
 // Maxima of four vectors.
 inline void reduce_max(const __m512* x, float* maxima) {
   const __m512 ab = _mm512_max_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));

@@ -4,8 +4,8 @@
 // scores (avx512_keys.h, avx512_positions.h), exact tokens (avx512_exact.h), masks and one step of the online softmax
 // (avx512_softmax.h), values (avx512_values.h). Nothing is decoded to memory, except levels for many rows
 // (decode_attention_tiles_avx512.cpp). Bound: for one row the speed of the memory, for four decoding (a shift and a
-// look-up for 32 codes) and dot products (one for 32 codes and a row), about alike. Tasks of which nothing is packed go
-// to the tiles, too; with fp32 queries, those of more than one pass.
+// look-up for 32 codes) and dot products (one for 32 codes and a row), about alike. Tasks of which nothing is packed and
+// that have several rows go to the tiles, too; with fp32 queries, those of more than one pass.
 //
 // What this file does not cover (scales per token and group of channels for keys, 8-bit codes with scales per channel,
 // a rotation of some channels in half-split layout) goes to the AVX2 kernel, which covers everything.
@@ -27,8 +27,8 @@ namespace {
 // Query rows up to which blocks are decoded anew for every four of them: a tile, which has that done once, costs as
 // much as so many (Zen 5). Of KIVI's keys with bf16 queries alone: in fp32 products are most of it.
 constexpr int kMostLevelRows = 12, kMostTurnedRows = 16, kMostGroupedRows = 32;
-// The same of exact tokens with fp32 queries; with bf16 ones a tile is as fast for one.
-constexpr int kMostExactRows = 4;
+// The same of exact tokens, with bf16 and with fp32 queries.
+constexpr int kMostExactRows[2] = {1, 4};
 
 bool is_better_decoded(const Task& task) {
   const Side &key = task.key, &value = task.value;
@@ -42,7 +42,7 @@ bool is_better_decoded(const Task& task) {
 // Whether nothing of a task is read from codes, and a tile costs no more than reading every token for every four rows.
 bool is_exact(const Task& task) {
   const bool is_half = task.weights != nullptr || task.logits != nullptr;
-  if (is_half || (task.precise != 0 && task.queries <= kMostExactRows)) return false;
+  if (is_half || task.queries <= kMostExactRows[task.precise]) return false;
   return std::max(task.key.packed_length, task.value.packed_length) <= task.begin;
 }
 
@@ -252,40 +252,23 @@ class Decoder {
   }
 
   void score_exact(int64_t start, Pass<R>& pass, float (*scores)[kBlockTokens]) {
-    for_exact(key_, start, packed_keys_, task_.end, [&](int64_t slot) {
-      int64_t at = 0;
-      const void* data = exact_token(key_, slot, &at);
-      if (data == nullptr) return;
-      __m512 sum[R];
-      for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
-      for (int c = 0; c < key_.head_dim; c += kLanes) {
-        const int count = key_.head_dim - c;
-        const __m512 token = load_exact(key_, data, at + c, count);
-        for (int r = 0; r < pass.rows; ++r) {
-          const float* query = task_.query + int64_t(pass.first + r) * key_.head_dim + c;
-          sum[r] = _mm512_fmadd_ps(token, _mm512_maskz_loadu_ps(first_lanes(count), query), sum[r]);
-        }
-      }
-      for (int r = 0; r < pass.rows; ++r) scores[r][slot - start] = _mm512_reduce_add_ps(sum[r]);
+    const float* queries[R];
+    for (int r = 0; r < R; ++r)
+      queries[r] = task_.query + int64_t(pass.first + std::min(r, pass.rows - 1)) * key_.head_dim;
+    for_exact(key_, start, packed_keys_, task_.end, [&](const ExactRun& run) {
+      dispatch_dtypes(key_.dtype,
+                      [&]<int kDtype>() { score_run<kDtype, R>(run, queries, key_.head_dim, scores); });
     });
   }
 
   // Adds the exact values of the block, and takes their weights out of what the packed values will see.
   void add_exact(int64_t start, Pass<R>& pass, float (*weights)[kBlockTokens]) {
-    for_exact(value_, start, packed_values_, task_.end, [&](int64_t slot) {
-      int64_t at = 0;
-      const void* data = exact_token(value_, slot, &at);
-      for (int r = 0; r < pass.rows; ++r) {
-        const __m512 weight = _mm512_set1_ps(weights[r][slot - start]);
-        const bool hidden = weights[r][slot - start] == 0.0f;  // and may hold anything
-        weights[r][slot - start] = 0.0f;
-        if (data == nullptr || hidden) continue;
-        for (int c = 0; c < value_.head_dim; c += kLanes) {
-          const __m512 token = load_exact(value_, data, at + c, value_.head_dim - c);
-          float* const out = pass.softmax.output[r] + c;
-          _mm512_store_ps(out, _mm512_fmadd_ps(token, weight, _mm512_load_ps(out)));
-        }
-      }
+    float* out[R];
+    for (int r = 0; r < R; ++r) out[r] = pass.softmax.output[r];
+    for_exact(value_, start, packed_values_, task_.end, [&](const ExactRun& run) {
+      dispatch_dtypes(value_.dtype,
+                      [&]<int kDtype>() { add_run<kDtype, R>(run, weights, pass.rows, value_.head_dim, out); });
+      for (int r = 0; r < R; ++r) std::memset(weights[r] + run.first, 0, sizeof(float) * run.count);
     });
   }
 
