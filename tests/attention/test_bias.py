@@ -92,8 +92,11 @@ def test_a_row_for_many_queries_is_found_once(monkeypatch: pytest.MonkeyPatch) -
     for mask in (windowed, other):
         options = AttentionOptions(mask=mask)
         found = [row_bias(options, 5, 12, window=6) for _ in range(3)]
-        assert found[0] is found[1] is found[2]
         assert len(looked) == 1
+        if mask is other:
+            assert found == [None] * 3
+        else:
+            assert found[0].bias is not None and all(one.bias is found[0].bias for one in found)
         looked.clear()
         row_bias(options, 5, 12, window=5)  # another question
         assert len(looked) == 1
@@ -224,6 +227,7 @@ def test_hidden_slots_are_fp32_whatever_the_default_dtype(dtype: torch.dtype) ->
 )
 def test_what_is_compiled_remembers_nothing() -> None:
     # masks of other calls come and go meanwhile, and compiled code would look for those it was made with
+    gc.collect()
     kept, mask = mask_of(3), mask_of(2)
     logit_bias(AttentionOptions(mask=kept), 1, 6)
     seen = set(remembered._seen)

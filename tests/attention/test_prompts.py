@@ -175,7 +175,7 @@ def test_a_prompt_with_gradients_has_them() -> None:
 def test_no_kernels_are_built_for_models_that_lie_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "try_load", lambda: pytest.fail("asked for"))
     assert exact.prompt_dtype(model_of().to("meta"), "auto") is None
-    assert exact.prompt_dtype(tiny_model("llama"), "auto") is None
+    assert exact.prompt_dtype(tiny_model("llama").double(), "auto") is None
 
 
 class _Handles:

@@ -34,7 +34,7 @@ def tokenizer() -> Any:
 
 def _token_by_token(model: Any, cache_config: dict[str, Any], ids: list[int], count: int) -> torch.Tensor:
     """The definition: all before the last `count` tokens at once, then these one at a time."""
-    cache = kvp.build_cache(model, cache_config)
+    cache = kvp.build_cache(model, cache_config).bind(model)
     rows = []
     with torch.inference_mode():
         if len(ids) > count:

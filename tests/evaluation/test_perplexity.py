@@ -392,7 +392,7 @@ def test_results_equal_plain_loops(finished: Path, book: Path) -> None:
             tokens = ids[None, window : window + LENGTH]
             logits = reference
             if row["cache_config"]["backend"] != "dense":
-                cache = kvp.build_cache(model, row["cache_config"])
+                cache = kvp.build_cache(model, row["cache_config"]).bind(model)
                 steps = [model(tokens[:, :PREFILL], **as_argument(cache)).logits[0, -1]]
                 steps += [
                     model(tokens[:, position : position + 1], **as_argument(cache)).logits[0, -1]

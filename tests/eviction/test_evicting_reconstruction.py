@@ -282,7 +282,8 @@ def test_weights_that_are_offloaded_are_fetched_for_a_repetition() -> None:
     assert offloaded.device.type == "meta"
     read = []
     for used in (model, offloaded):
-        cache = bound_cache(used, {"backend": "kvzip", "budget": 24}, 77)
+        # by torch: of a model whose weights lie elsewhere it is not known where it will attend
+        cache = bound_cache(used, {"backend": "kvzip", "budget": 24, "kernel": "torch"}, 77)
         read.append(feed(used, cache, ids(77), [40, 37]))
     assert torch.equal(*read)
 

@@ -53,15 +53,16 @@ def test_a_prompt_within_the_budget_is_read_as_ever(
 ) -> None:
     model, tokens = model_of(family, attention), ids(60, 2, pads=pads)
     mask = {} if pads is None else {"attention_mask": mask_of(60, pads)}
+    expected = _generate(model, tokens, max_new_tokens=12, **mask)
     for options in ({"budget": 60}, {"budget": 500, "evict_at_decode": True}):
-        got = _generate(model, tokens, locret(model, **options), max_new_tokens=12, **mask)
-        expected = _generate(model, tokens, max_new_tokens=12, **mask)
-        assert type(cache_of(got)) is LocretCache
-        assert torch.equal(got.sequences, expected.sequences)
-        if attention == "sdpa":
-            assert torch.equal(_logits(got), _logits(expected))
-        else:  # the kernels read the prompt, in other sums
-            torch.testing.assert_close(_logits(got), _logits(expected), atol=1e-4, rtol=1e-4)
+        for kernel in ("auto", "torch"):
+            got = _generate(model, tokens, locret(model, kernel=kernel, **options), max_new_tokens=12, **mask)
+            assert type(cache_of(got)) is LocretCache
+            assert torch.equal(got.sequences, expected.sequences)
+            if (attention, kernel) == ("sdpa", "torch"):
+                assert torch.equal(_logits(got), _logits(expected))
+            else:  # kernels read the prompt, or tiles, in other sums
+                torch.testing.assert_close(_logits(got), _logits(expected), atol=1e-4, rtol=1e-4)
 
 
 def test_one_token_more_than_the_budget() -> None:

@@ -80,10 +80,11 @@ def test_many_queries(isa: str, queries: int) -> None:
         check(*step(length, queries, head_dim=96), AttentionOptions(is_causal=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 16])
-def test_group_ratios(isa: str, group: int) -> None:
+def test_group_ratios(isa: str, group: int, dtype: torch.dtype) -> None:
     for queries in (1, 3):
-        check(*step(200, queries, group), AttentionOptions(is_causal=True))
+        check(*step(200, queries, group, dtype=dtype), AttentionOptions(is_causal=True))
 
 
 @pytest.mark.parametrize(
@@ -101,10 +102,12 @@ def test_group_ratios(isa: str, group: int) -> None:
         (512, 512),
     ],
 )
-def test_head_sizes(isa: str, key_dim: int, value_dim: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+def test_head_sizes(isa: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
     """Also those that are no whole vector of pairs."""
-    for queries in (1, 5):
-        check(*step(210, queries, head_dim=key_dim, value_dim=value_dim), AttentionOptions(is_causal=True))
+    for queries, group in ((1, 4), (5, 4), (1, 1), (3, 1)):
+        given = step(210, queries, group, dtype=dtype, head_dim=key_dim, value_dim=value_dim)
+        check(*given, AttentionOptions(is_causal=True))
 
 
 @pytest.mark.parametrize("options", LOGIT_OPTIONS, ids=str)
