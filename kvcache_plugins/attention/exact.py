@@ -38,8 +38,8 @@ def reads_exact_tokens_faster(
     *Flash.* Of 32 heads, over 4096 exact tokens of 8 kv heads of 128 channels (one thread of a Zen 5 core),
     in milliseconds: bf16, one new token 1 to 2, torch 28; 16 of them 8.5 and 19, 64 of them 30 and 61, 1024
     of them 423 and 813. With AVX2 64 take as long as with torch. In fp32 one over 2048 tokens 0.5 and 1.5
-    (with AVX2 0.5 and 1.1), 8 of them 2.0 and 4.8 (3.4 and 4.7); of 32 kv heads 2.6 and 5.0 (3.6 and 4.4),
-    6.0 and 7.5 (7.3 and 6.9); a prompt of 4096 473 and 826, with AVX2 782 and 819 (two threads). So a few
+    (with AVX2 0.5 and 1.1), 8 of them 2.0 and 4.8 (3.4 and 4.7); of 32 kv heads 2.6 and 5.0 (2.8 and 4.4),
+    6.0 and 7.5 (3.8 and 6.9); a prompt of 4096 473 and 826, with AVX2 782 and 819 (two threads). So a few
     queries are, and many in bf16 (not with AMX, which torch uses) and in fp32 with AVX-512.
 
     *Flash, with a mask.* Of that shape, prompts of 4096 tokens by the kernel, by blocks of queries and by
