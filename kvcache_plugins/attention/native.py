@@ -87,7 +87,8 @@ def _attend_on_cpu(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
             return _attend_in_passes(query, key.tokens, keys, values, options, added)
         if not key.tokens.packed_length and not value.tokens.packed_length:
             states = joined(key.tokens), joined(value.tokens)
-            if can_attend_query_blocks(query, states[0], options):  # three times as fast as tiles of a window
+            # a window of 512 or of 1024 tokens takes them 0.3 or 0.65 of what it takes tiles
+            if can_attend_query_blocks(query, states[0], options):
                 return attend_query_blocks(query, *states, options)
     if can_attend_tiles(options, length, query_length):
         sink_start = first_sinks(key.tokens, keys, values)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvcache_plugins.attention import native
 from kvcache_plugins.attention.limits import MOST_QUERIES
 from kvcache_plugins.attention.native import attend_handles, has_fast_passes
+from kvcache_plugins.attention.query_blocks import attend_query_blocks
 from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.testing.comparison import relative_rms
@@ -124,6 +126,21 @@ def test_what_changes_a_logit(isa: str, queries: int, options: dict[str, Any]) -
 def test_masks(isa: str, name: str) -> None:
     query, key, value = step(330, 3, head_dim=64)
     check(query, key, value, AttentionOptions(mask=masks(2, 8, 3, 330)[name]), bound=6e-3)
+
+
+def test_queries_that_a_mask_tells_apart_are_read_in_blocks(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_fast_passes(isa, 70)
+    query, key, value = step(330, 70, head_dim=64)
+    mask = torch.ones(70, 330, dtype=torch.bool).tril(260)[None, None].clone()
+    mask[..., 5:20, 30:90] = False
+    read = []
+    monkeypatch.setattr(
+        native, "attend_query_blocks", lambda *given: read.append(given) or attend_query_blocks(*given)
+    )
+    check(query, key, value, AttentionOptions(mask=mask), bound=6e-3)
+    assert len(read) == 1
 
 
 @pytest.mark.parametrize("scaling", [1.0, 0.3, -0.2, 1e-30, 1e-42, 0.0])
