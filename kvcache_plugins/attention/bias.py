@@ -66,9 +66,8 @@ def logit_bias(
     found = beside = _beside(options)
     if options.mask is not None:
         question = _Question(length, beside, hidden, window, of_all=False)
-        answer = (_remembered if query_length == 1 else _converted)(
-            options.mask, question
-        )  # others are large
+        find = _remembered if query_length == 1 else _converted  # of more the answer may be large
+        answer = find(options.mask, question)
         assert answer is not None
         found = answer
     return _completed(found, options, query_length, length, hidden, device)
@@ -85,18 +84,19 @@ def row_bias(
     """What [`logit_bias`] returns of many queries on a CPU, if it is one row for all of them; else `None`.
 
     Args:
-        options (`AttentionOptions`): As there.
-        query_length (`int`): As there.
-        length (`int`): As there.
-        hidden (`int`): As there.
-        window (`int`, *optional*): As there.
+        options (`AttentionOptions`): Masks and biases.
+        query_length (`int`): Query tokens.
+        length (`int`): Slots that masks and biases speak of.
+        hidden (`int`): Slots before these, which no query may see.
+        window (`int`, *optional*): A window that the mask may be found to be.
     """
     positions = options.position_bias
     if positions is not None and four_dimensional(positions, length).shape[2] > 1:
         return None
-    found: LogitBias | None = _beside(options)
-    if options.mask is not None and found is not None:
-        found = _remembered(options.mask, _Question(length, found, hidden, window, of_all=True))
+    beside = _beside(options)
+    found: LogitBias | None = beside
+    if options.mask is not None:
+        found = _remembered(options.mask, _Question(length, beside, hidden, window, of_all=True))
     return None if found is None else _completed(found, options, query_length, length, hidden, "cpu")
 
 

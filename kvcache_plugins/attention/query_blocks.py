@@ -87,7 +87,7 @@ def attend_query_blocks(query: Tensor, keys: Tensor, values: Tensor, options: At
     sinks = None if options.sink_logits is None else sink_column(options.sink_logits.detach().float())
     output = query.new_zeros(batch_size, query_heads, query_length, value_dim)
     with torch.autocast("cpu", enabled=False):
-        for block in _blocks(options, mask, length, query_length):
+        for block in _blocks(options, length, query_length):
             queries, slots = slice(block.start, block.stop), slice(block.low, block.high)
             seen = _seen(options, mask, length - query_length, block)
             states = grouped[:, :, :, queries], keys[:, :, slots], values[:, :, slots]
@@ -103,14 +103,12 @@ def _rows_dense(states: Tensor) -> Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-def _blocks(
-    options: AttentionOptions, mask: Tensor | None, length: int, query_length: int
-) -> Iterator[_Block]:
+def _blocks(options: AttentionOptions, length: int, query_length: int) -> Iterator[_Block]:
     """The blocks of which any query sees anything."""
     starts = range(0, query_length, _QUERIES)
-    bounds = [(0, length)] * len(starts)
-    if options.mask is not None and mask is not None:
-        bounds = remembered(options.mask, ("bounds", length, len(starts)), lambda: _bounds(mask, len(starts)))
+    bounds = (
+        [(0, length)] * len(starts) if options.mask is None else _bounds(options.mask, length, len(starts))
+    )
     past, window = length - query_length, options.sliding_window
     for start, (low, high) in zip(starts, bounds, strict=True):
         stop = min(start + _QUERIES, query_length)
@@ -122,15 +120,21 @@ def _blocks(
             yield _Block(start, stop, low, high)
 
 
-def _bounds(mask: Tensor, blocks: int) -> list[tuple[int, int]]:
+def _bounds(mask: Tensor, length: int, blocks: int) -> list[tuple[int, int]]:
     """First slot that a mask shows to any query of each block, and the one behind the last."""
-    numbers, hidden = (mask.view(torch.uint8), 0) if mask.dtype == torch.bool else (mask, _least(mask))
-    parts = numbers.split(_QUERIES, dim=2) if mask.shape[2] > 1 else [numbers] * blocks
-    seen = torch.stack([part.amax(2).amax((0, 1)) for part in parts]) > hidden
-    slots = torch.arange(seen.shape[1], device=mask.device)
-    low = torch.where(seen, slots, len(slots)).amin(1)
-    high = torch.where(seen, slots + 1, 0).amax(1)
-    return list(zip(low.tolist(), high.tolist(), strict=True))
+
+    def find() -> list[tuple[int, int]]:
+        numbers = four_dimensional(mask.detach(), length)
+        is_boolean = numbers.dtype == torch.bool
+        numbers, hidden = (numbers.view(torch.uint8), 0) if is_boolean else (numbers, _least(numbers))
+        parts = numbers.split(_QUERIES, dim=2) if numbers.shape[2] > 1 else [numbers] * blocks
+        seen = torch.stack([part.amax(2).amax((0, 1)) for part in parts]) > hidden
+        slots = torch.arange(length, device=mask.device)
+        low = torch.where(seen, slots, length).amin(1)
+        high = torch.where(seen, slots + 1, 0).amax(1)
+        return list(zip(low.tolist(), high.tolist(), strict=True))
+
+    return remembered(mask, ("bounds", length, blocks), find)
 
 
 def _seen(options: AttentionOptions, mask: Tensor | None, past: int, block: _Block) -> Tensor | None:

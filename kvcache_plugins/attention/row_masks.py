@@ -47,9 +47,10 @@ def row_mask(mask: Tensor, window: int | None = None) -> RowMask | None:
     past = length - query_length
     if past < 0 or not (mask.dtype == torch.bool or mask.is_floating_point()):
         return None
-    mask = mask[: 1 if mask.stride(0) == 0 else None, : 1 if mask.stride(1) == 0 else None]
+    for dim in range(3):  # what was expanded is looked at once
+        mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 else mask
     first, last = (_shown(mask[:, :, [query]]) for query in (0, -1))
-    if mask.stride(2) == 0 or bool(first[..., past + 1 :].any()):
+    if mask.shape[2] == 1 or bool(first[..., past + 1 :].any()):
         found = RowMask(first, is_causal=False)
     else:
         own = _shown(mask[..., past:].diagonal(dim1=2, dim2=3))[:, :, None]
