@@ -122,9 +122,10 @@ inline __attribute__((always_inline)) void add_chunks_of_run(const ExactRun& run
     }
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < kChunks; ++i)
+  for (int i = 0; i < kChunks; ++i) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) _mm512_store_ps(output[r] + c + kLanes * i, sums[r][i]);
+  }
 }
 
 // output[r] += weighted sums of a run, for the first `rows` of R query rows.
