@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,20 +39,12 @@ def flipped(layers: list[PackedLayer], rounded: Rounded) -> int:
         layers (`list[PackedLayer]`): Of int8, with nothing in their exact windows.
         rounded (`Rounded`): A cache that has been given the same.
     """
-    return sum(int((steps > 0.5).sum()) for steps in _steps_apart(layers, rounded))
-
-
-def first_difference(layers: list[PackedLayer], rounded: Rounded) -> int:
-    """Return the first token whose codes or scales are others than in a rounding cache; else their number."""
-    found = [steps.amax((0, 1, 3)) > 1e-3 for steps in _steps_apart(layers, rounded)]
-    return min(int(torch.cat([apart, torch.ones(1, dtype=torch.bool)]).int().argmax()) for apart in found)
-
-
-def _steps_apart(layers: list[PackedLayer], rounded: Rounded) -> Iterator[Tensor]:
-    """How many steps of a code each number of every layer's keys and values, `(B, H, T, D)`, is apart."""
+    count = 0
     for layer in layers:
         there = rounded.layers[layer.layer_idx]
         for stream, expected in zip(layer.streams, (there.keys, there.values), strict=True):
             assert stream.packed_length == expected.shape[2]
             step = expected.abs().amax(-1, keepdim=True) / 127
-            yield (stream.decode(0, stream.packed_length) - expected).abs() / step
+            apart = (stream.decode(0, stream.packed_length) - expected).abs()
+            count += int((apart > 0.5 * step).sum())
+    return count
