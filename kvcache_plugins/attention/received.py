@@ -1,5 +1,7 @@
 """How much attention every token received: column sums of the attention weights, without the weights.
 
+A native kernel adds them up where one serves (`measured`), else torch:
+
 Queries come in runs whose logits are few enough to be kept, and a causal run reads no key behind it. Where
 there are too many keys for that, every run reads them twice: to find the log-sum-exp of every query, and then
 to add up what each tile got, of logits that are computed again. No large matrix of queries by tokens is ever
@@ -13,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..layers.view import StreamView
 from .limits import tile_scores
+from .measured import measure_received
 from .reference import (
     AttentionOptions,
     DenseView,
@@ -34,7 +38,12 @@ _RUN = 256
 
 
 def received_attention(
-    query: Tensor, keys: TokenView, options: AttentionOptions, counted: Tensor | None = None
+    query: Tensor,
+    keys: TokenView,
+    options: AttentionOptions,
+    counted: Tensor | None = None,
+    *,
+    kernel: str = "auto",
 ) -> Tensor:
     """Sum the attention weights of all queries and of all query heads of a group.
 
@@ -43,12 +52,17 @@ def received_attention(
         keys (`TokenView`): `T` tokens, the newest included, of `Hkv` heads.
         options (`AttentionOptions`): As the queries were answered. Sink logits take their share.
         counted (`torch.Tensor` of shape `(B, q)`, *optional*): Which queries count; pads do not.
+        kernel (`str`): The option of a cache of that name.
 
     Returns:
         `torch.Tensor` of shape `(B, Hkv, T)`: fp32. Every counted query adds `Hq / Hkv` in all, less what
         sink logits take.
     """
     with torch.autocast(query.device.type, enabled=False):
+        if type(keys) is StreamView:
+            measured = measure_received(query, keys, options, counted, kernel)
+            if measured is not None:
+                return measured
         return _received(query, keys, options, counted)
 
 

@@ -47,7 +47,8 @@ class H2OLayer(AccumulatingLayer):
     config: H2OConfig
 
     def observe(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
-        received = received_attention(query, tokens, options, counted_queries(query, tokens))
+        counted = counted_queries(query, tokens)
+        received = received_attention(query, tokens, options, counted, kernel=self.config.kernel)
         self.ledger.scores.add_(received)
 
     def ranks(self) -> Tensor:

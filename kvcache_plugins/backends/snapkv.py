@@ -65,7 +65,8 @@ class SnapKVLayer(HeadwiseLayer):
     def observe(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
         window = min(max(1, self.config.window_of(self.mean_budget)), query.shape[2])
         query, options = newest_queries(query, options, window)
-        received = received_attention(query, tokens, options, counted_queries(query, tokens))
+        counted = counted_queries(query, tokens)
+        received = received_attention(query, tokens, options, counted, kernel=self.config.kernel)
         before = tokens.length - window
         is_pad = torch.arange(before, device=received.device) < tokens.stream.padding.starts(query)[:, None]
         votes = received[:, :, :before].masked_fill(is_pad[:, None], 0.0)

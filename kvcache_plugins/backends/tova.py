@@ -32,7 +32,7 @@ class TOVALayer(EvictingLayer):
     def observe(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
         heads = query.shape[1]
         query, options = newest_queries(query, options, 1)
-        received = received_attention(query, tokens, options)
+        received = received_attention(query, tokens, options, kernel=self.config.kernel)
         self.ledger.scores.copy_(received.sum(1, keepdim=True).div_(heads).expand_as(received))
 
 

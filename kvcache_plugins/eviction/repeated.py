@@ -171,5 +171,7 @@ class RepeatedLayer(HeadwiseLayer):
             super().attended(query, tokens, options)
         elif self.evicts and not self.parts:
             with storing():
-                needed = self.passage.needed(query, tokens, options, self.config.sink_length)
+                needed = self.passage.needed(
+                    query, tokens, options, self.config.sink_length, self.config.kernel
+                )
                 self._judgement.take(self.passage, needed)

@@ -47,7 +47,7 @@ class Passage:
         return self.start + self.is_real.shape[1]
 
     def needed(
-        self, query: Tensor, tokens: StreamView, options: AttentionOptions, sink_length: int
+        self, query: Tensor, tokens: StreamView, options: AttentionOptions, sink_length: int, kernel: str
     ) -> Tensor:
         """Return how much each token of the passage is needed, at most, by what repeats it.
 
@@ -59,6 +59,7 @@ class Passage:
             tokens (`StreamView`): The keys of the text, then those of `token_ids`.
             options (`AttentionOptions`): As they were answered.
             sink_length (`int`): First real tokens that count as sinks, as far as the passage follows them.
+            kernel (`str`): The option of a cache of that name.
 
         Returns:
             `torch.Tensor` of shape `(B, H, n)`: fp32, from 0 to 1.
@@ -70,12 +71,17 @@ class Passage:
         sinks = sinks[:, : min(sink_length, first)]
         runs = [(first, first + length), (end, tokens.length)]
         keys = [_gathered(tokens, sinks.clamp(0, first - 1))] if sinks.shape[1] else []
-        keys += [tokens.read(*run).float() for run in runs]
-        visible = torch.cat([(sinks >= 0) & (sinks < first), self.is_real.to(device)], dim=1)
-        earlier = torch.ones(count, count, dtype=torch.bool, device=device).tril()
-        seen = [visible[:, None].expand(-1, count, -1), earlier.expand(len(visible), -1, -1)]
+        keys += [tokens.read(*run) for run in runs]
+        dtype = query.dtype if all(part.dtype == query.dtype for part in keys) else torch.float32
+        repeated = torch.ones(len(query), count, dtype=torch.bool, device=device)
+        is_sink = (sinks >= 0) & (sinks < first)
         found = strongest_attention(
-            query, torch.cat(keys, dim=2), torch.cat(seen, dim=2), options, self.counted.to(device)
+            query,
+            torch.cat([part.to(dtype) for part in keys], dim=2),
+            torch.cat([is_sink, self.is_real.to(device), repeated], dim=1),
+            options,
+            self.counted.to(device),
+            kernel=kernel,
         )
         return found[:, :, sinks.shape[1] : sinks.shape[1] + length]
 
@@ -102,8 +108,8 @@ class Judgement:
 
 
 def _gathered(tokens: StreamView, slots: Tensor) -> Tensor:
-    """Keys `(B, H, n, D)` of the slots `(B, n)`, fp32."""
-    states = tokens.read(0, int(slots.max()) + 1).float()
+    """Keys `(B, H, n, D)` of the slots `(B, n)`."""
+    states = tokens.read(0, int(slots.max()) + 1)
     return states.gather(2, slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
 
 

@@ -17,7 +17,7 @@ from ..quantizers.outliers import Outliers, add_outliers
 from ..quantizers.packing import BLOCK_TOKENS, packed_bytes, padded_head_dim, unpack_keys, unpack_values
 from .layout import FORMATS, Side, SideLayout
 
-__all__ = ["attend_dense", "decode_side"]
+__all__ = ["attend_dense", "decode_side", "measure_dense"]
 
 
 def decode_side(side: Side, records: Tensor, *, is_key: bool, sink_start: Tensor | None) -> Tensor:
@@ -46,6 +46,51 @@ def attend_dense(
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Attend from `query` `(B, Hq, q, D)` over fp32 `keys` and `values`; see the op for the arguments."""
+    kv_heads, length = keys.shape[1], keys.shape[2]
+    logits = _dense_logits(query, keys, scaling, bias, is_causal, window, softcap, alibi_slopes)
+    weights, total = _exponentials(logits, sink_logits)
+    # a slot no query sees may hold anything
+    values = torch.where((weights > 0).any(2).unflatten(1, (kv_heads, -1)).any(2)[..., None], values, 0.0)
+    output = weights.view(len(query), kv_heads, -1, length) @ values
+    output = output.view(*query.shape[:3], -1) / total.masked_fill(total == 0, 1.0)
+    return output.to(query.dtype)
+
+
+def measure_dense(
+    query: Tensor,
+    keys: Tensor,
+    start: int,
+    scaling: float,
+    bias: Tensor | None,
+    is_causal: bool,
+    window: int,
+    softcap: float,
+    sink_logits: Tensor | None,
+    alibi_slopes: Tensor | None,
+    counted: Tensor | None,
+    is_strongest: bool,
+) -> Tensor:
+    """What fp32 `keys` receive of attention from `query` `(B, Hq, q, D)`; see the op for the arguments."""
+    logits = _dense_logits(query, keys, scaling, bias, is_causal, window, softcap, alibi_slopes)
+    weights, total = _exponentials(logits[..., start:], sink_logits)
+    weights = weights / total.masked_fill(total == 0, 1.0)
+    if counted is not None:
+        weights = weights * counted[:, None, :, None]
+    weights = weights.reshape(len(query), keys.shape[1], -1, weights.shape[3])
+    return weights.amax(2) if is_strongest else weights.sum(2)
+
+
+def _dense_logits(
+    query: Tensor,
+    keys: Tensor,
+    scaling: float,
+    bias: Tensor | None,
+    is_causal: bool,
+    window: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+) -> Tensor:
+    """Logits `(B, Hq, q, T)`, minus infinity where nothing is seen."""
     batch_size, query_heads, query_length, head_dim = query.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
     rows = (query.float() * scaling).reshape(batch_size, kv_heads, -1, head_dim)
@@ -62,6 +107,11 @@ def attend_dense(
         logits = logits.masked_fill(slots > query_slots, -torch.inf)
     if window > 0:
         logits = logits.masked_fill(slots <= query_slots - window, -torch.inf)
+    return logits
+
+
+def _exponentials(logits: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of logits less the largest of their row, and what they add up to; 0 where a query sees nothing."""
     best = logits.amax(-1, keepdim=True)
     if sink_logits is not None:
         sinks = sink_logits[..., None] if sink_logits.dim() == 3 else sink_logits[None, :, None, None]
@@ -71,11 +121,7 @@ def attend_dense(
     total = weights.sum(-1, keepdim=True)
     if sink_logits is not None:
         total = total + (sinks - best).exp()
-    # a slot no query sees may hold anything
-    values = torch.where((weights > 0).any(2).unflatten(1, (kv_heads, -1)).any(2)[..., None], values, 0.0)
-    output = weights.view(batch_size, kv_heads, -1, length) @ values
-    output = output.view(batch_size, query_heads, query_length, -1) / total.masked_fill(total == 0, 1.0)
-    return output.to(query.dtype)
+    return weights, total
 
 
 def _decode_records(side: Side, records: Tensor, *, is_key: bool) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decoding import attend_dense, decode_side
+from .decoding import attend_dense, decode_side, measure_dense
 from .gathering import gather_records
 from .layout import Side, SideLayout
 
@@ -142,6 +142,27 @@ def _gather_tokens_shape(*args: object) -> None:
     """Nothing is returned."""
 
 
+def _measure_attention(
+    query: Tensor,
+    records: Tensor,
+    segments: list[Tensor],
+    extras: list[Tensor | None],
+    sink_start: Tensor | None,
+    layout: list[int],
+    *options: Any,
+) -> Tensor:
+    side = Side.from_op(layout, segments, extras)
+    keys = decode_side(side, records, is_key=True, sink_start=sink_start)
+    return measure_dense(query, keys, *options)
+
+
+def _measure_attention_shape(query: Tensor, records: Tensor, *args: object) -> Tensor:
+    segments, layout, start = args[0], args[3], args[4]
+    assert isinstance(segments, (list, tuple)) and isinstance(layout, (list, tuple))
+    length = layout[0] + sum(segment.shape[2] for segment in segments)
+    return query.new_empty((*records.shape[:2], length - start), dtype=torch.float32)
+
+
 def _multiply_keys(
     query: Tensor,
     records: Tensor,
@@ -199,6 +220,7 @@ DEFAULTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "encode_levels": (_leave_to_codecs, _leave_to_codecs),
     "encode_tokens": (_leave_to_codecs, _leave_to_codecs),
     "gather_tokens": (_gather_tokens, _gather_tokens_shape),
+    "measure_attention": (_measure_attention, _measure_attention_shape),
     "multiply_keys": (_multiply_keys, _multiply_keys_shape),
     "multiply_values": (_multiply_values, _multiply_values_shape),
 }

@@ -18,6 +18,7 @@ __all__ = [
     "attend_latents",
     "decode_attention",
     "decode_tokens",
+    "measure_attention",
     "multiply_keys",
     "multiply_values",
     "operators",
@@ -58,6 +59,11 @@ SCHEMAS = {
         "(Tensor records_in, Tensor(a!) records_out, Tensor index, int[] key_layout, "
         "int[] value_layout) -> ()"
     ),
+    "measure_attention": (
+        "(Tensor query, Tensor records, Tensor[] segments, Tensor?[] extras, Tensor? sink_start, "
+        "int[] layout, int start, float scaling, Tensor? bias, bool is_causal, int window, float softcap, "
+        "Tensor? sink_logits, Tensor? alibi_slopes, Tensor? counted, bool is_strongest) -> Tensor"
+    ),
     "multiply_keys": (
         "(Tensor query, Tensor records, Tensor[] segments, Tensor?[] extras, Tensor? sink_start, "
         "int[] layout, int start) -> Tensor"
@@ -67,8 +73,8 @@ SCHEMAS = {
         "int[] layout, int start) -> Tensor"
     ),
 }
-"""Name and signature of every operator; a native library is built for exactly these. `attend_latents`
-and the two products have native implementations on the CPU only."""
+"""Name and signature of every operator; a native library is built for exactly these. `attend_latents`,
+`measure_attention` and the two products have native implementations on the CPU only."""
 
 
 def attend_latents(
@@ -224,6 +230,67 @@ def decode_tokens(
         dtype,
     )
     return states
+
+
+def measure_attention(
+    query: Tensor,
+    records: Tensor,
+    keys: Side,
+    *,
+    scaling: float,
+    start: int = 0,
+    sink_start: Tensor | None = None,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    counted: Tensor | None = None,
+    is_strongest: bool = False,
+) -> Tensor:
+    """Measure how much of the attention of some queries every token receives.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, Hq, q, D)`): fp32, bf16 or fp16; up to 64 query tokens.
+        records (`torch.Tensor` of shape `(B, H, N, record_bytes)`): uint8, the packed blocks.
+        keys (`Side`): How to read the keys: `T` tokens.
+        scaling (`float`): Factor of `q.k`.
+        start (`int`): First slot that counts; those before it take no share.
+        sink_start (`torch.Tensor` of shape `(B,)`, *optional*): int64, slot of the first sink of every row.
+        bias (`torch.Tensor`, *optional*): fp32, additive, `(B or 1, Hq or 1, q or 1, T)`; `-inf`
+            hides a slot.
+        is_causal (`bool`): Query `i` of `q` sees the slots up to `T - q + i`.
+        window (`int`): And those above `T - q + i - window`; 0 is no window.
+        softcap (`float`): Bound of the logits; 0 is none.
+        sink_logits (`torch.Tensor` of shape `(Hq,)` or `(B, Hq, q)`, *optional*): fp32, extra logits, which
+            take their share.
+        alibi_slopes (`torch.Tensor` of shape `(Hq,)`, *optional*): fp32, linear position bias.
+        counted (`torch.Tensor` of shape `(B, q)`, *optional*): bool, which queries count; all if not given.
+        is_strongest (`bool`): Whether the largest weight is asked for, and not the sum of all.
+
+    Returns:
+        `torch.Tensor` of shape `(B, H, T - start)`: fp32, over all queries and the query heads of a group.
+    """
+    received: Tensor = operators.measure_attention(
+        query,
+        records,
+        keys.contiguous_rows(),
+        keys.extras,
+        sink_start,
+        keys.layout.integers(),
+        start,
+        scaling,
+        bias,
+        is_causal,
+        window,
+        softcap,
+        sink_logits,
+        alibi_slopes,
+        counted,
+        is_strongest,
+    )
+    return received
 
 
 def multiply_keys(

@@ -123,8 +123,8 @@ def _attention(groups: int, keys: int, queries: int) -> tuple[Tensor, Tensor, Te
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 2 * groups, queries, 16, generator=generator, dtype=torch.float64) * 3
     key = torch.randn(2, 2, keys, 16, generator=generator, dtype=torch.float64)
-    visible = torch.rand(2, queries, keys, generator=generator) < 0.4
-    visible[:, :, 5] = True
+    visible = torch.rand(2, keys, generator=generator) < 0.4
+    visible[:, keys - queries :] = True  # themselves
     return query, key, visible, torch.rand(2, queries, generator=generator) < 0.7
 
 
@@ -139,6 +139,7 @@ def test_strongest_attention(
     sinks = torch.linspace(-1, 2, 6) if has_sinks else None
     options = AttentionOptions(scaling=0.3, softcap=softcap, sink_logits=sinks, mask=torch.zeros(1).bool())
     found = strongest.strongest_attention(query, key, visible, options, counted)
+    visible = visible[:, None] & torch.ones(11, 19, dtype=torch.bool).tril(19 - 11)
     logits = torch.einsum("bhgqd,bhkd->bhgqk", query.unflatten(1, (2, 3)), key) * 0.3
     logits = logits if softcap is None else softcap * (logits / softcap).tanh()
     weights = logits.masked_fill(~visible[:, None, None], -torch.inf).exp()

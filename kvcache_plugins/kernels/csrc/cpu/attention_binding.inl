@@ -13,6 +13,7 @@
 #include "attention_call.h"
 #include "binding_inputs.h"
 #include "decode_attention.h"
+#include "receive_weights.h"
 
 namespace kvcache {
 namespace {
@@ -20,6 +21,7 @@ namespace {
 struct InstructionSet {
   const char* name;
   Kernel kernel, latents;
+  Receive receive;
   bool is_supported;
 };
 
@@ -27,22 +29,22 @@ std::vector<InstructionSet> instruction_sets() {
   std::vector<InstructionSet> sets;
 #if defined(__x86_64__)
 #if !defined(KVCACHE_NO_AVX512)
-  sets.push_back({"avx512", decode_attention_avx512, attend_latents_avx512,
+  sets.push_back({"avx512", decode_attention_avx512, attend_latents_avx512, receive_weights_avx512,
                   __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
                       __builtin_cpu_supports("avx512vbmi")});
 #else
-  sets.push_back({"avx512", nullptr, nullptr, false});
+  sets.push_back({"avx512", nullptr, nullptr, nullptr, false});
 #endif
   sets.push_back(
-      {"avx2", decode_attention_avx2, attend_latents_avx2,
+      {"avx2", decode_attention_avx2, attend_latents_avx2, receive_weights_avx2,
        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")});
 #else
-  sets.push_back({"avx512", nullptr, nullptr, false});
-  sets.push_back({"avx2", nullptr, nullptr, false});
+  sets.push_back({"avx512", nullptr, nullptr, nullptr, false});
+  sets.push_back({"avx2", nullptr, nullptr, nullptr, false});
 #endif
-  sets.push_back({"portable", decode_attention_portable, attend_latents_portable, true});
+  sets.push_back({"portable", decode_attention_portable, attend_latents_portable, receive_weights_portable, true});
   return sets;
 }
 
@@ -138,6 +140,7 @@ at::Tensor attend_latents(const at::Tensor& query, const at::Tensor& records, at
 }  // namespace
 
 Kernel best_kernel() { return choose_instruction_set().kernel; }
+Receive best_receive() { return choose_instruction_set().receive; }
 
 }  // namespace kvcache
 

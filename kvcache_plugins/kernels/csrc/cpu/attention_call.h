@@ -72,6 +72,15 @@ at::Tensor prepare_bias(const char* operation, const at::Tensor& bias, at::IntAr
   return bias.expand({bias.size(0), full[1], full[2], full[3]}).contiguous();
 }
 
+// Tells a task of its rows of the bias, of row b of the batch and from a query head on.
+void give_bias(Task& task, const at::Tensor& biases, int64_t b, int64_t head) {
+  const int64_t length = biases.size(3);
+  const bool is_shared = biases.size(1) == 1 && biases.size(2) == 1;
+  task.bias_row_stride = is_shared ? 0 : length;
+  task.bias = biases.const_data_ptr<float>() + (biases.size(0) == 1 ? 0 : b * biases.stride(0)) +
+              (is_shared ? 0 : head * task.query_length * length);
+}
+
 // Contiguous fp32 numbers of this shape, or null where there are none.
 const float* check_numbers(const OptionalTensor& numbers, const char* name, at::IntArrayRef shape) {
   if (!numbers.has_value()) return nullptr;
@@ -177,12 +186,7 @@ at::Tensor attend(const AttentionCall& call) {
         task.queries = static_cast<int32_t>(std::min(heads_per_task, group - g) * query_length);
         task.query = scaled + (b * query_heads + head) * query_length * query_dim;
         task.alibi = slopes != nullptr ? slopes + head : nullptr;
-        if (biases.defined()) {
-          const bool is_shared = biases.size(1) == 1 && biases.size(2) == 1 && query_heads * query_length > 1;
-          task.bias_row_stride = is_shared ? 0 : length;
-          task.bias = biases.const_data_ptr<float>() + (biases.size(0) == 1 ? 0 : b * biases.stride(0)) +
-                      (is_shared ? 0 : head * query_length * length);
-        }
+        if (biases.defined()) give_bias(task, biases, b, head);
         for (int64_t s = 0; s < splits; ++s) {
           task.begin = (first + s * blocks / splits) * kBlockTokens;
           task.end = std::min(length, (first + (s + 1) * blocks / splits) * kBlockTokens);

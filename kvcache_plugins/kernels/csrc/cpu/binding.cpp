@@ -6,4 +6,5 @@
 #include "encode_binding.inl"
 #include "encode_levels_binding.inl"
 #include "gather_tokens_binding.inl"
+#include "measure_binding.inl"
 #include "multiply_binding.inl"

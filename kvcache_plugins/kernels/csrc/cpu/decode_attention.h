@@ -78,9 +78,10 @@ struct Task {
   const float* alibi;      // [group] slopes, or null: adds slope * (slot - slot of the query)
   const float* bias;       // additive, [queries][length] with the strides below, or null; -inf masks
   int64_t bias_row_stride;
-  // Half of attention, for a model that does the rest itself (multiply_binding.inl). With `logits`, scores of slots from
-  // `first_slot` on are written there, [queries][length - first_slot], and that is all. With `weights`, laid out so, they
-  // stand in place of what the softmax gives, and neither query nor keys are read.
+  // Half of attention, where something else does the rest (multiply_binding.inl, measure_binding.inl). With `logits`,
+  // those of slots from `first_slot` on are written there, masks and all, [queries][length - first_slot], and that is all;
+  // of blocks that a window or a bias hides from all queries nothing is. With `weights`, laid out so, they stand in place
+  // of what the softmax gives, and neither query nor keys are read.
   float* logits;
   const float* weights;
   int64_t first_slot;
@@ -106,7 +107,7 @@ inline OutlierList outliers_of(const Side& side, int64_t start) {
 inline int outlier_token(int32_t entry) { return entry >> 26 & (kBlockTokens - 1); }
 inline int outlier_channel(int32_t entry) { return entry >> 16 & (kMaxHeadDim - 1); }
 
-// Writes a block's scores of one query row, at slot `start`, to where a call wants them.
+// Writes a block's logits of one query row, at slot `start`, to where a call wants them.
 inline void give_logits(const Task& task, int64_t row, int64_t start, const float* scores) {
   const int64_t low = start > task.first_slot ? start : task.first_slot;
   const int64_t end = start + kBlockTokens < task.end ? start + kBlockTokens : task.end;

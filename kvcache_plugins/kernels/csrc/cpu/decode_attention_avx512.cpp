@@ -41,8 +41,7 @@ bool is_better_decoded(const Task& task) {
 
 // Whether nothing of a task is read from codes, and a tile costs no more than reading every token for every four rows.
 bool is_exact(const Task& task) {
-  const bool is_half = task.weights != nullptr || task.logits != nullptr;
-  if (is_half || task.queries <= kMostExactRows[task.precise]) return false;
+  if (task.queries <= kMostExactRows[task.precise]) return false;
   return std::max(task.key.packed_length, task.value.packed_length) <= task.begin;
 }
 
@@ -177,11 +176,11 @@ class Decoder {
       score_packed(pass, scores);
     }
     score_exact(start, pass, scores);
+    pass.softmax.mask(start, scores);
     if (task_.logits != nullptr) {
       for (int r = 0; r < pass.rows; ++r) give_logits(task_, pass.first + r, start, scores[r]);
       return;
     }
-    pass.softmax.mask(start, scores);
     if (pass.softmax.soften(scores)) add(start, pass, scores);
   }
 

@@ -135,6 +135,7 @@ void run(const Task& task) {
     for (int r = 0; r < queries; ++r) {
       float* scores = ws.scores + r * kBlockTokens;
       if (wants_logits) {
+        adjust(task, r, start, count, scores);
         give_logits(task, r, start, scores);
       } else if (has_weights) {
         take_weights(task, r, start, scores);
