@@ -85,6 +85,8 @@ class KVCache(SavedCache, CacheVerbs):
     layer_class: ClassVar[type[PackedLayer]]
     evicts: ClassVar[bool] = False
     """Whether tokens are dropped, which layers that choose among all of them do not allow."""
+    undoes_rotation: ClassVar[bool] = False
+    """Whether keys, or queries, are always turned back to what they were before the rotary embedding."""
     native_kernels: ClassVar[tuple[str, ...]] = ()
     """Devices of which kernels read the codes, as tables say; codecs of this package are served by them
     whatever stands here."""
@@ -224,6 +226,13 @@ class KVCache(SavedCache, CacheVerbs):
         choose_frequencies(model, self, prompt_length, max_cache_length)
         with follow_cache(model, self):
             facts = self._describe(model)
+        if self.undoes_rotation and any(fact.is_rotation_unknown for fact in facts):
+            warnings.warn(
+                f"The backend {self.backend!r} turns back the rotation of keys, and that of "
+                f"{type(model).__name__} is written in a way of its own, which is not known: its keys are "
+                "taken as they come, which costs quality.",
+                stacklevel=2,
+            )
         self.shown_from = tensors_shown_from(model, self.config.kernel)
         pads, columns = left_padding(attention_mask)
         for layer_idx, layer in enumerate(self.layers):

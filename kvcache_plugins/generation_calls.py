@@ -126,7 +126,13 @@ def bind_cache(
     if given is not None or wanted is None:
         return
     is_first = kv_cache.get_seq_length() == 0
-    reason = why_read_whole(model, model_kwargs, is_first=is_first, generation_mode=generation_mode)
+    reason = why_read_whole(
+        model,
+        model_kwargs,
+        is_first=is_first,
+        prompt_length=prompt_length,
+        generation_mode=generation_mode,
+    )
     if reason is None:
         generation_config.prefill_chunk_size = wanted  # this object is the call's own copy
         return

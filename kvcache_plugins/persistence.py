@@ -37,6 +37,7 @@ from .errors import ArtifactError, UnsupportedOperationError
 from .layers.base import PackedLayer
 from .layers.counting import tensors_in
 from .layers.recurrent import load_recurrent_state, recurrent_state
+from .layers.storing import storing
 from .models.decoder import decoder_config, split_model_or_config
 from .models.layer_plan import key_value_heads
 
@@ -86,6 +87,7 @@ def save_cache(cache: KVCache | KVEncoderDecoderCache, directory: str | os.PathL
         write_json(folder / _FACTS, facts)
 
 
+@storing()
 def load_cache(
     directory: str | os.PathLike[str], model_or_config: Any, artifacts: Mapping[str, str] | None = None
 ) -> KVCache | KVEncoderDecoderCache:

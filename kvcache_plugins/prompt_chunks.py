@@ -7,10 +7,13 @@ between releases, models, and what comes with a prompt. What is not known to be 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping
 from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from .models.longrope import switch_length
+from .models.origins import is_of_family, modules_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +38,12 @@ _DRAFTING = "assisted_generation"
 
 
 def why_read_whole(
-    model: Any, model_kwargs: dict[str, Any], *, is_first: bool, generation_mode: Any = None
+    model: Any,
+    model_kwargs: dict[str, Any],
+    *,
+    is_first: bool,
+    prompt_length: int | None = None,
+    generation_mode: Any = None,
 ) -> str | None:
     """Say why this prompt is not split; `None` if transformers can, and what it computes stays what it is.
 
@@ -43,6 +51,7 @@ def why_read_whole(
         model (`PreTrainedModel`): What generates.
         model_kwargs (`dict`): The call's arguments.
         is_first (`bool`): Whether nothing has been read before.
+        prompt_length (`int`, *optional*): Tokens that will have been read then, if known.
         generation_mode (`GenerationMode`, *optional*): What transformers calls this way of generating.
     """
     if getattr(generation_mode, "value", None) == _DRAFTING:
@@ -53,8 +62,12 @@ def why_read_whole(
         return "PEFT counts the tokens that aLoRA adapts from the end of every call"
     if _sees_ahead(model, model_kwargs):
         return "tokens of an image, or of the whole prompt, see later ones"
-    if model.config.get_text_config(decoder=True).model_type in _READ_WHOLE:
+    if is_of_family(model.config.get_text_config(decoder=True), _READ_WHOLE):
         return "this model computes something else in chunks"
+    if _rotates_by_length(model, prompt_length):
+        return "its rotary frequencies follow the longest text that a call has read"
+    if not _has_masks(model):
+        return "transformers makes no masks for its attention function, which then takes a chunk for all"
     if names := _unsplittable_inputs(model_kwargs):
         return f"transformers would give every chunk all of {', '.join(names)}"
     encoded = model_kwargs.get("mm_encoder_outputs") or {}
@@ -138,17 +151,19 @@ def _sees_ahead(model: Any, model_kwargs: dict[str, Any]) -> bool:
     Those of one image do in Gemma 3 and 4, those of the whole prompt in PaliGemma. Such models mark them by
     types of tokens, which others need for other things.
     """
-    if not _masks_blocks(type(model).__module__):
+    if not any(_masks_blocks(module) for module in modules_of(type(model))):
         return False
     types = (model_kwargs.get(name) for name in ("token_type_ids", "mm_token_type_ids"))
     return bool(model_kwargs.get("mm_encoder_outputs")) or any(t is not None and bool(t.any()) for t in types)
 
 
 @cache
-def _masks_blocks(module_name: str) -> bool:
+def _masks_blocks(module: ModuleType) -> bool:
     """Whether a modelling file makes masks of blocks whose tokens all see one another."""
-    source = sys.modules.get(module_name)
-    return source is not None and "block_sequence_ids" in inspect.getsource(source)
+    try:
+        return "block_sequence_ids" in inspect.getsource(module)
+    except (OSError, TypeError):  # what has been typed in, as into a notebook, has no file
+        return False
 
 
 @cache
@@ -157,6 +172,32 @@ def _how_prompts_are_read() -> str:
     from transformers.generation.utils import GenerationMixin
 
     return inspect.getsource(GenerationMixin._prefill)
+
+
+def _rotates_by_length(model: Any, prompt_length: int | None) -> bool:
+    """Whether the first keys of a prompt would be rotated by other frequencies in chunks than with all of it.
+
+    Those of longrope are chosen by the cache where a model would discard it otherwise (`models.longrope`).
+    """
+    config = model.config.get_text_config(decoder=True)
+    given = getattr(config, "rope_parameters", None) or {}
+    sets = [given] if "rope_type" in given else [one for one in given.values() if isinstance(one, Mapping)]
+    for parameters in sets:
+        kind, limit = parameters.get("rope_type", ""), config.max_position_embeddings
+        if kind == "longrope":
+            limit = parameters.get("original_max_position_embeddings") or limit
+        follows = "dynamic" in kind or (kind == "longrope" and switch_length(model) is None)
+        if follows and (prompt_length is None or prompt_length > limit):
+            return True
+    return False
+
+
+def _has_masks(model: Any) -> bool:
+    """Whether transformers makes masks for a model's attention function, of whatever kind."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    name = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    return name is None or name in ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def _is_activated_within(model: Any) -> bool:

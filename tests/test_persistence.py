@@ -167,6 +167,18 @@ def test_a_configuration_is_enough_to_load(tmp_path: Path) -> None:
     assert torch.equal(continued(model, loaded), continued(model, cache))
 
 
+@pytest.mark.parametrize(
+    "config", [INT8, *({"backend": name, "budget": 64} for name in ("h2o", "expected_attention", "sirllm"))]
+)
+def test_what_is_loaded_in_inference_mode_goes_on_outside(config: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    cache = prefilled(model, config)
+    cache.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        loaded = KVCache.from_pretrained(tmp_path, model)
+    assert torch.equal(continued(model, loaded), continued(model, cache))
+
+
 def test_one_document_many_questions(tmp_path: Path) -> None:
     model = tiny_model("llama")
     cache = prefilled(model, KIVI)

@@ -73,7 +73,7 @@ def logits(model: Any, config: dict[str, Any]) -> Tensor:
 
 
 def forget() -> None:
-    for remembered in (description._frequencies, cuda_inputs.rotation_tables, rotary._layout_is_interleaved):
+    for remembered in (description._frequencies, cuda_inputs.rotation_tables, rotary._pairs_neighbours):
         remembered.cache_clear()
 
 

@@ -186,4 +186,5 @@ class ExpectedAttentionCache(AccumulatingCache):
     """
 
     config_class = ExpectedAttentionConfig
+    undoes_rotation = True
     layer_class = ExpectedAttentionLayer

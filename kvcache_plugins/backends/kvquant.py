@@ -193,6 +193,7 @@ class KVQuantCache(KVCache):
     """
 
     config_class = KVQuantConfig
+    undoes_rotation = True
     native_kernels = ("cpu", "cuda")
     layer_class = KVQuantLayer
 

@@ -76,7 +76,7 @@ class EvictingCache(KVCache):
             if self.config.storage is None:
                 layer.kernel = "dense"  # read by the model's own attention, unless that cannot mask it
         if self.config.positions == "compact":
-            self._check_compact(layers)
+            self._check_compact(layers, f"models of type {self.model_config.model_type!r}")
         model, _ = split_model_or_config(model_or_config)
         if model is not None:
             self.attach(model)
@@ -166,6 +166,7 @@ class EvictingCache(KVCache):
         self._check_pooling(prompt_length)
         self._check_mask(attention_mask)
         if self.config.positions == "compact":
+            self._check_compact(self.evicting_layers, f"a {type(model).__name__}")  # by its own modules
             count_from_what_is_held(decoder_of(model))
         return self
 
@@ -230,7 +231,15 @@ class EvictingCache(KVCache):
 
     def _check_mask(self, attention_mask: Tensor | None) -> None:
         """Refuse masks with holes: transformers looks a mask up by slots, which move when something goes."""
-        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        if not isinstance(attention_mask, Tensor):
+            return
+        if attention_mask.dim() == 4 and any(layer.is_ragged for layer in self.evicting_layers):
+            raise ValueError(
+                "attention_mask has 4 dimensions, and layers that hold different numbers of tokens "
+                "(head_floor, layers with options of their own) make their own masks. Allowed are masks of "
+                "shape (batch, tokens seen), and with 4 dimensions the same budget for all layers and heads."
+            )
+        if attention_mask.dim() != 2:
             return
         is_real = attention_mask.bool()
         holes = (is_real.cummax(dim=1).values != is_real).any(dim=1)
@@ -266,15 +275,14 @@ class EvictingCache(KVCache):
         layers = [layer for layer in self.evicting_layers if layer.evicts]
         return min((layer.budget_for(prompt_length) for layer in layers), default=prompt_length)
 
-    def _check_compact(self, layers: list[EvictingLayer]) -> None:
+    def _check_compact(self, layers: list[EvictingLayer], owner: str) -> None:
         name = type(self.config).__name__
         num_attending = sum(plan.has_keys and not plan.is_cross_attention for plan in self._plans)
         is_known = any(layer.facts.rotary is not None for layer in layers)
         if layers and (not is_known or weighs_rotated_keys(self.model_config)):
             raise ValueError(
                 f"{name}.positions='compact' needs rotary position embeddings of a known layout, and nothing "
-                f"done to keys after them, which {self.model_config.model_type!r} does not have; allowed is "
-                "'absolute'."
+                f"done to keys after them, which {owner} does not have; allowed is 'absolute'."
             )
         if any(layer.is_ragged for layer in layers) or len(layers) < num_attending:
             raise ValueError(

@@ -379,7 +379,7 @@ class EvictingLayer(PackedLayer):
                 f"Layer {self.layer_idx} was not shown by its model what it needs to choose from: "
                 f"scores come after the {self.scored_after!r} of every call. The model's attention function "
                 "must be 'sdpa', a flash or flex one, or 'kvcache_plugins' (model.set_attn_implementation), "
-                "and the cache must have been bound to the model (`cache.bind`) before the first call."
+                "without dropout (model.eval()), the cache bound to it (`cache.bind`) before the first call."
             )
 
     def _kept_length(self, budget: int) -> int:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ..compilation import outside_graphs
@@ -42,6 +43,8 @@ class _Call:
     model: nn.Module
     token_ids: Tensor | None
     states: Tensor | None = None
+    autocast_dtype: torch.dtype | None = None
+    """In which products were computed inside; hooks after a wrapped `forward` may be outside of it again."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies of a cache that was interrupted in a call take no model with them
@@ -128,7 +131,9 @@ class CallWatchingCache(TokenWatchingCache):
             raise self._unsupported(
                 "logits and the states before the head", f"a {type(model).__name__}, which showed none"
             )
-        self.take_call(model, call.token_ids, call.states, logits[:, -1], index)
+        device, dtype = call.states.device.type, call.autocast_dtype
+        with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+            self.take_call(model, call.token_ids, call.states, logits[:, -1], index)
 
 
 def _with_a_cache(hook: Callable[..., None]) -> Callable[..., None]:
@@ -185,7 +190,15 @@ def _after_decoder(
     with storing():
         is_alone = call is None or (call.model is decoder and not _has_head(decoder))
         cache.take_tokens(decoder, token_ids, states, is_alone=is_alone)
-    cache._call = None if call is None else replace(call, token_ids=token_ids, states=states)
+    if call is not None:
+        cache._call = replace(
+            call, token_ids=token_ids, states=states, autocast_dtype=_autocast_dtype(states)
+        )
+
+
+def _autocast_dtype(states: Tensor | None) -> torch.dtype | None:
+    kind = "cpu" if states is None else states.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 @_with_a_cache

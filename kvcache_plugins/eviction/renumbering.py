@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..compilation import outside_graphs
 from ..layers.padding import Padding, first_slots
-from ..models.cache_argument import given_cache
+from ..models.cache_argument import by_name, given_cache
 from ..models.hooks import add_hooks
 from ..models.rotary import Rotary
 
@@ -65,16 +65,15 @@ def count_from_what_is_held(decoder: nn.Module) -> None:
 
 
 def _renumbered(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    layer = getattr(given_cache(kwargs), "compact_layer", None)
+    layer = getattr(given_cache(kwargs, args), "compact_layer", None)
     if layer is None:
         return None
-    tokens = kwargs.get("input_ids")
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    if tokens is None and args:
-        tokens = args[0]
+    given = by_name(decoder, args, kwargs)
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
     if tokens is None:
         return None
-    return args, {**kwargs, "position_ids": _positions_of(layer, tokens, kwargs.get("position_ids"))}
+    return (), {**given, "position_ids": _positions_of(layer, tokens, given.get("position_ids"))}
 
 
 @outside_graphs

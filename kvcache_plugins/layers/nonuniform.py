@@ -168,8 +168,9 @@ class ChannelNonUniformCodec(NonUniformCodec):
 
     def _set_range(self, lower: Tensor, upper: Tensor) -> None:
         # A channel that never moves has no range; its number is the offset, whatever the code.
-        self.scale = ((upper - lower) / 2).float().clamp_min(torch.finfo(torch.float16).tiny)
-        self.offset = ((upper + lower) / 2).float()
+        # Halved first, as a range may be wider than the largest number.
+        self.scale = (upper / 2 - lower / 2).float().clamp_min(torch.finfo(torch.float16).tiny)
+        self.offset = (upper / 2 + lower / 2).float()
 
     def range_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Half of every channel's range and its middle, fp32 `(1 or B, H, 1, D)`, on a device."""

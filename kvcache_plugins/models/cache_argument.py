@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-__all__ = ["CACHE_NAMES", "as_argument", "cache_name", "cache_of", "given_cache", "holds_both"]
+__all__ = ["CACHE_NAMES", "as_argument", "by_name", "cache_name", "cache_of", "given_cache", "holds_both"]
 
 CACHE_NAMES = ("cache", "past_key_values")
 """Of `generate()`, models and their outputs, the newest first."""
@@ -51,6 +51,19 @@ def given_cache(kwargs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
     from transformers.cache_utils import Cache
 
     return next((argument for argument in args if isinstance(argument, Cache)), None)
+
+
+def by_name(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a module's call by name, those given by position included.
+
+    Args:
+        module (`torch.nn.Module`): What is called.
+        args (`Sequence`): Those given by position; of more than its `forward` has names for, the first ones.
+        kwargs (`dict`): Those given by name.
+    """
+    if not args:
+        return dict(kwargs)
+    return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
 
 
 def cache_of(output: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .cache_argument import given_cache, holds_both
+from .cache_argument import by_name, given_cache, holds_both
 from .decoder import decoder_of
 from .hooks import add_hooks
 
@@ -30,9 +30,9 @@ def refuse_encoder_states(model: nn.Module) -> None:
 
 
 def _refuse(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    kv_cache = given_cache(kwargs)
+    kv_cache = given_cache(kwargs, args)
     is_ours = hasattr(kv_cache, "kv_bytes")
-    if kwargs.get(_STATES) is None or not is_ours or holds_both(kv_cache):
+    if not is_ours or holds_both(kv_cache) or by_name(decoder, args, kwargs).get(_STATES) is None:
         return
     raise ValueError(
         f"This cache of the backend {kv_cache.backend!r} is for the text of a decoder alone; "

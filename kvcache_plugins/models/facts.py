@@ -13,6 +13,7 @@ from torch import nn
 
 from .decoder import decoder_config, decoder_of, split_model_or_config
 from .layer_plan import LayerPlan, key_value_heads
+from .origins import forward_names, is_of_family, modules_of
 from .rotary import Rotary, find_rotary, modeling_module
 
 __all__ = [
@@ -57,6 +58,8 @@ _FAMILIES_OF_THETAS = frozenset({"granite_swa", "granitemoe_swa"})
 which layers rotate."""
 _WEIGHING_FAMILIES = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"})
 _MASKING_FAMILIES = frozenset({"kosmos_2_text_model"})
+_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
+"""transformers' name for the attention functions to choose from, where a modelling file asks for one."""
 _KEY_PROJECTIONS = ("k_proj", "key", "k")
 _FUSED_PROJECTIONS = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
 
@@ -69,11 +72,14 @@ class LayerFacts:
         rotary (`Rotary`, *optional*): How its keys are rotated.
         has_key_bias (`bool`): Whether the key projection adds a bias.
         key_bias_max (`float`, *optional*): Largest absolute bias of the key projection, where it can be read.
+        is_rotation_unknown (`bool`): Whether its family's keys are rotated, and this model's in a way of its
+            own that is not known.
     """
 
     rotary: Rotary | None = None
     has_key_bias: bool = False
     key_bias_max: float | None = None
+    is_rotation_unknown: bool = False
 
 
 def biases_by_distance(config: Any) -> bool:
@@ -82,12 +88,12 @@ def biases_by_distance(config: Any) -> bool:
     Linear biases (ALiBi) or relative ones, which are worked out for all tokens seen, or as if those held were
     the newest. Positions inside the keys (rotary ones) or in the embeddings do not count.
     """
-    return config.model_type in _DISTANCE_BIASED_FAMILIES or bool(getattr(config, "alibi", False))
+    return is_of_family(config, _DISTANCE_BIASED_FAMILIES) or bool(getattr(config, "alibi", False))
 
 
 def masks_all_seen(config: Any) -> bool:
     """Whether a model makes its masks for every token seen, and does not ask the cache how many it holds."""
-    return config.model_type in _MASKING_FAMILIES
+    return is_of_family(config, _MASKING_FAMILIES)
 
 
 def masks_all_columns(config: Any) -> bool:
@@ -148,9 +154,17 @@ def check_owner(config: Any, model: nn.Module, layer_indices: Sequence[int]) -> 
         layer_indices (`Sequence[int]`): The layers that are packed.
 
     Raises:
-        ValueError: If the model has another number of layers, or heads of another shape.
+        ValueError: If the model has another number of layers, or heads of another shape, or fewer layers than
+            its configuration says.
     """
     own = decoder_config(split_model_or_config(model)[1])
+    layers = getattr(decoder_of(model), "layers", None)
+    if isinstance(layers, nn.ModuleList) and 0 < len(layers) < own.num_hidden_layers:
+        raise ValueError(
+            f"{type(model).__name__} has {len(layers)} layers, and its configuration says "
+            f"num_hidden_layers={own.num_hidden_layers}: set that to {len(layers)}, so that a cache has no "
+            "layers which nothing is ever written to."
+        )
     if own is config:
         return
     expected, found = config.num_hidden_layers, own.num_hidden_layers
@@ -167,17 +181,24 @@ def check_owner(config: Any, model: nn.Module, layer_indices: Sequence[int]) -> 
 
 def weighs_rotated_keys(config: Any) -> bool:
     """Whether keys are multiplied with weights after they were rotated, so that no rotation moves them."""
-    return config.model_type in _WEIGHING_FAMILIES
+    return is_of_family(config, _WEIGHING_FAMILIES)
 
 
 def takes_values_apart(config: Any) -> bool:
     """Whether attention is handed parts of the values, and not what a cache returned (DiffLlama)."""
-    return getattr(config, "model_type", None) == "diffllama"
+    return is_of_family(config, {"diffllama"})
 
 
 def exchanges_attention(model: nn.Module) -> bool:
     """Whether a model asks transformers for its attention function, and has not written it into itself."""
-    return hasattr(sys.modules.get(type(decoder_of(model)).__module__), "ALL_ATTENTION_FUNCTIONS")
+    decoder = decoder_of(model)
+    if hasattr(sys.modules.get(type(decoder).__module__), _FUNCTIONS):
+        return True
+    if not any(hasattr(module, _FUNCTIONS) for module in modules_of(type(decoder))):
+        return False
+    # a decoder of one's own, derived from one that asks: its attention may be written anew
+    attentions = [module for found in _attention_modules(decoder).values() for module in found]
+    return bool(attentions) and all(_FUNCTIONS in forward_names(module) for module in attentions)
 
 
 def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]) -> list[LayerFacts]:
@@ -200,6 +221,8 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
         for layer_idx, plan in enumerate(own)
     ]
     rotaries = {kind: find_rotary(model, config, *kind) for kind in set(kinds) if kind[1]}
+    missing = [kind for kind, rotary in rotaries.items() if rotary is None and model is not None]
+    known_of_family = {kind for kind in missing if find_rotary(None, config, *kind) is not None}
     attentions = _attention_modules(model) if model is not None else {}
     facts = []
     for layer_idx, kind in enumerate(kinds):
@@ -210,13 +233,15 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
             has_bias, largest = _key_bias(modules[1] if crosses and len(modules) > 1 else modules[0])
         else:
             has_bias, largest = _config_has_key_bias(config), None
-        facts.append(LayerFacts(rotaries.get(kind) if rotates else None, has_bias, largest))
+        rotary = rotaries.get(kind) if rotates else None
+        is_unknown = rotates and rotary is None and kind in known_of_family
+        facts.append(LayerFacts(rotary, has_bias, largest, is_unknown))
     return facts + [facts[plan.repeats] for plan in plans if plan.repeats is not None]
 
 
 def _theta(config: Any, layer_idx: int) -> float | None:
     """The base of the frequencies of one layer, where layers have bases of their own."""
-    if config.model_type not in _FAMILIES_OF_THETAS:
+    if not is_of_family(config, _FAMILIES_OF_THETAS):
         return None
     return config.layer_rope_theta[layer_idx] or None
 
@@ -251,7 +276,7 @@ def _bias_of(projection: Any) -> torch.Tensor | None:
 
 
 def _config_has_key_bias(config: Any) -> bool:
-    return config.model_type in _BIASED_FAMILIES or any(
+    return is_of_family(config, _BIASED_FAMILIES) or any(
         bool(getattr(config, flag, False)) for flag in _BIAS_FLAGS
     )
 
@@ -262,17 +287,17 @@ def _uses_rotary(attention: nn.Module | None, config: Any, layer_idx: int, layer
         return bool(attention.use_rope)
     if getattr(config, "alibi", False):  # Falcon then has a rotary module and does not call it
         return False
-    family = config.model_type
     if not getattr(config, "use_mem_rope", True):  # Zamba2
         return False
-    if family == "granitemoehybrid" and config.position_embedding_type != "rope":
+    if is_of_family(config, {"granitemoehybrid"}) and config.position_embedding_type != "rope":
         return False
     # despite its name, 1 means the layer does rotate
     per_layer = getattr(config, "no_rope_layers", None) or getattr(config, "layer_rope_theta", None)
     if per_layer:
         return bool(per_layer[layer_idx])
-    has_prefix = family == "cohere2_moe" and config.prefix_dense_sliding_window_pattern == 1
+    has_prefix = is_of_family(config, {"cohere2_moe"}) and config.prefix_dense_sliding_window_pattern == 1
     if has_prefix and config.mlp_layer_types[layer_idx] == "dense":
         return True
-    is_hybrid = family in _ROTATING_WINDOWS_IF_ANY and config.sliding_window is not None
-    return layer_type != "full_attention" if is_hybrid or family in _ROTATING_WINDOWS else True
+    is_hybrid = is_of_family(config, _ROTATING_WINDOWS_IF_ANY) and config.sliding_window is not None
+    rotates_windows = is_hybrid or is_of_family(config, _ROTATING_WINDOWS)
+    return layer_type != "full_attention" if rotates_windows else True

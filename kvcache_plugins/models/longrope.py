@@ -106,7 +106,7 @@ def _long_frequencies(rotary: Any) -> Tensor:
 
 def _choose(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     rotary = _long_rotary(decoder)
-    if _reads_long_text(given_cache(kwargs)):
+    if _reads_long_text(given_cache(kwargs, args)):
         state(rotary, _CALL, original_inv_freq=_long_frequencies(rotary))
     else:
         withdraw(rotary, _CALL)  # of a call before, which was interrupted

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import ModuleType
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from ..device_dtypes import doubled, has_every_dtype
 from .frequencies import attribute_of
 from .layer_plan import caches_latents
+from .origins import class_names, forward_names
 
 __all__ = ["Rotary", "find_rotary", "modeling_module", "rotary_module"]
 
@@ -94,9 +96,13 @@ def _kept(inv_freq: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def modeling_module(config: Any) -> ModuleType | None:
-    """Import the modelling file that belongs to a configuration class, or return `None`."""
-    name = type(config).__module__
-    if ".configuration_" not in name:
+    """Import the modelling file that belongs to a configuration class, or return `None`.
+
+    A class derived from one of transformers', in a file of another kind, has what belongs to that.
+    """
+    names = (kind.__module__ for kind in type(config).__mro__)
+    name = next((name for name in names if ".configuration_" in name), None)
+    if name is None:
         return None
     try:
         return importlib.import_module(name.replace(".configuration_", ".modeling_"))
@@ -133,7 +139,7 @@ def find_rotary(
         holder = _build_rotary_module(config)
     if holder is None:
         return None
-    interleaved = _layout_is_interleaved(_attention_module_name(model, config))
+    interleaved = _layout_is_interleaved(model, config)
     inv_freq = _inverse_frequencies(holder, layer_type)
     if interleaved is None or inv_freq is None or 2 * inv_freq.numel() > head_dim:
         return None
@@ -153,7 +159,7 @@ def _inverse_frequencies(holder: nn.Module, layer_type: str | None) -> Tensor | 
 def rotary_module(model: nn.Module) -> nn.Module | None:
     """Return the first rotary embedding of a model that is not for images."""
     for module in model.modules():
-        if _rotates_text(type(module).__name__):
+        if any(_rotates_text(name) for name in class_names(module)):
             return module
     return None
 
@@ -176,26 +182,35 @@ def _build_rotary_module(config: Any) -> nn.Module | None:
     return None
 
 
-def _attention_module_name(model: nn.Module | None, config: Any) -> str | None:
-    if model is not None:
-        for module in model.modules():
-            if hasattr(module, "layer_idx") and "Attention" in type(module).__name__:
-                return type(module).__module__
+def _names_of_attention(model: nn.Module | None, config: Any) -> dict[str, Any]:
+    """The names that a model's attention, or its family's modelling file, is written with."""
+    for module in model.modules() if model is not None else ():
+        if hasattr(module, "layer_idx") and any("Attention" in name for name in class_names(module)):
+            return forward_names(module)
     source = modeling_module(config)
-    return source.__name__ if source is not None else None
+    return vars(source) if source is not None else {}
+
+
+def _layout_is_interleaved(model: nn.Module | None, config: Any) -> bool | None:
+    """Tell the pairing by the `rotate_half` that attention is written with; `None` if it has none known."""
+    names = _names_of_attention(model, config)
+    rotate_half = names.get("rotate_half")
+    if rotate_half is None:  # imported, perhaps, with what calls it
+        applied = names.get("apply_rotary_pos_emb")
+        rotate_half = getattr(applied, "__globals__", {}).get("rotate_half")
+    if rotate_half is not None:
+        return _pairs_neighbours(rotate_half)
+    if str(names.get("__name__")).rsplit(".", 1)[-1] == "modeling_gpt_oss":
+        return False  # splits in halves, without the helper
+    return None
 
 
 @cache
-def _layout_is_interleaved(module_name: str | None) -> bool | None:
-    """Tell the pairing by applying the family's own `rotate_half` to a ramp; `None` if unknown."""
-    module = importlib.import_module(module_name) if module_name else None
-    if hasattr(module, "rotate_half"):
-        ramp = torch.arange(1.0, 9.0, device="cpu").view(1, 1, 1, 8)
-        turned = module.rotate_half(ramp).flatten().tolist()  # type: ignore[union-attr]
-        return {
-            (-5.0, -6.0, -7.0, -8.0, 1.0, 2.0, 3.0, 4.0): False,
-            (-2.0, 1.0, -4.0, 3.0, -6.0, 5.0, -8.0, 7.0): True,
-        }.get(tuple(turned))
-    if module_name and module_name.rsplit(".", 1)[-1] == "modeling_gpt_oss":
-        return False  # splits in halves, without the helper
-    return None
+def _pairs_neighbours(rotate_half: Callable[[Tensor], Tensor]) -> bool | None:
+    """Tell by a ramp whether pairs are neighbours, or one in each half; `None` if they are neither."""
+    ramp = torch.arange(1.0, 9.0, device="cpu").view(1, 1, 1, 8)
+    turned = rotate_half(ramp).flatten().tolist()
+    return {
+        (-5.0, -6.0, -7.0, -8.0, 1.0, 2.0, 3.0, 4.0): False,
+        (-2.0, 1.0, -4.0, 3.0, -6.0, 5.0, -8.0, 7.0): True,
+    }.get(tuple(turned))

@@ -150,6 +150,14 @@ class TestKeys:
             assert torch.allclose(codec.offset[row, :, 0], (high + low) / 2, atol=1e-5)
         assert set(codec.batch_state()) == {"scale", "offset"}
 
+    def test_a_range_that_is_wider_than_the_largest_number(self) -> None:
+        keys = torch.zeros(1, HEADS, 128, DIM)
+        keys[..., 0] = 3e38 * (-1.0) ** torch.arange(128)
+        codec = ChannelNonUniformCodec(3, BOOK, None, 1, fraction=0.01, warmup_tokens=100)
+        codec.calibrate(keys, torch.ones(1, 128, dtype=torch.bool))
+        got = codec.decode(codec.encode(keys[:, :, :64], 0), 0)
+        torch.testing.assert_close(got[..., 0], keys[:, :, :64, 0], rtol=0.1, atol=0.0)
+
     def test_calibrated_ranges_do_not_follow_the_batch(self) -> None:
         codec = ChannelNonUniformCodec(3, BOOK, None, 1, torch.zeros(HEADS, DIM), torch.ones(HEADS, DIM))
         assert codec.batch_state() == {}

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedConfig
 
 from kvcache_plugins import build_cache
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.decoder import decoder_config
 from kvcache_plugins.models.facts import LayerFacts, describe_layers
 from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
-from kvcache_plugins.models.rotary import Rotary, _layout_is_interleaved, find_rotary, modeling_module
+from kvcache_plugins.models.rotary import Rotary, _pairs_neighbours, find_rotary, modeling_module
 from kvcache_plugins.testing.models import tiny_model
 from tests.models.families import NAMES, small_model
 
@@ -83,7 +83,7 @@ def test_a_model_without_data_says_the_same(name: str) -> None:
     model = tiny_model(name)
     expected = [facts.rotary for facts in described(model)]
     assert any(expected)
-    _layout_is_interleaved.cache_clear()
+    _pairs_neighbours.cache_clear()
     with torch.device("meta"):  # as models that are too large to be made are
         empty = AutoModelForCausalLM.from_config(model.config)
         assert [facts.rotary for facts in described(empty)] == expected
@@ -255,10 +255,16 @@ def test_a_model_on_the_meta_device_has_no_bias_to_measure() -> None:
     assert all(f.has_key_bias and f.key_bias_max is None for f in facts)
 
 
-def test_classes_defined_outside_transformers_have_no_modelling_file() -> None:
-    class Mine(LlamaConfig):
+def test_a_class_defined_outside_transformers_has_the_modelling_file_of_what_it_derives_from() -> None:
+    class Derived(LlamaConfig):
         pass
 
+    class Mine(PreTrainedConfig):
+        pass
+
+    assert modeling_module(Derived()) is modeling_module(LlamaConfig())
+    found = find_rotary(None, Derived(head_dim=16), "full_attention", 16)
+    assert found is not None and found == find_rotary(None, LlamaConfig(head_dim=16), "full_attention", 16)
     assert modeling_module(Mine()) is None
     assert find_rotary(None, Mine(), "full_attention", 16) is None
 

@@ -1,0 +1,53 @@
+"""Where a class comes from: what a model of one's own has from the one it derives from, in whatever file.
+
+Families are told apart by the files they are written in, and by the names of their classes and
+configurations. A class derived from one of theirs does what they do, unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Collection, Iterator
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["class_names", "forward_names", "is_of_family", "modules_of"]
+
+
+def modules_of(kind: type) -> Iterator[ModuleType]:
+    """The modules that a class and those it derives from are written in, the nearest first."""
+    names = dict.fromkeys(each.__module__ for each in kind.__mro__)
+    return (sys.modules[name] for name in names if name in sys.modules)
+
+
+def class_names(module: nn.Module) -> list[str]:
+    """The names of a module's class and of those it derives from."""
+    return [kind.__name__ for kind in type(module).__mro__]
+
+
+def is_of_family(config: Any, families: Collection[str]) -> bool:
+    """Whether a configuration is, or derives from, that of one of some families (`model_type`)."""
+    types = (getattr(kind, "model_type", None) for kind in type(config).__mro__)
+    return getattr(config, "model_type", None) in families or any(found in families for found in types)
+
+
+def forward_names(module: nn.Module) -> dict[str, Any]:
+    """The global names that a module's `forward` is written with; of what it derives from, if it asks that.
+
+    What is wrapped by a decorator is looked at as it was written.
+    """
+    names: dict[str, Any] = {}
+    for kind in type(module).__mro__:
+        written = vars(kind).get("forward")
+        if written is None or kind is nn.Module:
+            continue
+        function = inspect.unwrap(written)
+        own = getattr(function, "__globals__", {})
+        beside = vars(sys.modules.get(kind.__module__, object))  # of a decorator that hides what it wraps
+        names = {**beside, **own, **names}
+        if "super" not in getattr(getattr(function, "__code__", None), "co_names", ()):
+            break
+    return names
