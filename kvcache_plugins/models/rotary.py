@@ -95,13 +95,16 @@ def _kept(inv_freq: tuple[float, ...], device: torch.device) -> Tensor:
         return _made(inv_freq, device)
 
 
+_OF_NO_FAMILY = "transformers.configuration_utils"
+
+
 def modeling_module(config: Any) -> ModuleType | None:
     """Import the modelling file that belongs to a configuration class, or return `None`.
 
     A class derived from one of transformers', in a file of another kind, has what belongs to that.
     """
     names = (kind.__module__ for kind in type(config).__mro__)
-    name = next((name for name in names if ".configuration_" in name), None)
+    name = next((name for name in names if ".configuration_" in name and name != _OF_NO_FAMILY), None)
     if name is None:
         return None
     try:
