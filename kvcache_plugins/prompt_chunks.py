@@ -2,6 +2,8 @@
 
 Evicting caches are read in chunks to bound memory. That is transformers' doing, and what it can split differs
 between releases, models, and what comes with a prompt. What is not known to be split right is read whole.
+
+Nothing of torch is imported at the top, because importing this package costs next to nothing.
 """
 
 from __future__ import annotations
@@ -11,9 +13,6 @@ from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from .models.longrope import switch_length
-from .models.origins import is_of_family, modules_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +53,8 @@ def why_read_whole(
         prompt_length (`int`, *optional*): Tokens that will have been read then, if known.
         generation_mode (`GenerationMode`, *optional*): What transformers calls this way of generating.
     """
+    from .models.origins import is_of_family
+
     if getattr(generation_mode, "value", None) == _DRAFTING:
         return "the call that reads it verifies drafted tokens as well"
     if soft_prompt_kind(model) is not None:
@@ -151,7 +152,9 @@ def _sees_ahead(model: Any, model_kwargs: dict[str, Any]) -> bool:
     Those of one image do in Gemma 3 and 4, those of the whole prompt in PaliGemma. Such models mark them by
     types of tokens, which others need for other things.
     """
-    if not any(_masks_blocks(module) for module in modules_of(type(model))):
+    from .models.origins import modeling_files
+
+    if not any(_masks_blocks(module) for module in modeling_files(model)):
         return False
     types = (model_kwargs.get(name) for name in ("token_type_ids", "mm_token_type_ids"))
     return bool(model_kwargs.get("mm_encoder_outputs")) or any(t is not None and bool(t.any()) for t in types)
@@ -179,6 +182,8 @@ def _rotates_by_length(model: Any, prompt_length: int | None) -> bool:
 
     Those of longrope are chosen by the cache where a model would discard it otherwise (`models.longrope`).
     """
+    from .models.longrope import switch_length
+
     config = model.config.get_text_config(decoder=True)
     given = getattr(config, "rope_parameters", None) or {}
     sets = [given] if "rope_type" in given else [one for one in given.values() if isinstance(one, Mapping)]

@@ -13,7 +13,7 @@ from torch import nn
 
 from .decoder import decoder_config, decoder_of, split_model_or_config
 from .layer_plan import LayerPlan, key_value_heads
-from .origins import forward_names, is_of_family, modules_of
+from .origins import forward_names, is_of_family, modeling_files
 from .rotary import Rotary, find_rotary, modeling_module
 
 __all__ = [
@@ -158,13 +158,15 @@ def check_owner(config: Any, model: nn.Module, layer_indices: Sequence[int]) -> 
             its configuration says.
     """
     own = decoder_config(split_model_or_config(model)[1])
-    layers = getattr(decoder_of(model), "layers", None)
-    if isinstance(layers, nn.ModuleList) and 0 < len(layers) < own.num_hidden_layers:
-        raise ValueError(
-            f"{type(model).__name__} has {len(layers)} layers, and its configuration says "
-            f"num_hidden_layers={own.num_hidden_layers}: set that to {len(layers)}, so that a cache has no "
-            "layers which nothing is ever written to."
-        )
+    layers = getattr(decoder_of(model), "layers", ())
+    if len(layers) < own.num_hidden_layers:  # as LongCat-Flash's are, of which each has two
+        indices = [index for module in layers for index in _layer_indices(module)]
+        if indices and max(indices) < own.num_hidden_layers - 1:
+            raise ValueError(
+                f"{type(model).__name__} has {len(layers)} layers, and its configuration says "
+                f"num_hidden_layers={own.num_hidden_layers}: set that to {len(layers)}, so that a cache has "
+                "no layers which nothing is ever written to."
+            )
     if own is config:
         return
     expected, found = config.num_hidden_layers, own.num_hidden_layers
@@ -177,6 +179,12 @@ def check_owner(config: Any, model: nn.Module, layer_indices: Sequence[int]) -> 
             f"This cache was built for a model of type {config.model_type!r} with {expected} {what}, and "
             f"{type(model).__name__} has {found}. Every model needs a cache of its own."
         )
+
+
+def _layer_indices(module: nn.Module) -> list[int]:
+    """The indices that the parts of a layer have among a cache's layers."""
+    found = (getattr(part, "layer_idx", None) for part in module.modules())
+    return [index for index in found if isinstance(index, int)]
 
 
 def weighs_rotated_keys(config: Any) -> bool:
@@ -194,7 +202,7 @@ def exchanges_attention(model: nn.Module) -> bool:
     decoder = decoder_of(model)
     if hasattr(sys.modules.get(type(decoder).__module__), _FUNCTIONS):
         return True
-    if not any(hasattr(module, _FUNCTIONS) for module in modules_of(type(decoder))):
+    if not any(hasattr(module, _FUNCTIONS) for module in modeling_files(decoder)):
         return False
     # a decoder of one's own, derived from one that asks: its attention may be written anew
     attentions = [module for found in _attention_modules(decoder).values() for module in found]

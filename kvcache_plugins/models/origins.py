@@ -14,12 +14,18 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["class_names", "forward_names", "is_of_family", "modules_of"]
+__all__ = ["class_names", "forward_names", "is_of_family", "modeling_files"]
 
 
-def modules_of(kind: type) -> Iterator[ModuleType]:
-    """The modules that a class and those it derives from are written in, the nearest first."""
-    names = dict.fromkeys(each.__module__ for each in kind.__mro__)
+def modeling_files(model: nn.Module) -> Iterator[ModuleType]:
+    """The modules that a model's class and those it derives from are written in, the nearest first.
+
+    Without those of what all models of transformers derive from.
+    """
+    from transformers import PreTrainedModel
+
+    kinds = (kind for kind in type(model).__mro__ if issubclass(kind, nn.Module))
+    names = dict.fromkeys(kind.__module__ for kind in kinds if not issubclass(PreTrainedModel, kind))
     return (sys.modules[name] for name in names if name in sys.modules)
 
 
