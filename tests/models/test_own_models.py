@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import kvcache_plugins as kvp
 from kvcache_plugins.cache import KVCache
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.models.decoder import decoder_config
 from kvcache_plugins.models.facts import (
     LayerFacts,
@@ -61,7 +62,7 @@ def generated(model: Any, tokens: Tensor, config: dict[str, Any], count: int = 3
         tokens, cache_implementation="quantized", cache_config=config, max_new_tokens=count, do_sample=False,
         return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
-    return torch.cat(output.logits), output.past_key_values
+    return torch.cat(output.logits), cache_of(output)
 
 
 def of_what_is_kept(model: Any, tokens: Tensor, count: int = 3) -> Tensor:
@@ -133,7 +134,7 @@ def test_a_decoder_that_is_given_its_cache_by_position() -> None:
             if by_position:
                 states = model.model(new, None, numbers[:, : new.shape[1]], cache)
             else:
-                states = model.model(input_ids=new, past_key_values=cache)
+                states = model.model(input_ids=new, **as_argument(cache))
         found.append(states.last_hidden_state)
     assert torch.equal(*found)
 
@@ -150,7 +151,7 @@ def test_a_decoder_that_is_given_a_long_text_by_position() -> None:
             if by_position:
                 states = model.model(chunk, None, None, cache)
             else:
-                states = model.model(input_ids=chunk, past_key_values=cache)
+                states = model.model(input_ids=chunk, **as_argument(cache))
         found.append(states.last_hidden_state)
     assert torch.equal(*found)
 
