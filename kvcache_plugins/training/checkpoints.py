@@ -22,6 +22,7 @@ from .options import SYNTHETIC, LocretOptions
 
 __all__ = [
     "TRAINING_FILE",
+    "begun_before",
     "check_checkpoint",
     "check_none_lost",
     "find_checkpoint",
@@ -36,6 +37,8 @@ TRAINING_FILE = "training.json"
 
 _SECONDS = "seconds"
 """In it, beside the facts: how long the training had taken."""
+_BEGUN = "begun"
+"""And when it began, in seconds since 1970: by that, results say which checkpoints they have come of."""
 _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILES = ("optimizer.pt", "scheduler.pt")
 _RANDOM_FILES = "rng_state*.pth"
@@ -59,7 +62,9 @@ _SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "he
 
 
 def find_checkpoint(args: LocretTrainingArguments, output: Path) -> str | None:
-    """Return the checkpoint to go on from.
+    """Return the checkpoint to go on from: if none is named, the newest of a training that was interrupted.
+
+    Those of a finished training are gone on from where there are no others: with more steps, it may go on.
 
     Raises:
         ValueError: If one is asked for that is not there, or that the training could not go on from.
@@ -71,10 +76,13 @@ def find_checkpoint(args: LocretTrainingArguments, output: Path) -> str | None:
     if str(given).lower() in ("true", "1", "yes"):
         # the state is written last: a checkpoint without it was interrupted
         states = output.glob(f"checkpoint-*/{_STATE_FILE}")
-        found = {_step(path): path.parent for path in states}
+        found = [(begun_before(str(path.parent)) or 0.0, _step(path), path.parent) for path in states]
         if not found:
             raise ValueError(f"--resume_from_checkpoint: there is no checkpoint in {str(output)!r}.")
-        checkpoint = found[max(found)]
+        unfinished = {path.parent for path in _unfinished(output)}
+        *_, checkpoint = max([entry for entry in found if entry[-1] in unfinished] or found)
+        if not unfinished:
+            print(f"no unfinished training in {output}: going on from {checkpoint}, of a finished one")
     else:
         checkpoint = Path(given)
         if not (checkpoint / _STATE_FILE).is_file():
@@ -102,20 +110,38 @@ def check_none_lost(checkpoint: str | None, output: Path) -> None:
     """
     if checkpoint is not None and Path(checkpoint).resolve().parent == output.resolve():
         return
-    histories = [
-        document["history"]
-        for document in _readable(output.glob("results*.json"))
-        if document.get("task") == "train locret" and isinstance(document.get("history"), list)
+    steps = [
+        step for state in _unfinished(output).values() if isinstance(step := state.get("global_step"), int)
     ]
-    states = _readable(output.glob(f"checkpoint-*/{_STATE_FILE}"))
-    lost = [state for state in states if not any(_has_passed(history, state) for history in histories)]
-    steps = [state["global_step"] for state in lost if isinstance(state.get("global_step"), int)]
     if steps:
         raise ValueError(
             f"--output_dir must not hold checkpoints of a training that was not finished, which a new one "
             f"would delete, got {str(output)!r} with checkpoint-{max(steps)}. Go on with it by "
             "--resume_from_checkpoint true, choose another --output_dir, or delete it."
         )
+
+
+def _unfinished(output: Path) -> dict[Path, dict[str, Any]]:
+    """Return the states of those checkpoints whose training has left no results, by their files."""
+    documents = _readable(output.glob("results*.json")).values()
+    finished = [document for document in documents if document.get("task") == "train locret"]
+    states = _readable(output.glob(f"checkpoint-*/{_STATE_FILE}"))
+    return {
+        path: state
+        for path, state in states.items()
+        if not any(_is_of(document, path.parent, state) for document in finished)
+    }
+
+
+def _is_of(document: Mapping[str, Any], checkpoint: Path, state: Mapping[str, Any]) -> bool:
+    """Whether results are of the training that a checkpoint is of, when that had as many steps or more."""
+    begun = next((facts.get(_BEGUN) for facts in _readable([checkpoint / TRAINING_FILE]).values()), None)
+    if begun is not None:
+        training = document.get("training")
+        known = training if isinstance(training, dict) else {}
+        return bool(known.get(_BEGUN) == begun and known.get("steps", 0) >= state.get("global_step", 0))
+    history = document.get("history")  # of an earlier version
+    return isinstance(history, list) and _has_passed(history, state)
 
 
 def _has_passed(history: list[Any], state: Mapping[str, Any]) -> bool:
@@ -125,12 +151,12 @@ def _has_passed(history: list[Any], state: Mapping[str, Any]) -> bool:
     return history[: len(logged)] == logged and all(e["step"] >= state.get("global_step", 0) for e in later)
 
 
-def _readable(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return what files hold, apart from those that are damaged."""
-    found = []
+def _readable(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:
+    """Return what files hold, apart from those that are missing or damaged."""
+    found = {}
     for path in paths:
         with suppress(ArtifactError):
-            found.append(read_json(path))
+            found[path] = read_json(path)
     return found
 
 
@@ -192,7 +218,7 @@ def check_checkpoint(checkpoint: str | None, config: RetainingHeadsConfig, facts
     _check_shape(checkpoint, config)
     path = Path(checkpoint) / TRAINING_FILE
     found = read_json(path) if path.is_file() else {}
-    changed = differences({**facts, **{k: v for k, v in found.items() if k != _SECONDS}}, facts)
+    changed = differences({**facts, **{k: v for k, v in found.items() if k not in (_SECONDS, _BEGUN)}}, facts)
     if changed:
         raise ValueError(
             f"--resume_from_checkpoint: {checkpoint!r} is of another training ({changed}). Go on with the "
@@ -206,20 +232,34 @@ def seconds_before(checkpoint: str | None) -> float:
     Args:
         checkpoint (`str`, *optional*): Its folder.
     """
+    return _number(checkpoint, _SECONDS) or 0.0
+
+
+def begun_before(checkpoint: str | None) -> float | None:
+    """Return when the training began that has left a checkpoint; None if that does not say.
+
+    Args:
+        checkpoint (`str`, *optional*): Its folder.
+    """
+    return _number(checkpoint, _BEGUN)
+
+
+def _number(checkpoint: str | None, name: str) -> float | None:
     path = None if checkpoint is None else Path(checkpoint) / TRAINING_FILE
-    seconds = read_json(path).get(_SECONDS) if path is not None and path.is_file() else None
-    return float(seconds) if isinstance(seconds, (int, float)) else 0.0
+    found = read_json(path).get(name) if path is not None and path.is_file() else None
+    return float(found) if isinstance(found, (int, float)) else None
 
 
-def write_facts(folder: Path, facts: Mapping[str, Any], seconds: float) -> None:
-    """Write into a checkpoint what it is of, for [`check_checkpoint`] and [`seconds_before`].
+def write_facts(folder: Path, facts: Mapping[str, Any], seconds: float, begun: float) -> None:
+    """Write into a checkpoint what it is of, for [`check_checkpoint`] and those that ask it for more.
 
     Args:
         folder (`Path`): The checkpoint.
         facts (`Mapping`): Of [`training_facts`].
         seconds (`float`): How long the training has taken, with the parts before it was interrupted.
+        begun (`float`): When it began, of [`begun_before`] if that was before it was interrupted.
     """
-    write_json(folder / TRAINING_FILE, {**facts, _SECONDS: seconds})
+    write_json(folder / TRAINING_FILE, {**facts, _SECONDS: seconds, _BEGUN: begun})
 
 
 def _check_shape(checkpoint: str, config: RetainingHeadsConfig) -> None:

@@ -72,6 +72,7 @@ def write_heads(
     document = build_document(
         "train locret", _rows(recalls, seconds), settings=settings, inputs=inputs, device=args.device
     )
+    document["training"] = {"begun": trainer.begun, "steps": trainer.state.global_step}
     document["history"] = [dict(entry) for entry in trainer.state.log_history]
     facts = {
         **heads.config.to_dict(),

@@ -22,7 +22,7 @@ from ..retaining.loading import WEIGHTS_FILE
 from ..retaining.losses import layer_loss, top_recall
 from ..retaining.projections import ProjectionTap
 from .arguments import LocretTrainingArguments
-from .checkpoints import seconds_before, write_facts
+from .checkpoints import begun_before, seconds_before, write_facts
 from .clipping import ClipValues
 from .targets import Targets, observe_targets
 
@@ -41,7 +41,8 @@ class LocretTrainer(Trainer):
             and moved to the Trainer's device unless it was spread over several.
         args (`LocretTrainingArguments`): With `layerwise_backward`, the features of one layer are held
             at a time.
-        facts (`Mapping`, *optional*): What its checkpoints say of the training, see [`training_facts`].
+        facts (`Mapping`, *optional*): What its checkpoints say of the training, see [`training_facts`],
+            beside when it began: `begun`, in seconds since 1970.
         kwargs: As for `Trainer`; `data_collator` gives the batches of [`Collator`].
 
     Raises:
@@ -75,6 +76,7 @@ class LocretTrainer(Trainer):
             self.add_callback(ClipValues(args.clip_value))
         self._facts = None if facts is None else dict(facts)
         self._began = time.perf_counter()
+        self.begun: float | None = None
         self.base_model = base_model.eval().requires_grad_(False)
         if getattr(base_model, "hf_device_map", None) is None:
             self.base_model.to(args.device)
@@ -93,6 +95,8 @@ class LocretTrainer(Trainer):
         """Train, as a `Trainer` does."""
         checkpoint = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
         self._began = time.perf_counter() - seconds_before(checkpoint)
+        begun = begun_before(checkpoint)
+        self.begun = time.time() if begun is None else begun
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def compute_loss(
@@ -171,6 +175,7 @@ class LocretTrainer(Trainer):
     def restore(self, checkpoint: str) -> None:
         """Take the heads and the state of a checkpoint, or of the best one that its training has kept."""
         self._began = time.perf_counter() - seconds_before(checkpoint)
+        self.begun = begun_before(checkpoint)
         self._load_from_checkpoint(checkpoint)
         self.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
         best = self.state.best_model_checkpoint
@@ -181,8 +186,8 @@ class LocretTrainer(Trainer):
         folder = Path(output_dir or str(self.args.output_dir))
         with naming(folder / WEIGHTS_FILE):
             super()._save(output_dir, state_dict)
-        if self._facts is not None and self.args.should_save:  # called in every process
-            write_facts(folder, self._facts, self.seconds)
+        if self._facts is not None and self.begun is not None and self.args.should_save:  # of every process
+            write_facts(folder, self._facts, self.seconds, self.begun)
 
     def _loss_of_evicting(self, scores: Sequence[Tensor], layers: Sequence[Targets]) -> Tensor:
         """Locret's loss as if the model had no layers but those that evict."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from transformers import LlamaConfig
 
 from kvcache_plugins.training.arguments import LocretTrainingArguments
-from kvcache_plugins.training.checkpoints import find_checkpoint, training_facts
+from kvcache_plugins.training.checkpoints import check_none_lost, find_checkpoint, training_facts
 from kvcache_plugins.training.options import LocretOptions
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
@@ -96,12 +98,69 @@ def test_the_steps_of_a_training_depend_on_its_optimizer(name: str, value: Any, 
     assert _facts(tmp_path, {}, max_steps=7, save_steps=3, logging_steps=1) == before
 
 
+def _leave(output: Path, step: int, begun: float | None = None, log: Sequence[Any] = ()) -> None:
+    folder = output / f"checkpoint-{step}"
+    folder.mkdir()
+    state = {"global_step": step, "train_batch_size": 1, "log_history": list(log)}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    if begun is not None:
+        (folder / "training.json").write_text(json.dumps({"seconds": 1.0, "begun": begun}))
+
+
+def _finish(output: Path, history: Sequence[Any] = (), **training: Any) -> None:
+    document = {"task": "train locret", "history": list(history), "training": training}
+    (output / "results.json").write_text(json.dumps(document))
+
+
+def _found(output: Path) -> str:
+    args = LocretTrainingArguments(
+        output_dir=str(output), use_cpu=True, max_steps=2, resume_from_checkpoint="true"
+    )
+    found = find_checkpoint(args, output)
+    assert found is not None
+    return Path(found).relative_to(output).name
+
+
 def test_the_checkpoint_with_the_most_steps_is_gone_on_from(tmp_path: Path) -> None:
     for step in (2, 10, 9):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        state = {"global_step": step, "train_batch_size": 1}
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
-    args = LocretTrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, max_steps=2, resume_from_checkpoint="true"
-    )
-    assert find_checkpoint(args, tmp_path) == str(tmp_path / "checkpoint-10")
+        _leave(tmp_path, step)
+    assert _found(tmp_path) == "checkpoint-10"
+
+
+def test_that_of_the_interrupted_training_is_gone_on_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a finished one beside it, of more steps, has left; nothing may have been logged by then."""
+    for step, begun in ((27, 5.0), (30, 5.0), (3, 9.0), (6, 9.0)):
+        _leave(tmp_path, step, begun)
+    _finish(tmp_path, [{"step": 30}], begun=5.0, steps=30)
+    assert _found(tmp_path) == "checkpoint-6" and not capsys.readouterr().out
+    args = LocretTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match=r"with checkpoint-6\. Go on with it"):
+        check_none_lost(find_checkpoint(args, tmp_path), tmp_path)
+    (tmp_path / "results.json").rename(tmp_path / "results-train-locret.json")
+    _finish(tmp_path, begun=9.0, steps=6)
+    check_none_lost(find_checkpoint(args, tmp_path), tmp_path)
+    assert _found(tmp_path) == "checkpoint-6", "that of the one that was begun last"
+    assert "checkpoint-6, of a finished one" in capsys.readouterr().out
+
+
+def test_a_finished_training_that_goes_on_may_be_interrupted(tmp_path: Path) -> None:
+    for step in (27, 30, 33, 36):
+        _leave(tmp_path, step, 5.0)
+    _finish(tmp_path, begun=5.0, steps=30)
+    assert _found(tmp_path) == "checkpoint-36"
+    args = LocretTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match=r"with checkpoint-36\."):
+        check_none_lost(None, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint-36")
+    shutil.rmtree(tmp_path / "checkpoint-33")
+    check_none_lost(find_checkpoint(args, tmp_path), tmp_path)
+    assert _found(tmp_path) == "checkpoint-30"
+
+
+def test_checkpoints_of_an_earlier_version_are_told_by_their_log(tmp_path: Path) -> None:
+    for step, loss in ((27, 1.0), (30, 1.0), (3, 2.0)):
+        _leave(tmp_path, step, log=[{"step": 1, "loss": loss}])
+    _finish(tmp_path, [{"step": 1, "loss": 1.0}, {"step": 30}])
+    assert _found(tmp_path) == "checkpoint-3"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -342,15 +341,17 @@ def test_the_steps_of_an_interrupted_training_are_not_lost(
 def test_the_steps_of_a_training_are_not_those_of_the_finished_one_beside_it(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = ("--no_plots", "--save_strategy", "steps", "--save_steps", "2", "--logging_steps", "1")
-    command = ["train-locret", *arguments(text, tmp_path, *more, "--max_steps", "4")]
-    assert main(command) == 0
-    os.utime(
-        tmp_path / "checkpoint-4", (0, 0)
-    )  # of two within a second, the Trainer deletes that of fewer steps
-    _interrupt_at(2, monkeypatch, [*command, "--learning_rate", "1e-4"])
+    more = ("--no_plots", "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "5")
+    command = ["train-locret", *arguments(text, tmp_path, *more)]
+    assert main([*command, "--max_steps", "4"]) == 0
+    other = [*command, "--learning_rate", "1e-4", "--max_steps", "3"]  # nothing is logged by then
+    _interrupt_at(2, monkeypatch, other)
     assert main(command) == 2
     assert f"got {str(tmp_path)!r} with checkpoint-2." in capsys.readouterr().err
+    assert main([*other, "--resume_from_checkpoint", "true"]) == 0
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert (document["settings"]["steps"], document["settings"]["learning_rate"]) == (3, 1e-4)
+    assert "kept: " in capsys.readouterr().out, "and the results of the finished one"
 
 
 def test_the_best_heads_are_those_of_their_step(text: Path, tmp_path: Path) -> None:
