@@ -14,11 +14,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A unit may import units to its left (and itself). Backends are reached by name through the registry only.
 ORDER = (
-    "errors", "undoing", "compilation", "device_dtypes", "registry", "config", "quantizers", "models",
-    "kernels", "layers", "attention", "report", "artifacts", "saved", "cache", "encoder_decoder", "building",
-    "persistence", "transformers_caches", "estimation", "capacity", "eviction", "retaining", "backends",
-    "prompt_chunks", "runs", "evaluation", "calibration", "training", "encoder_calls", "cache_requests",
-    "generation_calls", "assistant_calls", "integration", "testing", "cli", "__init__", "__main__",
+    "errors", "undoing", "fresh_processes", "compilation", "device_dtypes", "registry", "config",
+    "quantizers", "models", "kernels", "layers", "attention", "report", "artifacts", "saved", "cache",
+    "encoder_decoder", "building", "persistence", "transformers_caches", "estimation", "capacity",
+    "eviction", "retaining", "backends", "prompt_chunks", "runs", "evaluation", "calibration", "training",
+    "encoder_calls", "cache_requests", "generation_calls", "assistant_calls", "integration", "testing",
+    "cli", "__init__", "__main__",
 )  # fmt: skip
 # Deferred imports that would close a circle at import time, with the reason.
 DEFERRED = {

@@ -13,7 +13,6 @@ ones.
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import re
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from ..fresh_processes import python_command
 from . import builds, cuda_check
 from .verdicts import Verdict, VerdictFile
 
@@ -39,13 +39,6 @@ _LINES = 15
 _BEGUN = "begun"
 """What a process says when all is loaded and the kernels' turn comes."""
 _NO_FAULT = re.compile(r"out of memory|busy or unavailable", re.IGNORECASE)
-# With the parent's path: the same package, and none that lies in the current directory by chance.
-_CHILD = f"""
-import json, sys
-sys.path[:] = json.loads(sys.argv.pop(1))
-from {__name__} import main
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 def find_fault(library: Path, device: torch.device) -> str | None:
@@ -82,7 +75,7 @@ def _run(library: Path, device: torch.device) -> tuple[str | None, bool]:
     if not sys.executable or getattr(sys, "frozen", False):
         return "there is no Python to try them in a process of its own", False
     _logger.warning("trying the CUDA kernels on %s, once for this build, model of GPU and driver", device)
-    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(library), str(device.index)]
+    command = python_command(__name__, "main", str(library), str(device.index))
     try:
         done = subprocess.run(
             command,

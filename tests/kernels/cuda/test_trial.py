@@ -40,7 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def play(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:
     """Let a shell script stand in for Python; returns the file to which it writes how it was called."""
     python, calls = folder / "python", folder / "calls"
-    python.write_text(f'#!/bin/bash\necho "$4 $5" >> {calls}\n{script}\n')
+    python.write_text(f'#!/bin/bash\necho "$3 $4" >> {calls}\n{script}\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     return calls

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....artifacts.files import read_json
+from ....fresh_processes import python_command
 from ....runs.labels import cache_label
 from ....runs.options import DTYPES
 
@@ -35,7 +36,6 @@ OUT_OF_MEMORY = 77
 """Exit status of a worker whose allocation was refused."""
 
 _WORKER = f"{__package__}.worker"
-_ROOT = Path(__file__).resolve().parents[4]
 _MOST_WORDS = 60
 """Of what a process said last; some libraries say pages."""
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL) if os.name == "posix" else ()
@@ -110,9 +110,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         WorkerError: If it failed otherwise; the message ends with the exception, or else with what it said
             last. Or if it had not ended in its time.
     """
-    # Found wherever the caller was started from, and with it the tools installed beside the interpreter:
-    # quanto compiles an extension with ninja, which often is not on the PATH.
-    search = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    # With the tools installed beside the interpreter: quanto compiles an extension with ninja, which often is
+    # not on the PATH.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -121,8 +120,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         name = cache_label(job["cache_config"])
         try:
             done = subprocess.run(
-                [sys.executable, "-m", _WORKER, str(question), str(answer), str(os.getpid())],
-                env={**os.environ, "PYTHONPATH": search, "PATH": path},
+                python_command(_WORKER, "work", str(question), str(answer), str(os.getpid())),
+                env={**os.environ, "PATH": path},
                 capture_output=True,
                 text=True,
                 errors="replace",  # compilers and drivers may say anything

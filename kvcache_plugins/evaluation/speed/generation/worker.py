@@ -31,7 +31,7 @@ from ...caches import cache_bytes, generate
 from ..timing import StepTimer
 from .process import OUT_OF_MEMORY
 
-__all__ = ["DeviceMemory", "compiled", "end_with", "main", "measure", "model_config"]
+__all__ = ["DeviceMemory", "compiled", "end_with", "main", "measure", "model_config", "work"]
 
 WARM_UP_STEPS = 4
 """Decode steps left out of the time per token: first-use allocations, and a first look at a fresh cache."""
@@ -227,7 +227,12 @@ def end_with(process: int) -> None:
     os._exit(1)
 
 
-if __name__ == "__main__":
-    *files, process = sys.argv[1:]
+def work(argv: list[str]) -> int:
+    """Call [`main`] with all but the last argument: the process without which there is nothing to do."""
+    *files, process = argv
     threading.Thread(target=end_with, args=(int(process),), daemon=True).start()
-    sys.exit(main(files))
+    return main(files)
+
+
+if __name__ == "__main__":
+    sys.exit(work(sys.argv[1:]))
