@@ -37,8 +37,15 @@ import kvcache_plugins as kvp
 from kvcache_plugins.cli.display import show
 from kvcache_plugins.cli.options import OUTPUT, add_cache_config_option
 from kvcache_plugins.cli.preparing import output_directory, prepare_transformers
+from kvcache_plugins.errors import NotFiniteError
 from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, split_available
-from kvcache_plugins.evaluation.perplexity.scoring import Schedule, predictions
+from kvcache_plugins.evaluation.perplexity.scoring import (
+    Schedule,
+    check_finite,
+    divergence_of,
+    predictions,
+)
+from kvcache_plugins.evaluation.perplexity.summary import perplexity_of
 from kvcache_plugins.evaluation.speed.devices import choose_device
 from kvcache_plugins.evaluation.speed.timing import Spread, StepTimer
 from kvcache_plugins.models.cache_argument import cache_of
@@ -285,12 +292,14 @@ def measure(
     schedule = Schedule(args.prompt_tokens - 1, args.block_length, approximate=True)
     _, *read = predictions(scorer, token_ids, new_cache(scorer, cache_config), schedule)
     log_probs = torch.cat([prediction.logits.float().log_softmax(-1) for prediction in read])
-    nll = F.nll_loss(log_probs, truth).item()
+    losses = F.nll_loss(log_probs, truth, reduction="none")
+    check_finite(losses.tolist(), len(truth), cache_config, scorer.dtype)
+    nll = losses.mean().item()
     row = {
         "cache_config": cache_config,
         "label": cache_label(cache_config),
         "kv_bytes": kv_bytes,
-        "perplexity": math.exp(nll),
+        "perplexity": perplexity_of(nll),
         "nll": nll,
         "tokens": len(truth),
         "ms_per_token": times.median_ms,
@@ -322,8 +331,10 @@ def measure_all(
                 measured = measure(model, scorer, token_ids, cache_config, args)
             except Exception as error:
                 # A combination that transformers' own class cannot serve (a head dimension its groups do not
-                # divide, say) is shown in the table; one of ours that fails is a bug and stops the run.
-                if cache_config["backend"] not in TRANSFORMERS_BACKENDS:
+                # divide, say) is shown in the table, and so is any cache with which the model predicts no
+                # numbers; one of ours that fails otherwise is a bug and stops the run.
+                is_found = isinstance(error, NotFiniteError) and dense is not None
+                if cache_config["backend"] not in TRANSFORMERS_BACKENDS and not is_found:
                     raise
                 message = " ".join(str(error).split())[:200]
                 entry = {"cache_config": cache_config, "reason": f"failed: {message}"}
@@ -338,7 +349,7 @@ def measure_all(
 def compare(measured: Measured, dense: Measured, dtype: torch.dtype, tokenizer: Any) -> dict[str, Any]:
     """Return a row of results, relative to the dense cache of the same run."""
     fraction = measured.row["kv_bytes"] / dense.row["kv_bytes"]
-    divergence = F.kl_div(measured.log_probs, dense.log_probs, log_target=True, reduction="batchmean")
+    divergence = divergence_of(dense.log_probs, measured.log_probs).mean()
     same_top = measured.log_probs.argmax(-1) == dense.log_probs.argmax(-1)
     same_tokens = measured.new_token_ids == dense.new_token_ids
     return measured.row | {

@@ -6,6 +6,7 @@ __all__ = [
     "ArtifactError",
     "IncompatibleTransformersError",
     "KernelUnavailableError",
+    "NotFiniteError",
     "UnavailableCacheError",
     "UnsupportedOperationError",
 ]
@@ -21,6 +22,10 @@ class IncompatibleTransformersError(RuntimeError):
 
 class KernelUnavailableError(RuntimeError):
     """`kernel="native"` was asked for and no native kernel can serve the request."""
+
+
+class NotFiniteError(ValueError):
+    """What a model predicts is not a number, by itself or with a cache."""
 
 
 class UnavailableCacheError(ValueError):

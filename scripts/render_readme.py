@@ -238,7 +238,7 @@ def measured_cells(row: dict[str, Any]) -> list[str]:
         f"{row['kv_bytes']:,}",
         f"{row['memory_fraction']:.3f}",
         f"{row['bits_per_value']:.2f}",
-        f"{row['perplexity']:.3f}",
+        _format(row["perplexity"], ".3f"),
         f"{row['kl_to_dense']:.5f}",
         f"{row['top1_agreement']:.3f}",
         f"{row['ms_per_token']:.1f}",

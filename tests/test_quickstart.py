@@ -216,6 +216,43 @@ def test_a_failure_of_transformers_own_cache_is_a_row(
     assert (tmp_path / "quickstart.png").exists()
 
 
+@pytest.mark.parametrize(("spoilt", "status"), [(("int8",), 0), (("dense", "int8"), 2)])
+def test_predictions_that_are_no_numbers(
+    spoilt: tuple[str, ...],
+    status: int,
+    quickstart: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    read, made, now = quickstart.predictions, quickstart.new_cache, [""]
+
+    def new_cache(model: Any, cache_config: dict[str, Any]) -> Any:
+        now[0] = cache_config["backend"]
+        return made(model, cache_config)
+
+    def predictions(*arguments: Any) -> Any:
+        for prediction in read(*arguments):
+            if now[0] in spoilt:
+                prediction.logits[0] = torch.nan
+            yield prediction
+
+    monkeypatch.setattr(quickstart, "predictions", predictions)
+    monkeypatch.setattr(quickstart, "new_cache", new_cache)
+    sizes = ["--prompt_tokens", "100", "--new_tokens", "8", "--score_tokens", "16"]
+    wanted = ["--cache_config", '{"backend": "int8"}', "--output", str(tmp_path)]
+    assert quickstart.main([*sizes, *wanted]) == status
+    captured = capsys.readouterr()
+    if status:
+        assert "error: The model itself, in float32 and with its ordinary cache" in captured.err
+        assert not (tmp_path / "results.json").exists()
+        return
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert [row["label"] for row in document["results"]] == ["dense"]
+    reason = "failed: 1 of 16 predictions are not numbers (NaN or infinite logits)"
+    assert document["skipped"][0]["reason"] == reason and f"int8: {reason}" in captured.out
+
+
 def test_a_text_that_is_no_text_is_refused(
     quickstart: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import uuid
@@ -19,8 +20,10 @@ from torch import Tensor
 from ..errors import ArtifactError
 
 __all__ = [
+    "json_line",
     "json_text",
     "naming",
+    "plain_values",
     "read_json",
     "read_tensors",
     "replaced",
@@ -134,5 +137,25 @@ def write_json(path: Path, facts: dict[str, Any]) -> None:
 
 
 def json_text(facts: dict[str, Any]) -> str:
-    """Return what a json file holds, in a form that people can read and compare."""
-    return json.dumps(facts, indent=2, sort_keys=True) + "\n"
+    """Return what a json file holds, in a form that people can read and compare; see [`json_line`]."""
+    return json.dumps(_finite(facts), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def json_line(value: Any) -> str:
+    """Return a value as json on one line, null for numbers that json cannot hold: infinite ones and NaN."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def plain_values(value: Any) -> Any:
+    """Return a value as it is read from the file that it was written to."""
+    return json.loads(json_line(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return value

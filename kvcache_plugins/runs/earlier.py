@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..artifacts.files import read_json
+from ..artifacts.files import plain_values, read_json
 from ..errors import ArtifactError
 
 __all__ = ["free_name", "is_repeated", "picture_name", "set_aside"]
@@ -36,7 +36,7 @@ def is_repeated(path: Path, document: Mapping[str, Any]) -> bool:
         document (`Mapping`): `task`, `settings`, `inputs`, `results` and `skipped` of a run; of the last two,
             nothing but the options of the caches counts.
     """
-    return _identity(_read(path)) == _identity(json.loads(json.dumps(document)))
+    return _identity(_read(path)) == _identity(plain_values(document))
 
 
 def set_aside(path: Path, document: Mapping[str, Any]) -> None:

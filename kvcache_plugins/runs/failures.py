@@ -6,8 +6,10 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import NotFiniteError
 from ..registry import TRANSFORMERS_BACKENDS
 from .code_versions import is_foreign
+from .labels import DENSE
 
 __all__ = ["Failures"]
 
@@ -17,6 +19,7 @@ class Failures:
 
     What transformers' own class cannot serve (a head dimension its groups do not divide, say) must not end a
     comparison, and neither must a mistake of a third party. One of ours must: nobody should trust the rest.
+    Whoever's it is, a cache with which the model predicts no numbers is noted: that is what was found of it.
     """
 
     def __init__(self) -> None:
@@ -35,7 +38,8 @@ class Failures:
             Exception: The error itself, if it is ours.
         """
         said = " ".join(str(error).split())
-        if cache_config["backend"] in TRANSFORMERS_BACKENDS:
+        is_found = isinstance(error, NotFiniteError) and cache_config != DENSE
+        if cache_config["backend"] in TRANSFORMERS_BACKENDS or is_found:
             said = said or type(error).__name__
         elif is_foreign(cache_config):
             traceback.print_exception(error)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..artifacts.files import naming
+from ..artifacts.files import json_line, naming, plain_values
 from ..errors import ArtifactError
 
 __all__ = ["Journal", "append_line", "check_settings", "differences", "progress_folder", "remove_progress"]
@@ -38,7 +38,7 @@ class Journal:
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], process: int = 0) -> None:
         self._folder = progress_folder(directory)
-        self._settings = json.loads(json.dumps(settings, sort_keys=True))
+        self._settings = plain_values(settings)
         self._path = self._folder / f"records-{process}.jsonl"
         self._used: set[str] = set()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,8 @@ class Journal:
         One of a failure holds its reason as `failed`.
 
         Returns:
-            `dict`: The record as a later run would read it, so that both compute with the same numbers.
+            `dict`: The record as a later run would read it, so that both compute with the same numbers; None
+            stands for those that are infinite or NaN.
 
         Raises:
             OSError: If it cannot be written, for instance because the disk is full; what was kept before
@@ -80,7 +81,7 @@ class Journal:
         line = {"key": key, "record": record}
         self._write_line(line)
         self._used.add(key)
-        self._records[key] = json.loads(json.dumps(record))
+        self._records[key] = plain_values(record)
         return self._records[key]
 
     def reload(self) -> None:
@@ -102,7 +103,7 @@ class Journal:
         remove_progress(self._folder, "records-*.jsonl")
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
-        append_line(self._path, json.dumps(line))
+        append_line(self._path, json_line(line))
 
     def _read_all(self) -> dict[str, dict[str, Any]]:
         records: dict[str, dict[str, Any]] = {}

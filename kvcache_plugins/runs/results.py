@@ -13,6 +13,7 @@
 The first result is the dense cache, measured in the same run, except where `settings` has `score_only`: then
 nothing was run, and the results are the scores of predictions made before, with whatever caches there were.
 `versions` are those of all distributions whose code has computed, those of third parties' caches included.
+A number that json cannot hold, an infinite perplexity for instance, is null.
 `settings`, `inputs` and `skipped` may be missing in a file written by another program. A file appears whole
 or not at all, and that of another run is kept beside it (`earlier`).
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -11,7 +10,7 @@ from typing import Any
 
 from transformers import TrainerState
 
-from ..artifacts.files import read_json, read_tensors, write_json
+from ..artifacts.files import plain_values, read_json, read_tensors, write_json
 from ..errors import ArtifactError
 from ..retaining.configuration import RetainingHeadsConfig
 from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
@@ -181,7 +180,7 @@ def training_facts(options: LocretOptions, args: LocretTrainingArguments, config
         "data_digest": digest_files(files),
     }
     facts |= model_settings(str(options.model), config)
-    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    plain: dict[str, Any] = plain_values(facts)
     return plain
 
 

@@ -17,6 +17,7 @@ import kvcache_plugins as kvp
 from kvcache_plugins.cli import main
 from kvcache_plugins.evaluation.perplexity import run as perplexity
 from kvcache_plugins.evaluation.perplexity import scoring as perplexity_scoring
+from kvcache_plugins.evaluation.perplexity import tables as perplexity_tables
 from kvcache_plugins.evaluation.perplexity.options import PerplexityOptions
 from kvcache_plugins.evaluation.perplexity.summary import mean_and_error, summarize
 from kvcache_plugins.evaluation.perplexity.texts import Text, Window, cut_windows, read_texts
@@ -490,6 +491,63 @@ def test_without_the_comparison(book: Path, tmp_path: Path) -> None:
     assert dense["blocks"] == "exact" and int8["blocks"] == "approximate"
     assert "kl_to_dense" not in int8 and int8["nll_increase"] != 0
     assert (tmp_path / "perplexity.png").exists()
+
+
+def _spoil(monkeypatch: pytest.MonkeyPatch, number: float, *backends: str) -> None:
+    """Let the model predict no numbers with some caches."""
+    read, made, is_spoilt = perplexity_scoring.predictions, perplexity_scoring.new_cache, [False]
+
+    def new_cache(model: Any, cache_config: Any, **options: Any) -> Any:
+        is_spoilt[0] = cache_config["backend"] in backends
+        return made(model, cache_config, **options)
+
+    def predictions(*arguments: Any) -> Any:
+        for prediction in read(*arguments):
+            logits = torch.full_like(prediction.logits, number)
+            yield prediction._replace(logits=logits) if is_spoilt[0] else prediction
+
+    monkeypatch.setattr(perplexity_scoring, "predictions", predictions)
+    monkeypatch.setattr(perplexity_scoring, "new_cache", new_cache)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_cache_with_which_the_model_predicts_no_numbers(
+    number: float,
+    book: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The highest of several NaN would be where that of the dense run is, which would be agreement."""
+    _spoil(monkeypatch, number, "int8")
+    assert main(on(book, tmp_path, "--max_windows", "2")) == 1
+    document = results(tmp_path)
+    assert "int8" not in [row["cache_config"]["backend"] for row in document["results"]]
+    (entry,) = document["skipped"]
+    said = "24 of 24 predictions are not numbers (NaN or infinite logits)"
+    assert entry["cache_config"] == INT8 and entry["is_failure"] and said in entry["reason"]
+    captured = capsys.readouterr()
+    assert said in captured.out and "error: int8" in captured.err and said in captured.err
+    assert (tmp_path / "perplexity.png").exists()
+
+
+def test_a_model_that_predicts_no_numbers_is_refused(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _spoil(monkeypatch, math.nan, "dense", "int8")
+    said = _refused(capsys, on(book, tmp_path))
+    assert "The model itself, in float32 and with its ordinary cache, makes no sense of the text" in said
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_a_perplexity_beyond_all_numbers(tmp_path: Path) -> None:
+    dense = [_record(1000, is_exact=True, nll=[1000.0, 800.0])] * 2
+    row = summarize({"backend": "dense"}, dense, dense, prefill=10, dense_bits=16)
+    assert (row["perplexity"], row["nll"]) == (math.inf, 900.0)
+    said = "no number is as high as the perplexity of dense (null in the results): see nll"
+    environment = {"device": "cpu", "threads": 1, "versions": {"torch": "2"}}
+    document = {"results": [row], "skipped": [], "environment": environment, "settings": {}}
+    assert said in perplexity_tables.footnotes(document)
 
 
 def test_a_cache_of_transformers_that_fails_is_shown(

@@ -32,6 +32,14 @@ def test_processes_write_apart_and_read_together(tmp_path: Path) -> None:
     assert len(Journal(tmp_path, SETTINGS, 5)) == 2, "another number of processes reads them all"
 
 
+def test_numbers_that_json_cannot_hold_are_null(tmp_path: Path) -> None:
+    settings = {"limit": float("inf")}
+    assert Journal(tmp_path, settings).add("a", {"x": float("nan"), "y": [2.5]}) == {"x": None, "y": [2.5]}
+    assert Journal(tmp_path, settings)["a"] == {"x": None, "y": [2.5]}
+    for line in (tmp_path / "progress" / "records-0.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
 def test_a_record_is_what_a_later_run_would_read(tmp_path: Path) -> None:
     record = Journal(tmp_path, SETTINGS).add("a", {"pair": (1, 2), "value": 1 / 3})
     assert record == Journal(tmp_path, SETTINGS)["a"] == {"pair": [1, 2], "value": 1 / 3}

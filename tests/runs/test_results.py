@@ -34,6 +34,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert document["skipped"] == []
 
 
+def test_numbers_that_json_cannot_hold_are_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = _document(settings={"limit": float("inf")}, more=[(float("nan"), 1.5)])
+    text = results.write_results(tmp_path, document).read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == json.loads(text)
+    read = results.read_results(tmp_path)
+    assert (read["settings"], read["more"]) == ({"limit": None}, [[None, 1.5]])
+    results.write_results(tmp_path, document)
+    assert "replaced: " in capsys.readouterr().out, "of an earlier run with the same settings"
+
+
 def test_environment_says_where_it_ran() -> None:
     place = results.environment()
     assert set(place) == {"versions", "device", "cpu", "threads", "commit", "dirty", "command"}

@@ -13,8 +13,9 @@ the whole window when its bytes are counted.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -25,11 +26,23 @@ from transformers.cache_utils import Cache
 
 from ...cache import KVCache
 from ...device_dtypes import doubled
+from ...errors import NotFiniteError
 from ...models.cache_argument import as_argument
+from ...runs.labels import DENSE
 from ..caches import cache_bytes, new_cache, prefill
 from .blocks import exact_blocks, packed_shares
 
-__all__ = ["BINS", "Prediction", "Reference", "Schedule", "bin_edges", "predictions", "score_window"]
+__all__ = [
+    "BINS",
+    "Prediction",
+    "Reference",
+    "Schedule",
+    "bin_edges",
+    "check_finite",
+    "divergence_of",
+    "predictions",
+    "score_window",
+]
 
 BINS = 16
 """Equal parts of the predicted tokens over which the curve by position is averaged."""
@@ -128,6 +141,9 @@ def score_window(
     Returns:
         `tuple[dict, Reference]`: A record of plain values (sums over the predicted tokens, see the code), and
         this run as a reference.
+
+    Raises:
+        NotFiniteError: If a logit is NaN or infinite, so that nothing can be said of the predictions.
     """
     started = time.perf_counter()
     cache = new_cache(model, cache_config, max_cache_length=token_ids.shape[1])
@@ -149,8 +165,9 @@ def score_window(
             kept.append(logits.cpu().clone())
         if reference is not None and reference.logits is not None:
             dense = reference.logits[done : len(nll)].to(logits.device)
-            divergence += _divergence(doubled(dense).log_softmax(-1), logp).tolist()
+            divergence += divergence_of(doubled(dense).log_softmax(-1), logp).tolist()
             agreement += int((dense.argmax(-1) == logits.argmax(-1)).sum())
+    check_finite([*nll, *divergence], len(nll), cache_config, model.dtype)
     record: dict[str, Any] = {
         "tokens": len(nll),
         "nll": sum(nll),
@@ -190,6 +207,42 @@ def _bin_sums(values: list[float]) -> list[float]:
     return [sum(values[low:high]) for low, high in pairwise(edges)]
 
 
-def _divergence(dense: Tensor, other: Tensor) -> Tensor:
-    """KL(dense || other) of log-probabilities `(n, vocabulary)`, in nats; impossible tokens count nothing."""
+def check_finite(
+    values: Sequence[float], tokens: int, cache_config: Mapping[str, Any], dtype: torch.dtype
+) -> None:
+    """Refuse to sum up predictions that are no numbers: a NaN has its highest logit where any other has.
+
+    Args:
+        values (`Sequence[float]`): What was measured of the predictions: of each, the negative log-likelihood
+            of the true token and perhaps the divergence from the dense run.
+        tokens (`int`): How many were predicted.
+        cache_config (`Mapping`): The cache they were made with.
+        dtype (`torch.dtype`): Of the model.
+
+    Raises:
+        NotFiniteError: If one of them is not finite.
+    """
+    wrong = len({index % tokens for index, value in enumerate(values) if not math.isfinite(value)})
+    if wrong == 0:
+        return
+    found = f"{wrong} of {tokens} predictions are not numbers (NaN or infinite logits)"
+    if dict(cache_config) != DENSE:
+        raise NotFiniteError(found)
+    name = str(dtype).removeprefix("torch.")
+    raise NotFiniteError(
+        f"The model itself, in {name} and with its ordinary cache, makes no sense of the text: {found}. "
+        "Its weights are damaged, or --dtype must be one of a wider range, such as fp32."
+    )
+
+
+def divergence_of(dense: Tensor, other: Tensor) -> Tensor:
+    """KL(dense || other) of log-probabilities `(n, vocabulary)`, in nats; impossible tokens count nothing.
+
+    Args:
+        dense (`torch.Tensor` of shape `(n, vocabulary)`): Of the dense run.
+        other (`torch.Tensor` of shape `(n, vocabulary)`): Of the run that is compared with it.
+
+    Returns:
+        `torch.Tensor` of shape `(n,)`: One for each token.
+    """
     return (dense.exp() * (dense - other)).masked_fill(dense == -torch.inf, 0.0).sum(-1)

@@ -10,7 +10,7 @@ from typing import Any
 from ...runs.labels import cache_label
 from .scoring import bin_edges
 
-__all__ = ["mean_and_error", "summarize"]
+__all__ = ["mean_and_error", "perplexity_of", "summarize"]
 
 Record = Mapping[str, Any]
 
@@ -36,10 +36,11 @@ def summarize(
         dense_bits (`int`): Bits in which the dense cache keeps a value: of the model's dtype.
 
     Returns:
-        `dict`: `perplexity`; `nll`, the mean negative log-likelihood in nats per token, and `nll_stderr`, its
-        standard error over `stderr_over`: `"windows"` if there is more than one (tokens of a window are
-        alike), else `"tokens"`; `nll_increase`, the mean difference to the dense run on the same tokens, and
-        `nll_increase_stderr`, far smaller than that of `nll`; `tokens` and `windows` counted;
+        `dict`: `perplexity`, infinite where no number is as high; `nll`, the mean negative log-likelihood in
+        nats per token, and `nll_stderr`, its standard error over `stderr_over`: `"windows"` if there is more
+        than one (tokens of a window are alike), else `"tokens"`; `nll_increase`, the mean difference to the
+        dense run on the same tokens, and `nll_increase_stderr`, far smaller than that of `nll`; `tokens` and
+        `windows` counted;
         `packed_read_fraction` (`blocks.packed_shares`); `blocks`, `"exact"` or `"approximate"`;
         `kv_bytes` of a full window (the largest), `bits_per_value` and `memory_fraction` of the dense cache's
         bytes; `nll_by_position`, if windows are alike, a list of `{"start", "stop", "nll", "increase"}` and
@@ -59,7 +60,7 @@ def summarize(
     result: dict[str, Any] = {
         "cache_config": cache_config,
         "label": cache_label(cache_config),
-        "perplexity": math.exp(nll),
+        "perplexity": perplexity_of(nll),
         "nll": nll,
         "nll_stderr": nll_stderr,
         "stderr_over": "windows" if len(records) > 1 else "tokens",
@@ -85,6 +86,14 @@ def summarize(
             "top1_agreement": sum(record["agreement"] for record in records) / tokens,
         }
     return result
+
+
+def perplexity_of(nll: float) -> float:
+    """Return `exp(nll)`; infinite beyond 709 nats per token, where no number is as high."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
 
 
 def mean_and_error(records: Sequence[Record], name: str) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +55,18 @@ def footnotes(document: dict[str, Any]) -> list[str]:
     return [
         f"nll in nats per token, standard error {dense['nll_stderr']:.4f} over {dense['stderr_over']}; "
         "increase over the dense run on the same tokens, with its own",
+        *_beyond_numbers(document),
         *skipped(document),
         origin(document),
     ]
+
+
+def _beyond_numbers(document: dict[str, Any]) -> list[str]:
+    """Return a line for caches whose perplexity is infinite, which `results.json` cannot hold."""
+    labels = [row["label"] for row in document["results"] if math.isinf(row["perplexity"])]
+    if not labels:
+        return []
+    return [f"no number is as high as the perplexity of {', '.join(labels)} (null in the results): see nll"]
 
 
 def _with_error(row: dict[str, Any], name: str, error: str) -> str:
