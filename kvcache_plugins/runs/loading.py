@@ -50,7 +50,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of a text, without special tokens and without a limit of length.
 
     Raises:
-        ValueError: If the text is too long for the memory of the machine.
+        ValueError: If the text is too long for the memory of the machine, or has what is no character.
     """
     check_tokenizable(text)
     ids: Sequence[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .memory import machine_memory
 
-__all__ = ["check_tokenizable", "read_text_file"]
+__all__ = ["check_characters", "check_tokenizable", "read_text_file"]
 
 _BYTES = 160
 """That a tokenizer takes for a character of the text it is given."""
@@ -38,12 +38,34 @@ def read_text_file(name: str | os.PathLike[str], option: str) -> str:
     return text
 
 
+def check_characters(text: str, name: str) -> None:
+    """Check that a text has characters alone, and no half of a pair that stands for one.
+
+    Such halves come of json that was cut within an escaped pair, or of an argument that is no UTF-8. No
+    tokenizer takes them.
+
+    Args:
+        text (`str`): The text.
+        name (`str`): What the message begins with, such as an option or the place of a row.
+
+    Raises:
+        ValueError: Naming the first one.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start]!a} after {error.start:,} characters"
+        raise ValueError(f"{name} must be text, got {found}, half of a character or none.") from error
+
+
 def check_tokenizable(text: str) -> None:
     """Check that the machine could tokenize a text; a tokenizer that runs out of memory ends the process.
 
     Raises:
-        ValueError: If it cannot; the message says how much it takes and how much there is.
+        ValueError: If it cannot; the message says how much it takes and how much there is. If the text has
+            what is no character.
     """
+    check_characters(text, "What a tokenizer is given")
     needed, there = _BYTES * len(text), machine_memory()
     if needed > there:
         raise ValueError(

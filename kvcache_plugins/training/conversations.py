@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from ..runs import json_lines
 from ..runs.hub_datasets import import_datasets
 from ..runs.loading import prefix_ids
+from ..runs.text_files import check_characters
 from .examples import Example, cut_middle
 
 __all__ = ["Conversations", "messages_of", "read_rows"]
@@ -49,8 +50,8 @@ class Conversations(Dataset[Example]):
         order (`Sequence[int]`, *optional*): Indices of the rows that are taken; all of them by default.
 
     Raises:
-        ValueError: If a row has none of these forms, or turns that the chat template refuses; the message
-            says which, and what it has.
+        ValueError: If a row has none of these forms, turns that the chat template refuses, or what is no
+            character; the message says which, and what it has.
     """
 
     def __init__(
@@ -67,7 +68,10 @@ class Conversations(Dataset[Example]):
         accepted: set[tuple[str, ...]] = set()
         for index in sorted(self._order):  # the first one that is wrong is named, whatever their order is
             try:
-                roles = tuple(turn["role"] for turn in messages_of(rows[index]))
+                turns = messages_of(rows[index])
+                for turn in turns:
+                    check_characters(turn["content"], f"what {turn['role']!a} says")
+                roles = tuple(turn["role"] for turn in turns)
                 if roles not in accepted:
                     self._check_roles(roles)
                     accepted.add(roles)

@@ -183,6 +183,8 @@ def test_first_integer() -> None:
         ({"seed": -1}, "--seed must be an integer >= 0"),
         ({"filler_text": "a", "filler_files": ["b"]}, "exclude each other"),
         ({"filler_text": " "}, "--filler_text must hold words"),
+        ({"filler_text": "abc \udcff def."}, r"--filler_text must be text, got '\\udcff' after 4 characters"),
+        ({"needle": "\udcff {key}"}, r"--needle must be text, got '\\udcff' after 0 characters"),
         ({"filler_files": "book.txt"}, "--filler_files must be one or more files"),
     ],
 )

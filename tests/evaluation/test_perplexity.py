@@ -24,6 +24,7 @@ from kvcache_plugins.evaluation.perplexity.texts import Text, Window, cut_window
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.runs import text_files
 from kvcache_plugins.runs.language_reference import read_language_reference
+from kvcache_plugins.runs.loading import encode
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books")
 LENGTH, PREFILL = 64, 40
@@ -266,6 +267,11 @@ def test_a_text_beyond_the_memory_is_told_before_it_is_tokenized(
     text = ["--dataset", "text", "--text_files", str(path)]
     said = "error: A text of 18,000 characters is too long: to tokenize it takes about 0.0 GB, and this"
     assert _refused(capsys, command(tmp_path, *text)).startswith(said)
+
+
+def test_halves_of_characters_are_told_before_the_model_is_loaded() -> None:
+    with pytest.raises(ValueError, match=r"must be text, got '.ud83d' after 2 characters, half of a"):
+        encode(AutoTokenizer.from_pretrained(MODEL), "a \ud83d b")
 
 
 def test_texts_that_are_all_short_are_refused() -> None:

@@ -183,6 +183,10 @@ def test_files_are_read_shuffled_and_checked(tmp_path: Path, tokenizer: Any) -> 
         ({"prompt": "a", "answer": ""}, "with an answer"),
         ({"messages": [{"role": "user", "content": "a"}]}, "that end with one"),
         ({"messages": [{"role": "user"}]}, "a message must have a role, and content that is text"),
+        (
+            {"prompt": "a", "answer": "b\ud83d"},
+            r"Row 3 of --dataset: what 'assistant' says must be text, got '.ud",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Conversations([{"prompt": "a", "answer": "b"}, {}, row], tokenizer, max_length=10, order=[0, 2])

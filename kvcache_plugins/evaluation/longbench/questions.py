@@ -12,7 +12,7 @@ from typing import Any
 
 from ...runs.hub_datasets import import_datasets
 from ...runs.json_lines import check_row, parse_rows, read_rows
-from ...runs.text_files import read_text_file
+from ...runs.text_files import check_characters, read_text_file
 from .metrics import check_reference
 from .options import LongBenchOptions
 from .tasks import Task, find_tasks
@@ -182,12 +182,21 @@ def _question(
             check_reference(task.metric, reference)
         except ValueError as error:  # which would else be told when all has been answered
             raise ValueError(f"{place} cannot be scored: {error}") from error
+    context_part, question_part = _parts(task, row, place, templates)
+    check_characters(context_part + question_part, f"{place}: the prompt")
     kept = {name: row[name] for name in ("answers", "all_classes", "length", "_id") if name in row}
+    return Question(number, context_part, question_part, kept)
+
+
+def _parts(
+    task: Task, row: Mapping[str, Any], place: str, templates: Mapping[str, str] | None
+) -> tuple[str, str]:
+    """Return the prompt of a row up to the end of the context, and the rest of it."""
     if all(name in row for name in _OWN_PROMPT) and "input" not in row:
         if templates is not None:
             raise ValueError(f"{place} carries its own prompt: leave out --prompts.")
         check_row(row, place, {"question": (str,), "answer_prefix": (str,)})
-        return Question(number, row["context"], row["question"] + row["answer_prefix"], kept)
+        return row["context"], row["question"] + row["answer_prefix"]
     if templates is None:
         raise ValueError(f"{place} needs a template for its prompt. {_WHERE}")
     if task.name not in templates:
@@ -198,8 +207,8 @@ def _question(
             f"The template of {task.name} must hold {{context}}, got {templates[task.name]!r:.200}."
         )
     try:
-        return Question(number, before.format(**row) + row["context"], after.format(**row), kept)
-    except (KeyError, IndexError, ValueError) as error:
+        return before.format(**row) + row["context"], after.format(**row)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:  # of {a.b} or {a[b]}, too
         raise ValueError(
             f"{place} does not fit the template of {task.name}: {error!r}; the row has "
             f"{', '.join(sorted(row))}."

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from ...runs.model_options import ModelOptions
 from ...runs.options import check_count, check_counts
+from ...runs.text_files import check_characters
 
 __all__ = ["FACT_NEEDLE", "FACT_QUESTION", "NAMES", "NEEDLE", "QUESTION", "PasskeyOptions"]
 
@@ -63,8 +64,8 @@ class PasskeyOptions(ModelOptions):
         seed (`int`): Of keys and pieces of filler.
 
     Raises:
-        ValueError: If an option is out of range, or a template lacks `{key}` or `{name}` or has it where it
-            must not.
+        ValueError: If an option is out of range or no text, or a template lacks `{key}` or `{name}` or has it
+            where it must not.
     """
 
     MAY_BE_EMPTY: ClassVar[tuple[str, ...]] = ("introduction",)
@@ -103,6 +104,8 @@ class PasskeyOptions(ModelOptions):
                 raise ValueError("--filler_files and --filler_text exclude each other, got both.")
         if self.filler_text is not None and not self.filler_text.strip():
             raise ValueError(f"--filler_text must hold words to be repeated, got {self.filler_text!r}.")
+        for name in ("filler_text", "introduction", "needle", "question"):
+            check_characters(getattr(self, name) or "", f"--{name}")
         if "{key}" not in self.needle:
             raise ValueError(f"--needle must hold {{key}} where the key goes, got {self.needle!r}.")
         for name in ("introduction", "question"):

@@ -122,6 +122,8 @@ def test_bad_rows_name_file_and_line(data: Path, capsys: pytest.CaptureFixture[s
         (json.dumps(row(0) | {"answers": "rum"}), "line 2: answers must be list, got 'rum'"),
         (json.dumps(row(0) | {"answers": [7]}), "line 2: answers must hold strings"),
         (json.dumps(row(0) | {"length": None}), "line 2: length must be int"),
+        (json.dumps(row(0) | {"input": "a \ud83d b"}), r"row 2: the prompt must be text, got '\ud83d' after"),
+        (json.dumps(row(0) | {"context": "\ud83d"}), r"row 2: the prompt must be text, got '\ud83d' after"),
     ):
         path.write_text(f"{good}\n{line}\n")
         assert said in _error(capsys, data)
@@ -141,6 +143,9 @@ def test_bad_options_are_told_before_the_model_is_looked_for(
     assert "--data_dir must be a directory, got 'no'" in _error(capsys, data, "--data_dir", "no")
     (data / "prompts.json").write_text(json.dumps({"hotpotqa": "{context} {nothing}"}))
     assert "does not fit the template of hotpotqa: KeyError('nothing')" in _error(capsys, data)
+    for template, said in (("{input.x}{context}", "AttributeError("), ("{context}{input[a]}", "TypeError(")):
+        (data / "prompts.json").write_text(json.dumps({"hotpotqa": template}))
+        assert f"does not fit the template of hotpotqa: {said}" in _error(capsys, data)
     (data / "prompts.json").write_text(json.dumps({"hotpotqa": "{input}"}))
     assert "must hold {context}" in _error(capsys, data)
     (data / "prompts.json").write_text(json.dumps({"hotpotqa": "{context}"}))
