@@ -27,6 +27,7 @@ from .tasks import TASKS, Task, find_tasks
 
 __all__ = [
     "append_prediction",
+    "count_predictions",
     "find_predictions",
     "folder_name",
     "name_folder",
@@ -92,6 +93,11 @@ def append_prediction(path: Path, row: Mapping[str, Any]) -> None:
         OSError: If it cannot be written; the rows before it stay as they were.
     """
     append_line(path, _line(row))
+
+
+def count_predictions(path: Path) -> int:
+    """Return how many rows a file has; 0 if there is none."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def rewrite_predictions(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

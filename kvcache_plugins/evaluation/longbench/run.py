@@ -46,7 +46,8 @@ def measure_longbench(
 
     Every answer is on the disk when the next one is begun: a run that was interrupted goes on where it ended.
     One process adds it to the file of predictions at once; several keep it in a journal of their own, and the
-    file of a task is written when all of them are through with it.
+    file of a task is written when all of them are through with it. So is the file of a run that repeats a
+    finished one, whose predictions stay until then.
 
     A failure of a cache of transformers' or of a third party's is noted under `skipped`; one of ours stops
     the run.
@@ -153,9 +154,11 @@ class _Run:
         missing = [q for q in mine if not self.journal.is_done(self.key(cache_config, task, q))]
         progress(name, advance=len(mine) - len(missing))
         path = files.prediction_path(self.output / files.folder_name(cache_config), task)
-        writes_rows = shard.is_main and shard.count == 1
+        rows = self.rows(cache_config, task, asked)
+        # the file of a finished run that is repeated stays until there is one that could take its place
+        writes_rows = shard.is_main and shard.count == 1 and files.count_predictions(path) <= len(rows)
         if writes_rows:
-            files.rewrite_predictions(path, self.rows(cache_config, task, asked))
+            files.rewrite_predictions(path, rows)
         for question in missing:
             record = self._answer(cache_config, task, question)
             if shard.keeps_records and record is not None:
@@ -167,7 +170,8 @@ class _Run:
             shard.wait()
             if shard.is_main:
                 self.journal.reload()
-                files.rewrite_predictions(path, self.rows(cache_config, task, asked))
+        if shard.is_main and not writes_rows:
+            files.rewrite_predictions(path, self.rows(cache_config, task, asked))
 
     def _answer(self, cache_config: dict[str, Any], task: Task, question: Question) -> dict[str, Any] | None:
         """Return the record of one answer; None if the cache has failed before."""

@@ -112,6 +112,37 @@ class _Interrupted(Exception):
     """Stands for whatever ends a run."""
 
 
+def test_predictions_stay_until_a_run_that_repeats_theirs_has_others(
+    model: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(finished, output)
+    data, before, answer = (
+        Path(read_results(finished)["settings"]["data_dir"]),
+        _files(finished),
+        run_module.answer,
+    )
+    calls: list[Any] = []
+
+    def other(*args: Any) -> Any:
+        if len(calls) == 4:
+            raise _Interrupted
+        calls.append(args)
+        return answer(*args) | {"pred": "another"}
+
+    with monkeypatch.context() as changed:
+        changed.setattr(run_module, "answer", other)
+        with pytest.raises(_Interrupted):
+            _run(model, data, output)
+    after = _files(output)
+    assert {line["pred"] for line in after.pop("dense/hotpotqa.jsonl")} == {"another"}
+    assert after == {name: lines for name, lines in before.items() if name in after}
+    assert read_results(output) == read_results(finished)
+    _run(model, data, output)
+    preds = [line["pred"] for line in _files(output)["dense/passage_count.jsonl"]]
+    assert preds == ["another", *(line["pred"] for line in before["dense/passage_count.jsonl"][1:])]
+
+
 @pytest.mark.parametrize("answered", [0, 2, 7])
 def test_an_interrupted_run_goes_on_where_it_ended(
     model: Path, data: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch, answered: int
