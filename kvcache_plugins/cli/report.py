@@ -32,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     if output.is_dir() or args.output == "":
         given = f"the directory {str(output)!r}" if args.output else repr(args.output)
         raise ValueError(f"--output must be a file, got {given}.")
+    if output.suffix.lower() == ".json":  # which the page would replace
+        raise ValueError(f"--output must be a page of HTML, not a file of json, got {str(output)!r}.")
 
     from ..artifacts.files import replaced
     from ..evaluation.pages.documents import find_results

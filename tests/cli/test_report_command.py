@@ -53,6 +53,17 @@ def test_nothing_to_show_is_an_error_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["results.json", "others.JSON", "new.json"])
+def test_results_are_no_page(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path / "results.json", tmp_path / "others.JSON"):
+        shutil.copy(RECORDED / "quickstart.json", path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / name)]) == 2
+    said = f"error: --output must be a page of HTML, not a file of json, got {str(tmp_path / name)!r}."
+    assert said in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_a_directory_is_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(RECORDED), "--output", str(tmp_path)]) == 2
     error = capsys.readouterr().err

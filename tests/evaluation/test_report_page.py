@@ -265,6 +265,12 @@ def test_missing_and_senseless_values_do_not_stop_the_page(task: str, tmp_path: 
     _write(tmp_path, "zero.json", _document(task, _rows(kl_to_dense=0, perplexity=math.inf, length=0)))
     one = _document(task, ALL_TASKS[task][0][:1])
     _write(tmp_path, "one.json", one)
+    for name, values in (("huge", (1e308, 1e-308)), ("tiny", (5e-324, 10**400)), ("wide", (1e300, -1e300))):
+        rows = [
+            {key: value if key == "cache_config" else values[index % 2] for key, value in row.items()}
+            for index, row in enumerate(ALL_TASKS[task][0])
+        ]
+        _write(tmp_path, f"{name}.json", _document(task, rows))
     page = _page(tmp_path)
     reader = _Reader(page)
     _check_self_contained(reader, page)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,9 @@ from ...runs.labels import DENSE, cache_label
 from ...runs.results import RESULTS_FILE, read_results
 
 __all__ = ["Refused", "ResultFile", "find_results", "label_of", "number"]
+
+_LEAST, _MOST = 1e-100, 1e100
+"""Magnitudes of numbers that are drawn, other than zero."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,15 @@ def label_of(row: Mapping[str, Any]) -> str:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number as it is and anything else as None, which no picture can show."""
+    """Return a number as it is and anything else as None, which no picture can show.
+
+    So are numbers that nothing measures: with them, the ends of an axis would be beyond every float.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond every float
+    if value != 0 and not _LEAST <= abs(value) <= _MOST:
         return None
+    return float(value)
 
 
 def _is_of_others(path: Path) -> bool:
