@@ -30,9 +30,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvcache_plugins as kvp
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
+from kvcache_plugins.runs.cache_words import parse_cache_configs
 from kvcache_plugins.runs.hidden_codes import CODES, QUESTION, hide_codes
 from kvcache_plugins.runs.language_reference import read_language_reference
-from kvcache_plugins.runs.text_files import read_text_file
+from kvcache_plugins.runs.text_files import check_characters, read_text_file
 
 MODELS = Path(__file__).resolve().parent / "models"
 CACHE_CONFIG = {
@@ -53,7 +54,7 @@ def main() -> int:
     reading = commands.add_parser("read", help="read a document and save its cache")
     reading.add_argument("--model", default=str(MODELS / "tiny-llama-books"), help="path or hub id")
     reading.add_argument("--document", type=Path, help="text file; the language reference if not given")
-    reading.add_argument("--cache_config", type=json.loads, default=CACHE_CONFIG, metavar="JSON")
+    reading.add_argument("--cache_config", default=json.dumps(CACHE_CONFIG), metavar="JSON")
     reading.set_defaults(command=read)
     asking = commands.add_parser("ask", help="continue questions about it")
     asking.add_argument("questions", nargs="*", help="texts to be continued; about the codes if not given")
@@ -63,7 +64,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         options.command(options)
-    except (ValueError, OSError, kvp.UnsupportedOperationError) as error:
+    except (ValueError, OSError, kvp.KernelUnavailableError, kvp.UnsupportedOperationError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -74,10 +75,11 @@ def main() -> int:
 
 def read(options: argparse.Namespace) -> None:
     """Read the document through a cache, in chunks if it evicts, and save that beside the token ids."""
-    if str(options.cache_config.get("backend")).lower() in TRANSFORMERS_BACKENDS:
+    (cache_config,) = parse_cache_configs([[options.cache_config]])
+    if cache_config["backend"] in ("dense", *TRANSFORMERS_BACKENDS):
         raise ValueError(
             "--cache_config must name a backend of `kvcache-plugins list`, as transformers' own caches "
-            f"cannot be saved; got {options.cache_config}."
+            f"cannot be saved; got {cache_config}."
         )
     given = options.document
     text = hide_codes(read_language_reference()) if given is None else read_text_file(given, "--document")
@@ -89,7 +91,7 @@ def read(options: argparse.Namespace) -> None:
         attention_mask=torch.ones_like(ids),
         max_new_tokens=1,  # which the cache does not see
         cache_implementation="quantized",
-        cache_config=options.cache_config,
+        cache_config=cache_config,
         return_dict_in_generate=True,
     )
     seconds = time.perf_counter() - started
@@ -110,12 +112,15 @@ def ask(options: argparse.Namespace) -> None:
     """Load the cache and continue each question on a copy of it, so that the next finds it as it was."""
     if not (options.folder / "document.json").exists():
         raise ValueError(f"{options.folder} holds no document: `read` one into it first.")
+    questions = options.questions or [QUESTION.format(name=name) for name in CODES]
+    for question in questions:
+        check_characters(question, "A question")
     document = json.loads((options.folder / "document.json").read_text(encoding="utf-8"))
     tokenizer, model = load(document["model"])
     started = time.perf_counter()
     cache = kvp.KVCache.from_pretrained(options.folder, model)
     print(f"loaded {cache.get_seq_length()} tokens in {time.perf_counter() - started:.2f} s")
-    for question in options.questions or [QUESTION.format(name=name) for name in CODES]:
+    for question in questions:
         turn = tokenizer(question, add_special_tokens=False)["input_ids"]
         ids = torch.tensor([[*document["ids"][0], *turn]])
         output = model.generate(

@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcache_plugins import EvictingCache, build_cache
+from kvcache_plugins import EvictingCache, KernelUnavailableError, build_cache
 from kvcache_plugins.models.cache_argument import cache_of
+from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
+from kvcache_plugins.runs.cache_words import parse_cache_configs
 from kvcache_plugins.runs.hidden_codes import hide_codes
 from kvcache_plugins.runs.labels import cache_label
 from kvcache_plugins.runs.language_reference import read_language_reference
@@ -66,12 +68,12 @@ def main() -> int:
     parser.add_argument(
         "--tokens", type=int, default=1536, metavar="N", help="of it, at most (default: 1536)"
     )
-    parser.add_argument("--cache_config", type=json.loads, default=CACHE_CONFIG, metavar="JSON")
+    parser.add_argument("--cache_config", default=json.dumps(CACHE_CONFIG), metavar="JSON")
     parser.add_argument("--output", type=Path, default=Path("outputs/kept"), metavar="DIR")
     options = parser.parse_args()
     try:
         show(options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, KernelUnavailableError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -84,6 +86,9 @@ def show(options: argparse.Namespace) -> None:
     """Let the model read the text, and write the page and the picture."""
     if options.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, got {options.tokens}.")
+    (cache_config,) = parse_cache_configs([[options.cache_config]])
+    if cache_config["backend"] in ("dense", *TRANSFORMERS_BACKENDS):
+        raise ValueError(f"--cache_config must name a backend that evicts here, got {cache_config}.")
     plt = pyplot()
     text = (
         hide_codes(read_language_reference())
@@ -91,14 +96,12 @@ def show(options: argparse.Namespace) -> None:
         else read_text_file(options.text, "--text")
     )
     ids, words = tokenized(options.model, text, options.tokens)
-    cache = read(AutoModelForCausalLM.from_pretrained(options.model), ids, options.cache_config)
+    cache = read(AutoModelForCausalLM.from_pretrained(options.model), ids, cache_config)
     kept = {index: held[0] for index, held in cache.kept_positions().items()}  # of the only row
     shares = held_by(kept, ids.shape[1])
     options.output.mkdir(parents=True, exist_ok=True)
     page, picture = options.output / "what_is_kept.html", options.output / "what_is_kept.png"
-    described = (
-        f"{ids.shape[1]} tokens, {cache.num_held()} held by a head: {cache_label(options.cache_config)}"
-    )
+    described = f"{ids.shape[1]} tokens, {cache.num_held()} held by a head: {cache_label(cache_config)}"
     write_page(page, words, shares, described)
     draw(plt, picture, kept, ids.shape[1], described)
     print(cache.report())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_plugins import RetainingHeads, list_backends, registry
+from kvcache_plugins import KernelUnavailableError, RetainingHeads, list_backends, registry
 from kvcache_plugins.cli.backend_table import SECTIONS, backend_rows
 from kvcache_plugins.runs.hidden_codes import hide_codes
 from kvcache_plugins.testing import BackendConformance, models
@@ -77,6 +77,20 @@ def test_a_document_that_cannot_be_asked_is_told_in_one_line(
 
     status, error = run("read", "--cache_config", '{"backend": "HQQ", "nbits": 4}')
     assert status == 2 and "transformers' own caches cannot be saved" in error and error.count("\n") == 1
+
+    for given in ("5", "[]", "{", '{"nbits": 4}'):
+        status, error = run("read", "--cache_config", given)
+        assert status == 2 and error.startswith("error: --cache_config must be a JSON object")
+    status, error = run("read", "--cache_config", '{"backend": "dense"}')
+    assert status == 2 and "must name a backend of `kvcache-plugins list`" in error
+
+    def no_kernel(model: str) -> None:
+        raise KernelUnavailableError("kernel='native' cannot be had here")
+
+    monkeypatch.setitem(example["main"].__globals__, "load", no_kernel)
+    assert run("read") == (2, "error: kernel='native' cannot be had here\n")
+    (tmp_path / "document.json").write_text("{}")
+    assert run("ask", "\udcff")[1].startswith("error: A question must be text, got '\\udcff' after 0")
 
     def interrupt(model: str) -> None:
         raise KeyboardInterrupt
@@ -155,6 +169,16 @@ def test_what_is_kept_is_shown(
             warnings.simplefilter("ignore")  # that no layer is packed
             status, error = run(refused)
         assert status == 2 and "must name a backend that evicts" in error
+    for other in ("5", '{"backend": "dense"}', '{"backend": "quanto"}'):
+        status, error = run(recent, "--cache_config", other)
+        assert status == 2 and error.startswith("error: --cache_config must ")
+
+    def no_kernel(*_: Any) -> None:
+        raise KernelUnavailableError("kernel='native' cannot be had here")
+
+    monkeypatch.setitem(example["main"].__globals__, "read", no_kernel)
+    status, error = run(recent)
+    assert status == 2 and error.endswith("error: kernel='native' cannot be had here\n")
     assert run(recent, "--tokens", "0")[1] == "error: --tokens must be at least 1, got 0.\n"
 
 
