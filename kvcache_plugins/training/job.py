@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def train_locret(
 
     Raises:
         ValueError: If the model or the data cannot be trained with, another run is writing to `output_dir`,
-            or the training diverges; nothing is written then but its checkpoints.
+            the model gives no numbers, or the training diverges; nothing is written then but its checkpoints.
         OSError: If something cannot be read or written.
     """
     assert args.output_dir is not None and options.model is not None  # both are checked when they are parsed
@@ -112,6 +113,7 @@ def _train(
     base_model = _load_base(config, options, source)
     # a Trainer that has evaluated would not average gradients over processes when it trains after that
     recalls = _measure(LocretTrainer(copy.deepcopy(heads), base_model, args, **data), "untrained")
+    _check_numbers(recalls["untrained"]["loss"], base_model)
     trainer = LocretTrainer(heads, base_model, args, facts, **data)
     if checkpoint is not None and is_finished(checkpoint, args):  # of which the Trainer would make one more
         print(f"{checkpoint} has all of its steps; --max_steps {args.max_steps} asks for no more")
@@ -216,6 +218,21 @@ def _load_base(config: Any, options: LocretOptions, source: dict[str, Any]) -> A
             placement[name] = getattr(options, name)
     dtype = DTYPES.get(options.dtype, "auto")
     return load_model(str(options.model), config, dtype=dtype, **source, **placement)
+
+
+def _check_numbers(loss: float, base_model: Any) -> None:
+    """Refuse a model that gives heads nothing to learn from: they are finite themselves before any step.
+
+    Raises:
+        ValueError: If the loss of such heads is no number.
+    """
+    if math.isfinite(loss):
+        return
+    dtype = str(base_model.dtype).removeprefix("torch.")
+    raise ValueError(
+        f"The model itself gives no numbers in {dtype}: before any step, the loss of the heads is {loss}. "
+        "Its weights are damaged, or --dtype must be one of a wider range, such as fp32."
+    )
 
 
 def _measure(trainer: LocretTrainer, name: str) -> Recalls:

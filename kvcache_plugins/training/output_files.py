@@ -56,13 +56,12 @@ def write_heads(
         OSError: If they cannot be written.
     """
     args, heads = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     settings = {
         **{name: value for name, value in vars(options).items() if name not in _NO_SETTINGS},
         "text_files": [Path(name).name for name in options.text_files or ()] or None,
         "dtype": str(trainer.base_model.dtype).removeprefix("torch."),
         "steps": _steps(trainer),
-        "batch": batch,
+        "batch": _batch(trainer),
         "learning_rate": args.learning_rate,
         "warmup_steps": args.warmup_steps,
         "seed": args.seed,
@@ -136,6 +135,16 @@ def _steps(trainer: LocretTrainer) -> int:
     has_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None
     best = state.best_global_step if has_best else None
     return state.global_step if best is None else best
+
+
+def _batch(trainer: LocretTrainer) -> int:
+    """Return the most prompts that a step has had; none goes beyond the end of an epoch."""
+    args, dataset = trainer.args, trainer.train_dataset
+    at_once = int(args.train_batch_size * args.world_size)
+    there = len(dataset)  # type: ignore[arg-type]  # of ours, all have a length
+    if args.dataloader_drop_last:
+        there -= there % at_once
+    return min(at_once * args.gradient_accumulation_steps, there)
 
 
 def _rows(recalls: Recalls, seconds: float) -> list[dict[str, Any]]:

@@ -105,6 +105,24 @@ def test_options_reach_the_model_and_its_heads(
     assert json.loads((tmp_path / "results.json").read_text())["settings"]["batch"] == 3
 
 
+def test_a_step_has_no_more_prompts_than_an_epoch(text: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    words = text.read_text(encoding="utf-8").split()
+    pairs = [{"prompt": " ".join(words[9 * i : 9 * i + 60]), "answer": words[i]} for i in range(13)]
+    rows.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    more = ("--dataset", str(rows), "--max_steps", "2", "--gradient_accumulation_steps", "100", "--no_plots")
+    for batch_size, drop, batch in (("3", "false", 10), ("4", "true", 8)):
+        sizes = ("--per_device_train_batch_size", batch_size, "--dataloader_drop_last", drop)
+        given = arguments(text, tmp_path / batch_size, *more, *sizes)
+        for name in ("--text_files", "--sequence_length"):  # of synthetic tasks
+            place = given.index(name)
+            del given[place : place + 2]
+        assert main(["train-locret", *given]) == 0
+        document = json.loads((tmp_path / batch_size / "results.json").read_text())
+        assert document["settings"]["batch"] == batch
+        assert f"2 steps of {batch} prompts" in (tmp_path / batch_size / "README.md").read_text()
+
+
 @pytest.mark.parametrize("layerwise", [pytest.param("false", marks=pytest.mark.in_depth), "true"])
 def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise: str) -> None:
     steps = ("--max_steps", "2", "--learning_rate", "1e-3", "--layerwise_backward", layerwise)
@@ -143,6 +161,15 @@ def test_heads_that_could_not_be_used_are_not_written(
     more = ("--max_steps", "2", "--lr_scheduler_type", "constant", "--learning_rate", "1e30", "--no_plots")
     assert main(["train-locret", *arguments(text, heads, *more)]) == 2
     assert "The training diverged" in capsys.readouterr().err and not heads.exists()
+    nothing = shutil.copytree(MODEL, tmp_path / "nothing")
+    weights = load_file(nothing / "model.safetensors")
+    name = next(name for name in weights if "layers.1" in name)
+    weights[name] = torch.full_like(weights[name], torch.nan)
+    save_file(weights, nothing / "model.safetensors", {"format": "pt"})
+    model = ("--max_steps", "1", "--no_plots", "--model", str(nothing))
+    assert main(["train-locret", *arguments(text, heads, *model)]) == 2
+    said = "The model itself gives no numbers in float32: before any step, the loss of the heads is nan."
+    assert said in capsys.readouterr().err and not heads.exists()
     protected = ("--max_steps", "1", "--budget", "100", "--local_length", "100", "--no_plots")
     assert main(["train-locret", *arguments(text, heads, *protected)]) == 2
     said = capsys.readouterr().err
