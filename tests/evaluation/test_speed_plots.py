@@ -53,6 +53,17 @@ def test_long_names_leave_room_for_bars(
     assert names == list(dict.fromkeys(row["label"] for row in document["results"]))
 
 
+@pytest.mark.parametrize("tokens", [0, None])
+def test_a_memory_in_which_nothing_fits_has_no_scale(
+    tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = _with_contexts(_with_long_names("bench_generate"))
+    document["largest_context"] = [row | {"tokens": tokens} for row in document["largest_context"]]
+    axes = draw(speed_plots.plot_generation, document, monkeypatch).axes[-1]
+    assert axes.get_title().startswith("Largest context")
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0"] and axes.get_xlim() == (0, 1)
+
+
 def test_long_names_of_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     document = _with_contexts(_with_long_names("bench_windows"))
     for key in ("results", "largest_context"):

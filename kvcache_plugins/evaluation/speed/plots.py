@@ -159,6 +159,9 @@ def _context_bars(axes: Any, entries: list[dict[str, Any]], memory_gb: float, ba
     axes.set_yticks(range(len(entries)), [folded(entry["label"]) for entry in entries], fontsize=_FONT)
     axes.set_ylim(len(entries) - 0.4, -0.6)
     axes.margins(x=0.18)
+    if not any(tokens for _, tokens in known):  # where nothing fits there are no lengths to scale by
+        axes.set_xlim(0, 1)
+        axes.set_xticks([0])
     axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     axes.set_xlabel("tokens per row, model and cache counted")
     axes.set_title(folded(f"Largest context in {memory_gb:g} GB, batch of {batch_size}", 42), fontsize=11)
