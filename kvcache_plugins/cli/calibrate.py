@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from ..calibration.options import BACKENDS, DATASET, PYDOC, WEIGHTS, CalibrationOptions
@@ -113,5 +114,6 @@ def _say(output: Path, options: CalibrationOptions, earlier: dict[str, int]) -> 
     if replaced := [name for name in written if name in earlier]:
         lines.append(f"replaced, of an earlier calibration: {', '.join(replaced)}")
     if options.target_bits is not None:
-        lines.append(f'use: --cache_config "$(cat {output}/cache_config.json)"')
+        chosen = shlex.quote(str(output / "cache_config.json"))
+        lines.append(f'use: --cache_config "$(cat {chosen})"')
     show([], lines)

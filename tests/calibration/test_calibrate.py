@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -394,9 +396,13 @@ def test_options_from_a_file_and_precision(
         "cache_config": [{"backend": "kivi", "residual_length": 32, "skip_layers": [0, 1, 2, 3]}],
     }  # fmt: skip
     (tmp_path / "options.yaml").write_text(json.dumps(settings))  # json is yaml
-    output = tmp_path / "out"
+    output = tmp_path / "it's $HOME"
     assert main(["calibrate", "--config", str(tmp_path / "options.yaml"), "--output", str(output)]) == 0
-    assert "cache_config.json" in capsys.readouterr().out
+    (use,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("use: ")]
+    if os.name == "posix":
+        pasted = f"printf '%s' {use.removeprefix('use: --cache_config ')}"
+        done = subprocess.run(["sh", "-c", pasted], capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout) == json.loads((output / "cache_config.json").read_text())
     assert names(output) == ["cache_config.json", "precision.json"]
     config = json.loads((output / "cache_config.json").read_text())
     assert config["residual_length"] == 32 and config["layer_overrides"].keys() == {"4", "5"}
