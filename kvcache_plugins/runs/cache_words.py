@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..registry import TRANSFORMERS_BACKENDS, get_backend
+from .number_words import with_numbers
 
 __all__ = ["EXAMPLE", "parse_cache_configs", "read_cache_configs"]
 
@@ -35,7 +36,7 @@ def read_cache_configs(given: Any) -> list[dict[str, Any]]:
     Raises:
         ValueError: If it is anything else, or as for [`parse_cache_configs`].
     """
-    caches = given if isinstance(given, list) else [given]
+    caches = with_numbers(given if isinstance(given, list) else [given])
     return parse_cache_configs([[_as_json(cache) for cache in caches]])
 
 

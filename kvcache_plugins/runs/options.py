@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 from ..config import is_path, plain
 from ..registry import suggest
 from .labels import dense_first
+from .number_words import with_numbers
 
 __all__ = [
     "DTYPES",
@@ -70,8 +71,8 @@ class Options:
         Raises:
             ValueError: On an unknown option or a wrong value; the message names the allowed ones.
         """
-        options = {name: plain(value) for name, value in options.items()}
         known, kinds = {option.name: option for option in fields(cls)}, get_type_hints(cls)
+        options = {name: _number(plain(value), kinds.get(name)) for name, value in options.items()}
         for name, value in options.items():
             if name not in known:
                 raise ValueError(
@@ -94,6 +95,14 @@ class Options:
         settings = asdict(self)
         del settings["cache_config"]  # every result carries its own
         return settings
+
+
+def _number(value: Any, kind: Any) -> Any:
+    """Return the number that a text stands for where an option is to be one, as on a command line."""
+    if kind is None or _is_of(value, kind):
+        return value
+    number = with_numbers(value)
+    return number if _is_of(number, kind) else value
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvcache_plugins.calibration.options import CalibrationOptions
 from kvcache_plugins.cli import main
+from kvcache_plugins.cli.options import merge_options
 from kvcache_plugins.evaluation.passkey.options import PasskeyOptions
 
 MODEL = "model: org/model\n"
@@ -74,6 +76,21 @@ def test_a_wrong_value_in_a_file(
     Path("options.yaml").write_text(f"model: {model}\n{text}")
     assert main(["eval", "passkey", "--config", "options.yaml"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
+    """As on a command line: for YAML 1.1 those without a dot are text, and so is the name of a commit."""
+    (tmp_path / "options.yaml").write_text(
+        f"{MODEL}revision: 1234e56\noutlier_fraction: 1e-2\ntarget_bits: 3.0e0\n"
+        "cache_config: [{backend: kvquant, outlier_fraction: 1e-2, layer_overrides: {0: {nbits: 4}}}]\n"
+    )
+    options = merge_options({}, str(tmp_path / "options.yaml"))
+    found = CalibrationOptions.from_dict(options)
+    assert (found.outlier_fraction, found.target_bits, found.revision) == (0.01, 3.0, "1234e56")
+    assert found.cache_config[0]["outlier_fraction"] == 0.01
+    for name, value in (("outlier_fraction", "1e"), ("seed", "1e3"), ("num_samples", "4")):
+        with pytest.raises(ValueError, match=f"--{name} must be .*, got {value!r}"):
+            CalibrationOptions.from_dict(options | {name: value})
 
 
 def test_what_a_file_may_hold() -> None:
