@@ -24,8 +24,8 @@ from kvcache_plugins.evaluation.perplexity.blocks import exact_blocks, packed_sh
 from kvcache_plugins.evaluation.perplexity.scoring import (
     Prediction,
     Schedule,
-    _divergence,
     bin_edges,
+    divergence_of,
     predictions,
     score_window,
 )
@@ -175,8 +175,8 @@ def test_few_tokens_have_a_part_each() -> None:
 def test_tokens_that_the_dense_cache_rules_out_do_not_diverge() -> None:
     dense, other = torch.tensor([[0.0, 1.0, -torch.inf], [2.0, 1.0, -torch.inf]]).log_softmax(-1)[:, None]
     expected = torch.nn.functional.kl_div(other[:, :2], dense[:, :2], reduction="sum", log_target=True)
-    assert _divergence(dense, other).tolist() == pytest.approx([float(expected)])
-    assert _divergence(dense, torch.zeros(1, 3).log_softmax(-1)).isfinite().all()
+    assert divergence_of(dense, other).tolist() == pytest.approx([float(expected)])
+    assert divergence_of(dense, torch.zeros(1, 3).log_softmax(-1)).isfinite().all()
 
 
 def test_one_block_that_is_not_exact_makes_a_window_approximate() -> None:
