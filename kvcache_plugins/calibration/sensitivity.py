@@ -9,6 +9,7 @@ ordinary cache. The prompt is the same for all, so it is read once.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..building import build_cache
 from ..device_dtypes import doubled
 from ..evaluation.perplexity.blocks import longest_block
+from ..evaluation.perplexity.scoring import divergence_of
 from ..layers.base import PackedLayer
 from ..layers.crossing import CrossAttentionLayer
 from ..layers.handle import KVHandle
@@ -187,7 +189,7 @@ def measure_candidates(
         candidates (`Sequence[Candidate]`): What to measure.
 
     Raises:
-        ValueError: If the prompt is so short that nothing of it is packed.
+        ValueError: If the prompt is so short that nothing of it is packed, or a prediction is no number.
     """
     prompt_length = sample.shape[1] // 2
     prompt = DynamicCache(config=decoder_only_config(model.config))
@@ -231,6 +233,12 @@ def _predictions(model: Any, blocks: Sequence[Tensor], cache: Cache) -> Tensor:
 
 
 def _divergence(exact: Tensor, approximate: Tensor) -> float:
-    """Mean Kullback-Leibler divergence of rows of log-probabilities; a rounding below zero counts as zero."""
-    per_token = (exact.exp() * (exact - approximate)).sum(-1)
-    return max(float(doubled(per_token).mean()), 0.0)
+    """Mean Kullback-Leibler divergence of rows of log-probabilities; a rounding below zero counts as zero.
+
+    Raises:
+        ValueError: If it is no number, so that there is nothing to choose by.
+    """
+    mean = float(doubled(divergence_of(exact, approximate)).mean())
+    if not math.isfinite(mean):
+        raise ValueError("The predictions of a calibration must be finite; use --dtype bf16 or fp32.")
+    return max(mean, 0.0)

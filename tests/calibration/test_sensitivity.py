@@ -232,6 +232,16 @@ def test_losses_are_means_over_the_samples(model: Any, samples: Tensor, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache_config.json", "precision.json"]
 
 
+def test_predictions_that_are_no_numbers_are_nothing_to_choose_by(
+    model: Any, samples: Tensor, tmp_path: Path
+) -> None:
+    damaged = copy.deepcopy(model)
+    damaged.model.norm.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"predictions of a calibration must be finite; use --dtype"):
+        choose(damaged, samples, tmp_path)
+    assert not (tmp_path / "cache_config.json").exists()
+
+
 def test_it_is_ready_to_use(model: Any, samples: Tensor, tmp_path: Path) -> None:
     config = choose(model, samples, tmp_path, target=2.5)
     cache = build_cache(model, config)
