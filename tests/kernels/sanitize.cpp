@@ -1,7 +1,7 @@
 // Runs the kernels on random tasks whose buffers are exactly as large as they may read, for the address and
 // undefined-behaviour sanitizers. Unused metadata is NaN. Every kernel must agree with the portable one, those that
-// encode to the last bit. A round is one of attention, of one of its two products by itself, or of attention over
-// latents, and one of either kind of encoding.
+// encode to the last bit. A round is one of attention, of one of its two halves by itself, or of attention over latents,
+// and one of what tokens receive and of either kind of encoding.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -14,6 +14,7 @@
 
 #include "attend_latents.h"
 #include "decode_attention.h"
+#include "receive_weights.h"
 #include "sanitize_encoding.h"
 #include "sanitize_inputs.h"
 
@@ -185,8 +186,6 @@ void halve(Arena& arena, Task& task, bool has_weights) {
   none.width = none.group_tokens = 1;
   none.scale_offset = none.minimum_offset = -1;
   task.first_slot = draw(0, task.length - 1);
-  task.bias = task.alibi = nullptr;
-  task.window = task.softcap = 0;
   const int64_t numbers = int64_t{task.queries} * (task.length - task.first_slot);
   float* const floats = arena.floats(numbers);
   if (!has_weights) {
@@ -195,6 +194,8 @@ void halve(Arena& arena, Task& task, bool has_weights) {
     return;
   }
   for (int64_t i = 0; i < numbers; ++i) floats[i] = draw(0, 3) == 0 ? 0.0f : std::fabs(floats[i]);
+  task.bias = task.alibi = nullptr;
+  task.window = task.softcap = 0;
   task.key = none;
   task.query = nullptr;
   task.weights = floats;
@@ -209,13 +210,14 @@ std::vector<float> run_half(const Task& prototype, kvcache::Kernel kernel) {
   float* const out = arena.floats(count);
   if (task.logits != nullptr) {
     task.logits = out;
-    std::fill(out, out + count, 0.0f);  // of other tasks
+    std::fill(out, out + count, -INFINITY);  // of other tasks, and where nothing is seen
   } else {
     task.output = out;
     task.maximum = arena.floats(task.queries);
     task.sum = arena.floats(task.queries);
   }
   kernel(task);
+  for (int64_t i = 0; i < count; ++i) out[i] = std::max(out[i], -1e30f);  // finite, for `error`
   return {out, out + count};
 }
 
@@ -251,6 +253,45 @@ double error(const std::vector<float>& a, const std::vector<float>& b) {
   return std::sqrt(difference / size);
 }
 
+// Logits of several rows, and what their tokens receive of each after the other.
+int count_other_shares(int round) {
+  int failures = 0;
+  const int64_t length = draw(1, 300);
+  const float sink = draw(0, 1) == 0 ? -INFINITY : 3 * real();
+  const bool is_strongest = draw(0, 1) == 0;
+  std::vector<float> rows(3 * length);
+  for (float& logit : rows) logit = draw(0, 4) == 0 ? -INFINITY : 8 * real();
+  const auto run = [&](kvcache::Receive receive) {
+    Arena arena;
+    float* const received = arena.floats(length);
+    std::fill(received, received + length, 0.0f);
+    for (int r = 0; r < 3; ++r) {
+      float* const logits = arena.floats(length);
+      std::copy_n(rows.data() + r * length, length, logits);
+      receive(logits, length, sink, is_strongest, received);
+    }
+    return std::vector<float>(received, received + length);
+  };
+  std::vector<kvcache::Receive> others;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    others.push_back(kvcache::receive_weights_avx2);
+  }
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq")) {
+    others.push_back(kvcache::receive_weights_avx512);
+  }
+#endif
+  const std::vector<float> expected = run(kvcache::receive_weights_portable);
+  for (const kvcache::Receive other : others) {
+    const double difference = error(expected, run(other));
+    if (difference <= 1e-5) continue;
+    ++failures;
+    std::printf("round %d: error %.2e of what %d tokens receive\n", round, difference, int(length));
+  }
+  return failures;
+}
+
 struct Candidate {
   const char* name;
   kvcache::Kernel kernel, latents;
@@ -283,7 +324,7 @@ int main(int argc, char** argv) {
   int failures = 0;
   for (int round = 0; round < rounds; ++round) {
     Arena arena;
-    failures += count_other_codes(round) + count_other_levels(round);
+    failures += count_other_codes(round) + count_other_levels(round) + count_other_shares(round);
     const bool is_latent = round % 3 == 2;
     Task task = make_task(arena, is_latent);
     if (round % 3 == 1 && round % 2 == 0) halve(arena, task, round % 4 == 0);

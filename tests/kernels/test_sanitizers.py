@@ -12,7 +12,7 @@ from kvcache_plugins.kernels import compiler, loader
 from tests.kernels.cuda import emulation, kept
 
 SOURCES = Path(compiler.__file__).with_name("csrc") / "cpu"
-KERNELS = ("attend_latents", "decode_attention", "encode_unit")
+KERNELS = ("attend_latents", "decode_attention", "encode_unit", "receive_weights")
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Og", "-g1"]
 
 
