@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cuda_loader, loader
+from ..kernels.cuda_inputs import on_device
 from ..kernels.ops import multiply_keys, multiply_values
 from ..kernels.selection import native_is_unavailable
 from ..layers.gradients import refusing_gradients
@@ -134,6 +135,8 @@ def _source(handle: KVHandle, rows: Tensor) -> tuple[DecodedView | None, str]:
         return None, f"there are no CPU kernels: {loader.status().reason}"
     if rows.is_cuda and not cuda_loader.try_load(rows.device):
         return None, f"there are no CUDA kernels: {cuda_loader.why_not(rows.device)}"
+    if rows.is_cuda:  # its tables may lie elsewhere
+        side = on_device(side, rows.device)
     return DecodedView(handle.tokens, side, first_sinks(handle.tokens, side)), ""
 
 

@@ -113,6 +113,28 @@ def test_nothing_is_read_but_by_the_kernels(
     assert set(report.kernel) == ({"dense"} if name.endswith("dense") else {"cuda"}), report.kernel_reasons
 
 
+@pytest.mark.parametrize("name", ["int8", "kivi-2bit-block", "kvquant"])
+def test_attention_weights_are_those_of_the_cpu(
+    name: str, models: tuple[PreTrainedModel, PreTrainedModel]
+) -> None:
+    """Which the model's `eager` function computes: it multiplies with keys and values itself."""
+    found = []
+    for model in models:
+        own = copy.deepcopy(model)
+        own.set_attn_implementation("eager")
+        cache = build_cache(own, CACHES[name])
+        text = padded_prompt((240,))["input_ids"].to(own.device)
+        with torch.no_grad():
+            own(text, **as_argument(cache))
+            step = own(text[:, :1], **as_argument(cache), output_attentions=True)
+        report = cache.report()
+        assert set(report.kernel) == {own.device.type}, report.kernel_reasons
+        assert report.fallback_reads == 0
+        found.append([step.logits.cpu(), *(weights.cpu() for weights in step.attentions)])
+    # one code moves a weight by more than sums in another order do
+    torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["int8", "kivi-2bit-block", "kvquant", "keydiff-int8"])
 def test_latents_are_decoded_by_the_kernels(name: str) -> None:
     model = small_model("minicpm3")
