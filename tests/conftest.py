@@ -18,7 +18,8 @@
   whether broken kernels are found, and further cases of what takes many seconds, are run where `-m` names
   them: `-m in_depth`, by whoever changes a kernel, what runs on GPUs, or a tool of these tests, and by CI.
 * `@pytest.mark.cuda` tests skip without a GPU; `KVCACHE_REQUIRE_CUDA=1` makes that skip, and any other skip
-  of such a test, a failure.
+  of such a test, a failure. Only `@pytest.mark.cuda(devices=2)` and `cuda(free_gib=40)` are skipped even then
+  where there are fewer GPUs, or less of the first one's memory is free.
 """
 
 from __future__ import annotations
@@ -55,12 +56,15 @@ _DEPRECATION = re.compile(r"deprecat|will be removed", re.IGNORECASE)
 _PACKAGE = "kvcache_plugins"
 _REQUIRE_CUDA = os.environ.get("KVCACHE_REQUIRE_CUDA") == "1"
 _IN_DEPTH = "one of the tests in depth, which -m in_depth runs"
+_LACK = pytest.StashKey[str]()
 _NO_CUDA = "needs a CUDA device (KVCACHE_REQUIRE_CUDA=1 makes this a failure)"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "cuda: needs a CUDA device; skipped without one, unless KVCACHE_REQUIRE_CUDA=1"
+        "markers",
+        "cuda(devices, free_gib): needs CUDA devices, and memory of the first; skipped without one, unless "
+        "KVCACHE_REQUIRE_CUDA=1",
     )
     config.addinivalue_line("markers", "begun_first: takes so long that a worker would end alone with it")
     config.addinivalue_line("markers", "in_depth: takes long, and is run where -m names it")
@@ -139,6 +143,9 @@ _LOGGED = _DeprecationLog()
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     _LOGGED.messages.clear()
     _let_the_host_speak()
+    if (lack := _lack_of(item)) is not None:
+        item.stash[_LACK] = lack
+        pytest.skip(lack)
     result = yield
     _let_the_host_speak()  # what a module's fixtures have run may have silenced it
     return result
@@ -185,6 +192,19 @@ def _loaded(load: Callable[..., Any]) -> Callable[..., Any]:
 # -- CUDA, device
 
 
+def _lack_of(item: pytest.Item) -> str | None:
+    """What a GPU that is there lacks for a test; `None` if nothing, or there is none."""
+    marker = item.get_closest_marker("cuda")
+    if marker is None or not marker.kwargs or not torch.cuda.is_available():
+        return None
+    devices, free_gib = marker.kwargs.get("devices", 1), marker.kwargs.get("free_gib", 0)
+    if (count := torch.cuda.device_count()) < devices:
+        return f"needs {devices} GPUs, and there is {count}"
+    if free_gib and (free := torch.cuda.mem_get_info()[0] >> 30) < free_gib:
+        return f"needs {free_gib} GiB of the GPU's memory, of which {free} are free"
+    return None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -193,6 +213,7 @@ def pytest_runtest_makereport(
     if (
         _REQUIRE_CUDA
         and report.skipped
+        and _LACK not in item.stash
         and item.get_closest_marker("cuda")
         and not hasattr(report, "wasxfail")
     ):

@@ -130,11 +130,9 @@ def test_long_contexts(name: str, batch_size: int) -> None:
     check(*step(layer, 1, 4), AttentionOptions())
 
 
-@pytest.mark.cuda(simulated=False)
+@pytest.mark.cuda(simulated=False, free_gib=40)
 def test_more_than_four_gigabytes_of_records() -> None:
     """Offsets beyond 32 bits: the last of 16 different rows gives what it gives alone."""
-    if torch.cuda.mem_get_info()[0] < 40 << 30:
-        pytest.skip("needs 40 GiB of the GPU's memory")
     factors = 1 + torch.arange(16, device="cuda", dtype=torch.bfloat16)[:, None, None, None] / 16
     query = torch.randn(16, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
     past, new = (
@@ -354,8 +352,9 @@ def test_two_streams() -> None:
         assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
 
 
+@pytest.mark.cuda(devices=2)
 def test_the_last_device() -> None:
-    """Another one than the current device, where there are several."""
+    """Another one than the current device."""
     last = f"cuda:{torch.cuda.device_count() - 1}"
     layer = device_layer(CASES["kivi-default"], 500, last, dtype=torch.float16)
     check(*step(layer, 1, 4), AttentionOptions())
