@@ -26,6 +26,7 @@ from .layers.compiled import CompiledLayers
 from .layers.counting import bytes_of, dense_size, host_tensors, owned_tensors
 from .layers.crossing import with_cross_attention
 from .layers.indexed import with_indexer
+from .layers.moving import follow_model
 from .layers.offloading import Shelf
 from .layers.padding import left_padding
 from .layers.reasons import why_exact, why_torch
@@ -235,6 +236,7 @@ class KVCache(SavedCache, CacheVerbs):
             )
         self.shown_from = tensors_shown_from(model, self.config.kernel)
         pads, columns = left_padding(attention_mask)
+        follow_model(self.layers, model)
         for layer_idx, layer in enumerate(self.layers):
             if hasattr(layer, "record_past"):
                 layer.record_past = False  # of an earlier call, whose drafts have been judged

@@ -40,6 +40,7 @@ from .layers.recurrent import load_recurrent_state, recurrent_state
 from .layers.storing import storing
 from .models.decoder import decoder_config, split_model_or_config
 from .models.layer_plan import key_value_heads
+from .models.placement import layer_devices
 
 __all__ = ["FORMAT_VERSION", "load_cache", "save_cache"]
 
@@ -96,7 +97,8 @@ def load_cache(
     Args:
         directory (`str`): Where it was saved.
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model it belongs to. With a model the
-            tensors go to its device.
+            tensors of every layer go where that layer is; with a configuration they stay on the CPU until
+            `bind` tells of a model, or new tokens come.
         artifacts (`dict[str, str]`, *optional*): Where artifacts lie now, if they have been moved, by what
             the options of the cache name them: `{"old/heads": "new/heads"}`.
 
@@ -143,14 +145,18 @@ def load_cache(
             )
         cache.reads_long_text = True
         cache.bind(model)  # now, because keys may have been coded relative to these frequencies
-    device = torch.device(getattr(model, "device", "cpu"))
     layers = layers_of(cache)
+    halves = [cache]
+    if isinstance(cache, KVEncoderDecoderCache):
+        halves = [cache.self_attention_cache, cache.cross_attention_cache]
+    devices = [device for half in halves for device in layer_devices(model, len(half.layers))]
     if len(facts["layers"]) != len(layers):
         raise ArtifactError(f"{folder} holds {len(facts['layers'])} layers, expected {len(layers)}.")
     for layer_idx, layer in enumerate(layers):
         prefix = f"layers.{layer_idx}."
         stored = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         _check_sums(folder / _TENSORS, stored, facts.get(_SUMS))
+        device = devices[layer_idx] or torch.device("cpu")
         owned = {name.removeprefix(prefix): tensor.to(device) for name, tensor in stored.items()}
         load = layer.load_state if isinstance(layer, PackedLayer) else partial(_load_dense_state, layer)
         try:

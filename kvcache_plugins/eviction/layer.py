@@ -274,9 +274,9 @@ class EvictingLayer(PackedLayer):
             if self.pads is not None:
                 self.pads = self.pads[indices.to(self.pads.device)]
             if self.is_initialized:
-                indices = indices.to(self.records.data.device)  # not the layer's while it is offloaded
                 self.ledger.index_batch(indices)
-                self.companions = {name: t.index_select(0, indices) for name, t in self.companions.items()}
+                held = self.companions.items()  # as the model gave them, wherever it made them
+                self.companions = {name: t.index_select(0, indices.to(t.device)) for name, t in held}
 
     def reset(self) -> None:
         super().reset()

@@ -85,7 +85,7 @@ class Ledger:
         """Replace the rows of the batch by rows `indices`."""
         self._write_down()
         for column in (self._scores, self._positions):
-            column.buffer = column.buffer.index_select(0, indices)
+            column.buffer = column.buffer.index_select(0, indices.to(column.buffer.device))
 
     def of_heads(self, group: HeadGroup) -> Ledger:
         """A copy of what is known of some heads."""

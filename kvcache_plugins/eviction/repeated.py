@@ -77,7 +77,8 @@ class RepeatedLayer(HeadwiseLayer):
         """Return tokens that have not been judged, `(B, n)`, and the last ones that have, `(B, k)`."""
         holder = self._holders[0]
         nothing = holder.ledger.positions[:, 0, :0]
-        return holder.companions.get(_NEW, nothing), holder.companions.get(_LEAD, nothing)
+        new = holder.companions.get(_NEW, nothing)  # where the model was given them, and not the layer's
+        return new, holder.companions.get(_LEAD, nothing).to(new.device)
 
     def forget_text(self) -> None:
         """Take note that all tokens have been judged."""

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 
 from ..compilation import makes_graph, outside_graphs
 from .base import PackedLayer
+from .moving import move_layer
 from .storing import storing
 from .tensor_handle import shown
 
@@ -74,6 +75,7 @@ class CompiledLayers:
                 f"the layer holds {layer.stored_length} tokens where it should hold {seen}. Allowed are "
                 "models that attend to what they give a layer in the same call, or are not compiled."
             )
+        move_layer(layer, key_states.device)
         states: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
         return states
 
@@ -224,6 +226,7 @@ class CompiledUpdates(Cache):
             # as the update will have set it, for what else is traced and asks how many tokens there are
             layer.cumulative_length = layer.cumulative_length + key_states.shape[2]
             return CompiledHandle(update, 0), CompiledHandle(update, 1)
+        move_layer(layer, key_states.device)
         returned = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         least = self.shown_from
         if least is None or key_states.shape[2] < least or torch.compiler.is_compiling():

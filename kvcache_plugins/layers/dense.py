@@ -59,7 +59,8 @@ def select_rows(layer: Any, rows: Tensor) -> None:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         layer.reorder_cache(rows)  # type: ignore[arg-type]  # transformers wants another name for int64
     else:
-        layer.batch_select_indices(rows)
+        keys = getattr(layer, "keys", None)
+        layer.batch_select_indices(rows if keys is None else rows.to(keys.device))
 
 
 def repeat_rows(layer: Any, repeats: int) -> None:

@@ -183,28 +183,6 @@ def test_both_halves_are_read_by_the_kernels(
     assert not written and torch.stack(differing).nan_to_num().max() < 0.02
 
 
-@pytest.mark.parametrize("name", ["int8", "kivi-2bit-block", "keydiff-int8"])
-def test_layers_on_several_devices(name: str, models: tuple[PreTrainedModel, PreTrainedModel]) -> None:
-    """On the first and the last GPU, which may be one."""
-    accelerate = pytest.importorskip("accelerate")
-    model = copy.deepcopy(models[0])
-    layers = model.config.num_hidden_layers
-    first, last = "cuda:0", f"cuda:{torch.cuda.device_count() - 1}"
-    device_map = {f"model.layers.{i}": first if i < layers // 2 else last for i in range(layers)}
-    device_map |= {
-        "model.embed_tokens": first,
-        "model.rotary_emb": first,
-        "model.norm": last,
-        "lm_head": first,  # whose weights are those of the embedding
-    }
-    model = accelerate.dispatch_model(model, device_map)
-    tokens, cache = _generated(model, CACHES[name])
-    devices = {str(layer.records.data.device) for layer in cache.packed_layers}
-    assert devices == {first, last}
-    assert set(cache.report().kernel) == {"cuda"}
-    assert torch.equal(tokens.cpu(), _generated(models[0], CACHES[name])[0])
-
-
 @pytest.fixture
 def no_cpu_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there is no C++ compiler that the CPU kernels could be built with."""

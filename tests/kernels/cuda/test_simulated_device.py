@@ -21,6 +21,7 @@ DEVICE_TESTS = (
     "tests/kernels/cuda/test_device.py",
     "tests/kernels/cuda/test_waiting.py",
     "tests/models/test_generation_on_a_gpu.py",
+    "tests/models/test_generation_on_two_gpus.py",
     "tests/retaining/test_heads.py",
 )
 # What is run: arguments of pytest, the environment, and how many tests pass at least.
