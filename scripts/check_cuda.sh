@@ -163,7 +163,8 @@ tests() {
   "$PYTHON" -c "import xdist" 2> "$WORK/none" && workers=(-n 4) # it is Python that they wait for
   run tests 400 60 env KVCACHE_REQUIRE_CUDA=1 "$PYTHON" -m pytest -m cuda -v --tb=short --durations=15 --maxfail=60 \
     -p no:cacheprovider ${workers[@]+"${workers[@]}"} ${plugin[@]+"${plugin[@]}"} tests/kernels/cuda/test_device.py tests/kernels/cuda/test_waiting.py \
-    tests/evaluation/test_benchmark_device.py tests/retaining/test_heads.py tests/models/test_generation_on_a_gpu.py
+    tests/attention/test_unpacked.py tests/evaluation/test_benchmark_device.py tests/retaining/test_heads.py \
+    tests/models/test_generation_on_a_gpu.py tests/models/test_generation_on_two_gpus.py
 }
 
 # library: the build, in $library

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.cuda.test_simulated_device import DEVICE_TESTS
+
 ROOT = Path(__file__).parents[3]
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 STAGES = ("build", "attention", "heads", "generate", "compiled", "tests", "sanitize")
@@ -76,7 +78,9 @@ def test_every_stage(tmp_path: Path) -> None:
         (f"--output {tmp_path}/out/{name} " in c, "--compile" in c)
         for name, c in zip(("generate", "compiled"), calls(tmp_path, "benchmark.py generate"), strict=True)
     ] == [(True, False), (True, True)]
-    assert ["-n 4" in call for call in calls(tmp_path, "-m pytest -m cuda")] == [True]
+    (tests,) = calls(tmp_path, "-m pytest -m cuda")
+    assert "-n 4" in tests
+    assert sorted(word for word in tests.split() if word.startswith("tests/")) == sorted(DEVICE_TESTS)
     assert not calls(tmp_path, "kvcache_unchecked")
     assert sorted(line.split("--tool ")[1].split()[0] for line in calls(tmp_path, "sanitizer")) == sorted(
         TOOLS
