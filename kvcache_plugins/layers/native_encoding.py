@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..kernels import cuda_loader, loader
 from ..kernels.cuda_inputs import rotation_tables
-from ..kernels.layout import MAX_HEAD_DIM
+from ..kernels.layout import MAX_HEAD_DIM, MAX_METADATA
 from ..kernels.writing_ops import encode_tokens
 from ..quantizers.packing import BLOCK_TOKENS
 from .codec import Codec, RotatedCodec, ScaledCodec, code_format_of
@@ -116,7 +116,10 @@ def _layout(codec: Codec, side: str, records: Records, interleaved: bool) -> lis
     _, head_dim = records.layout.codecs[side]
     if code_format is None or "scale" not in inner.metadata_names or inner.granularity.across_heads:
         return []
-    if head_dim > MAX_HEAD_DIM:
+    places = records.layout.places[side]
+    entries = BLOCK_TOKENS // places.group_tokens * places.width
+    # a thread block of a GPU keeps them in its shared memory, and no kernel reads so many
+    if head_dim > MAX_HEAD_DIM or (records.data.is_cuda and entries > MAX_METADATA):
         return []
     if isinstance(codec, RotatedCodec) and codec.rotary.interleaved != interleaved:
         return []

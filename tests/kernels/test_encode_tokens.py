@@ -6,6 +6,7 @@ import functools
 import math
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcache_plugins import build_cache
+from kvcache_plugins.attention.description import describe
 from kvcache_plugins.kernels import loader
 from kvcache_plugins.layers import native_encoding, stepping
 from kvcache_plugins.layers.base import PackedLayer
+from kvcache_plugins.layers.view import StreamView
 from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.testing import tiny_model
 from kvcache_plugins.testing.conformance import fed, state_bytes
@@ -160,6 +163,21 @@ def test_the_bytes_of_wide_heads_are_the_same(head_dim: int, encoded: list[bool]
     ):
         check(CASES[name], *states(head_dim, torch.bfloat16))
     assert encoded and all(encoded)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_a_gpu_encodes_no_more_groups_of_a_block_than_it_has_room_for(group: int) -> None:
+    """Which no kernel for attention reads either; CPUs have the room."""
+    layer = new_layer({"backend": "int8", "granularity": "group", "q_group_size": group}, None, None)
+    layer.update(*states(256, torch.float32))
+    stream, layout = layer.key_stream_, layer.records.layout
+    assert stream.encoder.layout
+    there: Any = SimpleNamespace(
+        layout=layout, data=SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True)
+    )
+    is_encoded = bool(native_encoding.NativeEncoder(stream.codec, "key", there, False).layout)
+    is_read = describe(StreamView.of(stream)) is not None
+    assert is_encoded == is_read == (64 * 256 // group <= 4096)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e5])

@@ -111,6 +111,19 @@ def test_every_backend(name: str, dtype: torch.dtype) -> None:
     check(*step(layer, 3, 4), AttentionOptions(is_causal=True))
 
 
+@pytest.mark.parametrize("group", [1, 2])
+def test_more_groups_than_a_thread_block_has_room_for(group: int) -> None:
+    """They are encoded and read by torch, also those of a step."""
+    options = {"backend": "int8", "granularity": "group", "q_group_size": group, "residual_length": 0}
+    layer = device_layer(options, 130, head_dim=512)
+    query, key, value = step(layer, 1, 4)
+    got = attend_handles(query, key, value, AttentionOptions())
+    assert relative_rms(attend(query.double(), key.tokens, value.tokens, AttentionOptions()), got) <= 1e-5
+    assert (layer.kernel, layer.fallback_reads) == ("torch", 0)
+    assert "no native kernel reads these codecs" in str(layer.kernel_reason)
+    assert not any(stream.encoder.layout for stream in layer.streams)
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(
     "name", ["kivi-default", "kivi-2bit-g32", "kivi-3bit-block", "int8-default", "int4-default"]
