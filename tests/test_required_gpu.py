@@ -26,9 +26,13 @@ def marked(**needs: Any) -> Any:
 
 def outcome(item: Any) -> str:
     """What becomes of a test that was skipped while it was set up, or ran."""
-    with pytest.raises(pytest.skip.Exception) as skipped:
+
+    def skip() -> None:
         next(conftest.pytest_runtest_setup(item))
         pytest.skip("for its own reason")
+
+    with pytest.raises(pytest.skip.Exception) as skipped:
+        skip()
     reporting = conftest.pytest_runtest_makereport(item, SimpleNamespace(excinfo=skipped))
     next(reporting)
     with pytest.raises(StopIteration) as end:

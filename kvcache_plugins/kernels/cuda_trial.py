@@ -5,7 +5,8 @@ user's. It makes the check that every process makes before it uses the kernels (
 kept in a file (`verdicts`) named after the build's bytes, the model of GPU and the driver, so each of them
 pays for a trial once: importing torch, and the check. Processes that start together wait for one of them and
 take its verdict. What was no fault of the kernels (no memory, a GPU that is busy) is tried again by later
-ones.
+ones. So is, once and for longer, what has not come to its end, as where the driver had to translate kernels
+for a GPU that they were not compiled for: it keeps what it has translated.
 
 `kvcache-plugins kernels build` holds the trial ahead of time, while nothing else needs the GPU.
 """
@@ -31,11 +32,14 @@ __all__ = ["find_fault", "main", "passed"]
 
 _logger = logging.getLogger(__name__)
 _SECONDS = 120
-"""Long enough for a machine that is busy; what takes longer does not end."""
+"""Long enough for a machine that is busy."""
+_SECONDS_AGAIN = 4 * _SECONDS
+"""For the trial after one that ran out of time; what takes longer does not end."""
 _DEVIATES = 3
 """Status of a process whose kernels are wrong: neither Python's own (1, 2) nor that of a signal."""
 _LINES = 15
 """Of what a process said that broke."""
+_AHEAD = "`kvcache-plugins kernels build` tries them, while nothing else needs the GPU"
 _BEGUN = "begun"
 """What a process says when all is loaded and the kernels' turn comes."""
 _NO_FAULT = re.compile(r"out of memory|busy or unavailable", re.IGNORECASE)
@@ -54,7 +58,7 @@ def find_fault(library: Path, device: torch.device) -> str | None:
         with file.locked():
             verdict = file.read(started)  # of a process that was quicker
             if verdict is None:
-                verdict = Verdict(_model(device), *_run(library, device))
+                verdict = _try(library, device, file.read(0.0))
                 file.write(verdict)
     return verdict.fault
 
@@ -70,18 +74,44 @@ def _verdict_file(library: Path, device: torch.device) -> VerdictFile:
     return VerdictFile(library, builds.short_hash(f"{_model(device)}{library.read_bytes()[-64:].hex()}"))
 
 
-def _run(library: Path, device: torch.device) -> tuple[str | None, bool]:
-    """Hold the trial; return the fault, and whether another trial would find the same."""
+def _try(library: Path, device: torch.device, earlier: Verdict | None) -> Verdict:
+    """Hold the trial, after one that was not final if there is an `earlier` verdict."""
+    if earlier is None or not earlier.ran_out:
+        try:
+            return Verdict(_model(device), *_run(library, device, _SECONDS))
+        except _HasNotEnded as error:
+            again = f"the next process tries them for {_SECONDS_AGAIN} s; {_AHEAD}"
+            return Verdict(_model(device), f"{error}; {again}", is_final=False, ran_out=True)
+    try:
+        return Verdict(_model(device), *_run(library, device, _SECONDS_AGAIN))
+    except _HasNotEnded as error:
+        return Verdict(_model(device), f"{error}, nor earlier", is_final=True, ran_out=True)
+
+
+class _HasNotEnded(Exception):
+    """Kernels have begun, and then taken too long."""
+
+
+def _run(library: Path, device: torch.device, seconds: float) -> tuple[str | None, bool]:
+    """Hold the trial; return the fault, and whether another trial would find the same.
+
+    Raises:
+        _HasNotEnded: If the kernels have not come to an end within `seconds`.
+    """
     if not sys.executable or getattr(sys, "frozen", False):
         return "there is no Python to try them in a process of its own", False
-    _logger.warning("trying the CUDA kernels on %s, once for this build, model of GPU and driver", device)
+    _logger.warning(
+        "trying the CUDA kernels on %s for up to %d s, once for this build, model of GPU and driver",
+        device,
+        seconds,
+    )
     command = python_command(__name__, "main", str(library), str(device.index))
     try:
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_SECONDS,
+            timeout=seconds,
             text=True,
             errors="replace",
         )
@@ -89,8 +119,8 @@ def _run(library: Path, device: torch.device) -> tuple[str | None, bool]:
         return f"no process could be started to try them ({error})", False
     except subprocess.TimeoutExpired as error:
         if _BEGUN not in str(error.stdout):  # bytes, whatever was asked for
-            return f"a process that was to try them had not begun after {_SECONDS} s", False
-        return f"they had not ended after {_SECONDS} s in a process of their own", True
+            return f"a process that was to try them had not begun after {seconds} s", False
+        raise _HasNotEnded(f"they had not ended after {seconds} s in a process of their own") from None
     said = done.stdout.strip().removeprefix(_BEGUN).strip()
     if done.returncode == _DEVIATES:
         return said or "they deviate, and nothing says how", True
@@ -100,7 +130,7 @@ def _run(library: Path, device: torch.device) -> tuple[str | None, bool]:
     lines = "\n".join(done.stderr.strip().splitlines()[-_LINES:])
     fault = f"a process that tried them ended with status {done.returncode}: {lines}"
     if _NO_FAULT.search(lines):
-        fault += "\n`kvcache-plugins kernels build` tries them, while nothing else needs the GPU."
+        fault += f"\n{_AHEAD}."
     return fault, False
 
 

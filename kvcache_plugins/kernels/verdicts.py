@@ -35,11 +35,13 @@ class Verdict:
         device (`str`): The model of GPU, with the driver.
         fault (`str`, *optional*): Why the kernels must not be used there; `None` if they have passed.
         is_final (`bool`): Whether another trial would find the same.
+        ran_out (`bool`): Whether it was ended, for it took too long.
     """
 
     device: str
     fault: str | None
     is_final: bool
+    ran_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,10 @@ class VerdictFile:
     key: str
 
     def read(self, started: float) -> Verdict | None:
-        """The verdict, if it is final or has been found since `started`, in seconds since the epoch."""
+        """The verdict, if it is final or has been found since `started`, in seconds since the epoch.
+
+        With 0 it is the latest, whatever it is.
+        """
         for directory in self._directories(make=False):
             with suppress(OSError, ValueError, TypeError):  # not there, not whole, not ours
                 file = directory / self._name
