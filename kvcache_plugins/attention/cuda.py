@@ -6,6 +6,7 @@ A decode step reads no device memory here, so it waits for nothing and can be pa
 from __future__ import annotations
 
 from functools import cache
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,7 +34,8 @@ _LEVELS = (
     "the CUDA kernel looks up every code and rotates every key: its predecessor took 1.6 times the time of "
     "attention over a dense cache (8 sequences of 32,768 tokens on an H200); this one has not been timed"
 )
-_reasons: WeakKeyDictionary[RecordLayout, dict[torch.dtype, str | None]] = WeakKeyDictionary()
+_Asked: TypeAlias = tuple[torch.dtype, torch.device]
+_reasons: WeakKeyDictionary[RecordLayout, dict[_Asked, str | None]] = WeakKeyDictionary()
 
 
 def why_not_fast(query: Tensor, tokens: StreamView, value_tokens: StreamView) -> str | None:
@@ -49,15 +51,15 @@ def why_not_fast(query: Tensor, tokens: StreamView, value_tokens: StreamView) ->
     if min(tokens.packed_length, value_tokens.packed_length) == 0 or query.shape[2] > MAX_QUERIES:
         return None
     layout = tokens.stream.records.layout
-    known = _reasons.setdefault(layout, {})
-    if query.dtype not in known:  # the same for every step of a layer
+    known, asked = _reasons.setdefault(layout, {}), (query.dtype, query.device)
+    if asked not in known:  # the same for every step of a layer
         keys, values = describe(tokens), describe(value_tokens)
         assert keys is not None and values is not None
         is_served = is_fast(query.dtype, layout.record_bytes, keys, values, _shared_bytes(query.device))
         are_levels = keys.layout.format == FORMATS["nonuniform"]
         slow = _LEVELS if are_levels else None
-        known[query.dtype] = slow if is_served else _GENERAL.format(dtype=query.dtype)
-    return known[query.dtype]
+        known[asked] = slow if is_served else _GENERAL.format(dtype=query.dtype)
+    return known[asked]
 
 
 @cache

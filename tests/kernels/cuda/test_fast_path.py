@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -49,3 +52,17 @@ def test_a_slow_kernel_is_reported(
     for _ in range(2):  # found out, then remembered
         reason = cuda.why_not_fast(query, key.tokens, value.tokens)
         assert (reason is not None and "general CUDA kernel" in reason) if is_named else reason is None
+
+
+def test_every_gpu_has_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer that has moved, or of two GPUs of which one has less shared memory."""
+    layer = build_layer({"backend": "int4"}, 300, dtype=torch.bfloat16)
+    query, key, value = step(layer, 1, 4)
+    shared_bytes = {torch.device("cuda", 0): 232448, torch.device("cuda", 1): 1024}
+    monkeypatch.setattr(cuda, "_shared_bytes", shared_bytes.get)
+    asked: list[Any] = [
+        SimpleNamespace(shape=query.shape, dtype=query.dtype, device=device) for device in shared_bytes
+    ]
+    for _ in range(2):
+        reasons = [cuda.why_not_fast(one, key.tokens, value.tokens) for one in asked]
+        assert reasons[0] is None and "general CUDA kernel" in str(reasons[1])
