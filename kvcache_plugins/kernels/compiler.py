@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import shutil
@@ -28,7 +29,14 @@ _BINDING = "binding.cpp"
 _AVX512 = "decode_attention_avx512.cpp"
 _WITHOUT_AVX512 = "-DKVCACHE_NO_AVX512"
 _TIMEOUT_SECONDS = 600.0
+_LOCK_SECONDS = 3600.0
+"""For who holds a lock. It is alive, as the system releases the locks of the dead, and where few processors
+have to compile the CUDA kernels they take many minutes."""
+_SILENT_SECONDS = 2.0
+"""After which waiting for a lock would look like a hang."""
 _LAST_LINES = 20
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,23 +67,34 @@ def find_compiler() -> Compiler | None:
 def file_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on `path`; the system releases it if the process dies.
 
+    Who has to wait for another process says so, once.
+
     Raises:
-        OSError: If the file cannot be opened, or the lock is not granted within ten minutes.
+        OSError: If the file cannot be opened, or the lock is not granted within an hour.
     """
     try:
         import fcntl
     except ImportError as error:
         raise OSError("this system has no file locks of the kind used here") from error
     with path.open("a") as handle:
-        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        begun, is_silent = time.monotonic(), True
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{path} has been locked for {_TIMEOUT_SECONDS:.0f} s") from None
-                time.sleep(0.1)
+                waited = time.monotonic() - begun
+            if waited > _LOCK_SECONDS:
+                raise TimeoutError(f"{path} has been locked for {_LOCK_SECONDS:.0f} s")
+            if waited > _SILENT_SECONDS and is_silent:
+                is_silent = False
+                _logger.warning(
+                    "waiting for the process that has locked %s, for up to %.0f minutes: it builds or tries "
+                    "kernels",
+                    path,
+                    _LOCK_SECONDS / 60,
+                )
+            time.sleep(0.1)
         yield
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import platform
 import re
 import shutil
 import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -137,3 +141,46 @@ def test_apples_clang_is_spoken_to_in_its_own_way(
     assert not any("-fopenmp" in command for command in compiled if command != binding)
     assert "-undefined dynamic_lookup -Wl,-rpath," in linked and "-ltorch_cpu -lc10" in linked
     assert "-lomp" not in linked and "-fopenmp" not in linked
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process, which holds a lock until it is killed."""
+    pytest.importorskip("fcntl")
+    hold = "import fcntl, sys, time; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); "
+    hold += "print('held', flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", hold, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_who_waits_for_a_lock_says_so_and_gets_it_when_the_holder_is_gone(
+    holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(compiler, "_SILENT_SECONDS", 0.15)
+    monkeypatch.setattr(compiler, "_TIMEOUT_SECONDS", 0.0)  # of compilers: who builds may take longer
+    threading.Timer(0.5, holder.kill).start()
+    with caplog.at_level(logging.WARNING), compiler.file_lock(tmp_path / "lock"):
+        (said,) = caplog.messages
+    assert f"the process that has locked {tmp_path / 'lock'}, for up to 60 minutes" in said
+
+
+def test_who_waits_for_a_lock_gives_up_in_the_end(
+    holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "_LOCK_SECONDS", 0.2)
+    with (
+        pytest.raises(TimeoutError, match=r"lock has been locked for 0 s"),
+        compiler.file_lock(tmp_path / "lock"),
+    ):
+        pass
+
+
+def test_who_does_not_wait_for_a_lock_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("fcntl")
+    with caplog.at_level(logging.DEBUG), compiler.file_lock(tmp_path / "lock"):
+        pass
+    assert caplog.messages == []
