@@ -81,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.addinivalue_line("filterwarnings", f"error::{category}:{module}")
     for pattern in ALLOWED_DEPRECATIONS:
         config.addinivalue_line("filterwarnings", f"ignore:{pattern}")
+    config.pluginmanager.register(_Machine())
     logging.getLogger("transformers").addHandler(_LOGGED)
     cpp_extension.load = _loaded(cpp_extension.load)  # before quanto is imported, which keeps the function
 
@@ -143,9 +144,6 @@ _LOGGED = _DeprecationLog()
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     _LOGGED.messages.clear()
     _let_the_host_speak()
-    if (lack := _lack_of(item)) is not None:
-        item.stash[_LACK] = lack
-        pytest.skip(lack)
     result = yield
     _let_the_host_speak()  # what a module's fixtures have run may have silenced it
     return result
@@ -190,6 +188,16 @@ def _loaded(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # -- CUDA, device
+
+
+class _Machine:
+    """Skips what a machine lacks something for; apart, as it comes after what else prepares a test."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if (lack := _lack_of(item)) is not None:
+            item.stash[_LACK] = lack
+            pytest.skip(lack)
 
 
 def _lack_of(item: pytest.Item) -> str | None:

@@ -28,7 +28,7 @@ def outcome(item: Any) -> str:
     """What becomes of a test that was skipped while it was set up, or ran."""
 
     def skip() -> None:
-        next(conftest.pytest_runtest_setup(item))
+        conftest._Machine().pytest_runtest_setup(item)
         pytest.skip("for its own reason")
 
     with pytest.raises(pytest.skip.Exception) as skipped:
