@@ -23,6 +23,7 @@
 #include "decode_tokens.h"
 #include "encode_levels.h"
 #include "encode_unit.h"
+#include "receive_weights.h"
 
 #define KVCACHE_PRAGMA(text) _Pragma(#text)
 
