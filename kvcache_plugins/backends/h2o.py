@@ -66,9 +66,10 @@ class H2OCache(AccumulatingCache):
     Deviates: evicts after a chunk, not after a token, while a prompt is read; scores are summed over the
         query heads of a group. Drafted tokens that are rejected have voted.
     Cost: 8 bytes per token and head beside the storage, and 8 queries, which wait while tokens are generated
-        to be counted together: logits are computed once more, and twice where those of 16 queries, or the
-        numbers of all keys, are more than 4 million (64 million on a GPU). With a mask at every step (as long
-        as pads are held; `eager`) none waits, and every step reads all keys again.
+        to be counted together: logits are computed once more, on CPUs by a kernel, else by torch, and then
+        twice where those of 16 queries, or the numbers of all keys, are more than 4 million (64 million on a
+        GPU). With a mask at every step (as long as pads are held; `eager`) none waits, and every step reads
+        all keys again.
     Limits: needs the queries, so a model that asks transformers for its attention function.
     """
 

@@ -88,8 +88,9 @@ class SnapKVCache(EvictingCache):
         that is protected: the stabilizers and the local tokens may be more. Scores are summed over the query
         heads of a group. Tokens drafted with the end of the prompt belong to its window. Generated tokens are
         evicted with `evict_at_decode`, which the paper does not do.
-    Cost: 8 bytes per token and head beside the storage; logits of the window, once per chunk, and twice where
-        those of 16 queries, or the numbers of all keys, are more than 4 million (64 million on a GPU).
+    Cost: 8 bytes per token and head beside the storage; logits of the window, once per chunk, on CPUs by
+        a kernel, else by torch, and then twice where those of 16 queries, or the numbers of all keys, are
+        more than 4 million (64 million on a GPU).
     Limits: needs the queries, so a model that asks transformers for its attention function; weak where the
         question is not at the end of what has been read. While tokens are generated one at a time, the window
         is the newest of them alone, whatever `window_length` is.

@@ -44,8 +44,8 @@ class TOVACache(EvictingCache):
     Deviates: evicts after a chunk, not after a token, while a prompt is read; of tokens drafted with its end,
         the last one decides, also if it is rejected. The newest tokens are protected between the chunks of a
         prompt (stabilizers) and from its end on (local), which the paper does not do.
-    Cost: 8 bytes per token and head beside the storage; logits of one query, once per eviction, of
-        more than 4 million (of 64 million on a GPU) twice.
+    Cost: 8 bytes per token and head beside the storage; logits of one query, once per eviction, on CPUs
+        by a kernel, else by torch, and then of more than 4 million (of 64 million on a GPU) twice.
     Limits: needs the queries, so a model that asks transformers for its attention function, and all heads of
         a layer in one process, so no tensor parallel model.
     """
