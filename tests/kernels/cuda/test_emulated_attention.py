@@ -8,6 +8,7 @@ tests use it.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from kvcache_plugins.artifacts.scales import Scales, save_scales
 from kvcache_plugins.attention.description import describe, first_sinks
 from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.backends.kvquant import NORMAL_FLOAT
+from kvcache_plugins.kernels.decoding import attend_dense, decode_side
+from kvcache_plugins.kernels.layout import Side
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.layers.windowed import with_window
 from kvcache_plugins.testing.comparison import relative_rms
@@ -188,6 +191,31 @@ def test_exact_tokens_in_two_parts_are_left_to_the_general_kernel(name: str, dty
         kernels()
         check(query, key, value, options)
         assert kernels() == ["attend_general", "attend_levels" if "kvquant" in name else "attend", "merge"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
+@pytest.mark.parametrize("name", ["int4-default", "int4-sinks", "kivi-default", "kivi-sinks"])
+def test_factors_multiply_what_was_decoded_alone(
+    name: str, is_key: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what is exact: the newest slots, sinks, and of keys that are packed the values that wait."""
+    layer = build_layer(CASES[name], 333, head_dim=head_dim, dtype=torch.float16)
+    query, key, value = step(layer, 2, 4)
+    factors = 0.5 + torch.rand(2, 2, head_dim)
+    sides: list[Side] = []
+    for tokens in (key.tokens, value.tokens):
+        side = describe(tokens)
+        assert side is not None and side.layout.packed_length < side.length
+        sides.append(replace(side, factors=factors) if (len(sides) == 0) == is_key else side)
+    monkeypatch.setattr(emulation, "describe", lambda tokens: sides[tokens is value.tokens])
+    before = emulation.products()
+    got = emulation.attend(query, key, value, AttentionOptions(is_causal=True))
+    assert emulation.products() > before
+    records, first = layer.records.data, first_sinks(key.tokens, *sides)
+    keys, values = (decode_side(side, records, is_key=side is sides[0], sink_start=first) for side in sides)
+    expected = attend_dense(query.float(), keys, values, head_dim**-0.5, None, True, 0, 0.0, None)
+    assert relative_rms(expected.double(), got) <= BOUNDS[torch.float16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -136,12 +136,15 @@ bool is_exact_fast(const Side& side, int32_t query_dtype) {
          reinterpret_cast<uintptr_t>(s.data) % 8 == 0 && s.length * s.token_stride < int64_t{1} << 31;
 }
 
+// Those of both; not beside factors of values, by which a split multiplies all that it has summed: what is exact has
+// none.
 bool are_exact_fast(const AttentionArguments& a) {
   const int64_t apart = a.query_batch_stride | a.query_head_stride | a.query_token_stride;
   const bool are_packed_alike = a.key.packed_length == a.value.packed_length;
   return (are_packed_alike || (a.key.packed_length > a.value.packed_length && a.key.format != kNonUniform)) &&
-         a.key.sink_length == a.value.sink_length && is_exact_fast(a.key, a.query_dtype) &&
-         is_exact_fast(a.value, a.query_dtype) && apart % 4 == 0 && reinterpret_cast<uintptr_t>(a.query) % 8 == 0;
+         a.key.sink_length == a.value.sink_length && a.value.factors == nullptr &&
+         is_exact_fast(a.key, a.query_dtype) && is_exact_fast(a.value, a.query_dtype) && apart % 4 == 0 &&
+         reinterpret_cast<uintptr_t>(a.query) % 8 == 0;
 }
 
 // Which kernel attends: to how many times 8 query rows at once by tensor cores (0: not by them), and of which format.
