@@ -216,7 +216,10 @@ def products() -> int:
 
 
 def launched() -> list[str]:
-    """Names of the kernels that this thread has launched since this was asked, among other text."""
+    """Names of the kernels that this thread has launched since this was asked, among other text.
+
+    Of the emulated GPU how many thread blocks follows, as " of X x Y".
+    """
     (library,) = _loaded.values()
     library.kvcache_emulated_kernels.restype = ctypes.c_char_p
     return str(library.kvcache_emulated_kernels().decode()).splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,34 @@ def test_the_mirror_is_true(name: str, head_dim: int, monkeypatch: pytest.Monkey
         check(query, key, value, AttentionOptions())
         was_fast = emulation.products() > before
         assert is_fast(torch.float16, record_bytes, keys, values, shared_bytes) == was_fast
+
+
+@pytest.mark.parametrize(
+    ("options", "compiled_for", "resident"),
+    [
+        ({"backend": "kivi", "nbits": 2}, 90, 5),
+        ({"backend": "kivi", "nbits": 2}, 80, 4),
+        ({"backend": "kivi", "nbits": 4}, 90, 4),
+        ({"backend": "kivi", "nbits": 4}, 80, 4),
+        ({"backend": "int8"}, 90, 3),
+        ({"backend": "int8"}, 80, 3),
+    ],
+)
+def test_the_plan_counts_on_what_registers_leave_room_for(
+    options: dict[str, Any], compiled_for: int, resident: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the driver has translated a build for older GPUs, in which a kernel may take more."""
+    processors, heads = 6, 2
+    monkeypatch.setenv("KVCACHE_EMULATED_MULTIPROCESSORS", str(processors))
+    monkeypatch.setenv("KVCACHE_EMULATED_CAPABILITY", str(compiled_for))
+    layer = build_layer(options, 4500, batch_size=1, kv_heads=heads, head_dim=128, dtype=torch.float16)
+    emulation.launched()
+    check(*step(layer, 1, 4), AttentionOptions())
+    attended = [line for line in emulation.launched() if "attend_known_kernel" in line]
+    grids = [re.search(r" of (\d+) x (\d+)$", line) for line in attended]
+    assert [found and tuple(map(int, found.groups())) for found in grids] == [
+        (heads, processors * resident // heads)
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "is_named"), [(torch.bfloat16, False), (torch.float32, True)])

@@ -40,6 +40,9 @@ int merge_rows(const AttentionArguments& a, int batch, void* stream) {
   return launch_early<merge_kernel>(grid, kMergeThreads, merge_bytes(a), stream, a);
 }
 
+// All files are compiled for the same GPUs, and this kernel is launched whatever attends.
+int attention_compiled_for() { return compiled_for<merge_kernel>(); }
+
 int attention_shared_bytes(const AttentionArguments& a, int columns) { return fast_shared_bytes(a, columns); }
 
 }  // namespace kvcache

@@ -19,18 +19,17 @@ KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 4 : 2)) attend_kernel(const A
   attend_any<kColumns, kTiles>(a, shared, split, a.left_splits() + split);
 }
 
-// Thread blocks for which a kernel is compiled: before compute capability 9.0 there is no shared memory for five.
-constexpr int resident_here(int wanted) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  return wanted < 4 ? wanted : 4;
+#if defined(__CUDA_ARCH__)
+constexpr int kCompiledFor = __CUDA_ARCH__ / 10;
 #else
-  return wanted;
+constexpr int kCompiledFor = 90;  // on the host, where it means nothing
 #endif
-}
+template <typename Format>
+constexpr int kResidentHere = resident_blocks(Format::kResident, kCompiledFor);
 
 // Up to 8 query rows, a format of known_formats.h.
 template <typename Format>
-KVCACHE_KERNEL(kThreads, resident_here(Format::kResident)) attend_known_kernel(const AttentionArguments a) {
+KVCACHE_KERNEL(kThreads, kResidentHere<Format>) attend_known_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
   wait_for_previous();
   const AttentionArguments known = as_known<Format>(a);

@@ -99,7 +99,7 @@ struct KnownKernel {
   bool (*is_served)(AttentionArguments&);
   int (*attend)(const AttentionArguments&, int, void*);
   int slots;     // of a warp's ring
-  int resident;  // thread blocks on a multiprocessor, by registers
+  int resident;  // thread blocks on a multiprocessor, see `resident_blocks`
 };
 
 template <typename Format>
@@ -234,7 +234,7 @@ Choice plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& de
   }
   if (known != nullptr) {
     lay_out_ring(a, known->slots, columns);
-    resident = std::min(known->resident, fitting_blocks(a, columns, device));
+    resident = std::min(resident_blocks(known->resident, attention_compiled_for()), fitting_blocks(a, columns, device));
     if (resident == 0) known = nullptr;
   }
   for (; columns > 0 && known == nullptr; --columns) {  // fewer rows at once need less memory

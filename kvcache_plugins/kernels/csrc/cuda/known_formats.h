@@ -22,6 +22,12 @@ KVCACHE_BOTH void visit_unit(UnitCopy& copy, int codes_offset, int code_bytes, i
   visit(copy.further_bits, swizzle_bits(4 * UnitCopy::kStepBytes, swizzle));
 }
 
+// Thread blocks on a multiprocessor that the registers of such a kernel leave room for, if it is compiled for a compute
+// capability (times ten): before 9.0 there is no shared memory for five.
+constexpr int resident_blocks(int wanted, int compiled_for) {
+  return compiled_for < 90 && wanted > 4 ? 4 : wanted;
+}
+
 // 128 channels: of `kBits`, in KIVI's groups of `kGroup` tokens (keys) and channels (values), or, if that is 0, with
 // one scale for all channels of a token. `kRotated`: keys still need the rotation inside their block.
 template <int kBits, int kFormat, int kGroup, bool kRotated = false>

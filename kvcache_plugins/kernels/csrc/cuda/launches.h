@@ -27,6 +27,10 @@ int attend_levels_wide(const AttentionArguments& a, int batch, void* stream);
 int attend_general_rows(const AttentionArguments& a, int batch, void* stream);  // what these leave, or all
 int merge_rows(const AttentionArguments& a, int batch, void* stream);
 
+// The compute capability, times ten, for which the kernels of decode attention on the current device were compiled, or
+// 0 if that is not known.
+int attention_compiled_for();
+
 // Dynamic shared memory of a thread block of the fast path for up to `8 columns` query rows.
 int attention_shared_bytes(const AttentionArguments& a, int columns);
 

@@ -250,24 +250,40 @@ int launch(dim3 grid, int threads, int shared_bytes, void* stream, const Argumen
   return cudaGetLastError();
 }
 
-// Whether the code of a kernel on the current device waits in `wait_for_previous`: that of a build for older GPUs,
-// which the driver has translated, does not. Nor do drivers before CUDA 12.3 record such launches in graphs. Asked once
-// for a kernel and a device.
+// The compute capability, times ten, for which the code of a kernel on the current device was compiled: of a build for
+// older GPUs, which the driver has translated, theirs. 0 if the driver does not tell. Asked once for a kernel and a
+// device.
+template <auto kKernel>
+int compiled_for() {
+  constexpr int kDevices = 64;
+  static int found[kDevices] = {};  // and 1: 0 of those that have not been asked
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return 0;
+  int known = __atomic_load_n(&found[device], __ATOMIC_ACQUIRE);
+  if (known == 0) {
+    cudaFuncAttributes attributes{};
+    const bool is_told = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)) == cudaSuccess;
+    if (!is_told) cudaGetLastError();
+    known = is_told ? attributes.ptxVersion + 1 : 1;
+    __atomic_store_n(&found[device], known, __ATOMIC_RELEASE);
+  }
+  return known - 1;
+}
+
+// Whether the code of a kernel on the current device waits in `wait_for_previous`. Drivers before CUDA 12.3 do not
+// record such launches in graphs.
 template <auto kKernel>
 bool may_begin_early() {
-  static uint64_t asked = 0, may = 0;  // a bit of every device
-  int device = 0, driver = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= 64) return false;
-  const uint64_t bit = uint64_t{1} << device;
-  if ((__atomic_load_n(&asked, __ATOMIC_ACQUIRE) & bit) == 0) {
-    cudaFuncAttributes attributes{};
-    const bool is_known = cudaDriverGetVersion(&driver) == cudaSuccess &&
-                          cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)) == cudaSuccess;
-    if (!is_known) cudaGetLastError();
-    if (is_known && driver >= 12030 && attributes.ptxVersion >= 90) __atomic_fetch_or(&may, bit, __ATOMIC_RELEASE);
-    __atomic_fetch_or(&asked, bit, __ATOMIC_RELEASE);
+  static int version = 0;  // of the driver
+  int driver = __atomic_load_n(&version, __ATOMIC_ACQUIRE);
+  if (driver == 0) {
+    if (cudaDriverGetVersion(&driver) != cudaSuccess) {
+      cudaGetLastError();
+      driver = 1;
+    }
+    __atomic_store_n(&version, driver, __ATOMIC_RELEASE);
   }
-  return (__atomic_load_n(&may, __ATOMIC_ACQUIRE) & bit) != 0;
+  return driver >= 12030 && compiled_for<kKernel>() >= 90;
 }
 
 // Launches a kernel that calls `wait_for_previous`: where it can, its launch does not wait for the kernel before it on

@@ -73,7 +73,7 @@ struct Exchange {
 
 struct Machine {
   long products = 0;  // of the tensor core
-  std::vector<const char*> launched;  // since somebody asked
+  std::vector<std::string> launched;  // since somebody asked
   unsigned random = 0;
   std::vector<uint8_t> shared;
   std::vector<Fiber> kept;  // as many as any launch has had
@@ -293,7 +293,14 @@ void fail(const char* message) {
   std::abort();
 }
 
-void note_launch(const char* kernel) { machine().launched.push_back(kernel); }
+void note_launch(const char* kernel, dim3 grid) {
+  machine().launched.push_back(kernel + (" of " + std::to_string(grid.x) + " x " + std::to_string(grid.y)));
+}
+
+int compiled_for() {
+  const char* const number = std::getenv("KVCACHE_EMULATED_CAPABILITY");
+  return number != nullptr ? std::atoi(number) : 90;
+}
 
 void run_grid(dim3 grid, int threads, int shared_bytes, void (*body)(void*), void* argument) {
   Machine& m = machine();
@@ -416,7 +423,7 @@ long kvcache_emulated_products() { return emulation::machine().products; }
 const char* kvcache_emulated_kernels() {
   static thread_local std::string names;
   names.clear();
-  for (const char* const name : std::exchange(emulation::machine().launched, {})) names.append(name) += '\n';
+  for (const std::string& name : std::exchange(emulation::machine().launched, {})) names.append(name) += '\n';
   return names.c_str();
 }
 void kvcache_vary_emulation(unsigned seed, int garbage) {

@@ -46,8 +46,11 @@ struct Place {
 };
 extern constinit KVCACHE_NEAR thread_local Place here;
 
-// Notes that a kernel is launched: some text that has its name.
-void note_launch(const char* kernel);
+// Notes that a kernel is launched: some text that has its name, and of how many thread blocks.
+void note_launch(const char* kernel, dim3 grid);
+
+// What a build for a GPU would say: KVCACHE_EMULATED_CAPABILITY, the compute capability times ten, or 90.
+int compiled_for();
 
 // Runs `body` for every thread of a grid of blocks.
 void run_grid(dim3 grid, int threads, int shared_bytes, void (*body)(void*), void* argument);
@@ -123,9 +126,14 @@ int launch(dim3 grid, int threads, int shared_bytes, void*, const Arguments& arg
       one->kernel(*one->arguments);
     }
   } call{kKernel, &arguments};
-  emulation::note_launch(__PRETTY_FUNCTION__);
+  emulation::note_launch(__PRETTY_FUNCTION__, grid);
   emulation::run_grid(grid, threads, shared_bytes, Call::run, &call);
   return 0;
+}
+
+template <auto kKernel>
+int compiled_for() {
+  return emulation::compiled_for();
 }
 
 // Kernels run one after the other here.

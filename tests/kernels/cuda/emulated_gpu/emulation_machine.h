@@ -37,7 +37,7 @@ extern uint8_t garbage;
 extern "C" {
 // Products of the tensor core so far, which tells whether the fast path was taken.
 long kvcache_emulated_products();
-// Of this thread's launches since this was asked, a line each, which has the kernel's name.
+// Of this thread's launches since this was asked, a line each, which has the kernel's name and its grid.
 const char* kvcache_emulated_kernels();
 // In which order warps and lanes run, with 0 one after the other, else at random from this seed; and `garbage`.
 void kvcache_vary_emulation(unsigned seed, int garbage);
