@@ -180,6 +180,37 @@ def test_packed_and_exact_tokens_are_read_by_one_kernel(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_tiles_without_an_exact_token_take_no_products(head_dim: int, dtype: torch.dtype) -> None:
+    """As behind whole blocks: of 64 slots one is there. Keys are multiplied 32 at a time, values 16."""
+    found, needed = [], []
+    for first, exact in (
+        (256, 1),
+        (256, 16),
+        (256, 17),
+        (256, 33),
+        (256, 64),
+        (250, 6),
+        (230, 27),
+        (200, 99),
+    ):
+        options = {"backend": "int4", "residual_length": exact - 1}  # and the token of the step
+        layer = build_layer(
+            options, first + exact - 1, batch_size=1, kv_heads=1, head_dim=head_dim, dtype=dtype
+        )
+        query, key, value = step(layer, 1, 4)
+        assert key.tokens.packed_length == value.tokens.packed_length == first
+        before = emulation.products()
+        check(query, key, value, AttentionOptions(), fast=True)
+        found.append(emulation.products() - before)
+        slots = range(first, first + exact)
+        key_tiles, value_tiles = (len({slot // count for slot in slots}) for count in (32, 16))
+        parts = 1 if dtype == torch.float16 else 2  # of a weight
+        needed.append(head_dim // 16 * (2 * key_tiles + parts * value_tiles))
+    assert len({a - b for a, b in zip(found, needed, strict=True)}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["int4-sinks", "kivi-sinks", "kvquant-default"])
 def test_exact_tokens_in_two_parts_are_left_to_the_general_kernel(name: str, dtype: torch.dtype) -> None:
     layer = build_layer(CASES[name], 333, padding=torch.tensor([70, 0]), dtype=dtype)

@@ -36,6 +36,8 @@ struct SlotRange {
   int start, first, last;
 
   KVCACHE_DEVICE int clamped(int slot) const { return start + (slot < first ? first : slot < last ? slot : last - 1); }
+  // Whether any of slots [from, from + count) is among them: the same in every lane.
+  KVCACHE_DEVICE bool has_any(int from, int count) const { return from < last && from + count > first; }
 };
 
 template <bool kIsHalf>
@@ -44,7 +46,8 @@ KVCACHE_DEVICE void multiply_exact(float (&c)[4], const uint32_t (&a)[4], uint32
   multiply_accumulate_bfloat(c, a[0], a[1], a[2], a[3], b0, b1);
 }
 
-// q.k in units of log 2, of the query rows 8n + 2t and the next: `c` is [column][tile].
+// q.k in units of log 2, of the query rows 8n + 2t and the next: `c` is [column][tile], and 0 before. Tiles without a
+// slot are left at that, which `hide_others` replaces.
 template <bool kIsHalf, int kColumns>
 KVCACHE_DEVICE void exact_key_products(const AttentionArguments& a, const Rows& rows, const ExactTokens& keys,
                                        const SlotRange& slots, float (&c)[kColumns][4][4]) {
@@ -60,6 +63,7 @@ KVCACHE_DEVICE void exact_key_products(const AttentionArguments& a, const Rows& 
   }
 #pragma unroll
   for (int first = 0; first < 4; first += kAtOnce) {
+    if (!slots.has_any(16 * first, 16 * kAtOnce)) continue;
     int tokens[kAtOnce][2];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
@@ -132,13 +136,14 @@ KVCACHE_DEVICE void split_weights(uint32_t pair, uint32_t& high, uint32_t& low) 
 
 // o[column][chunk] += values * weights; `kAtOnce`: chunks whose numbers are on the way. Values of slots that no row
 // sees may be anything. One that is not finite reaches all rows if any of them sees its slot, as in dense attention
-// with a mask.
+// with a mask. Tiles without a slot have no weights.
 template <bool kIsHalf, int kAtOnce, int kColumns, int kTiles>
 KVCACHE_DEVICE void exact_value_products(const AttentionArguments& a, const ExactTokens& values, const SlotRange& slots,
                                          const uint2* weights, uint32_t seen, float (&o)[kColumns][kTiles][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
 #pragma unroll 1
   for (int k = 0; k < 4; ++k) {
+    if (!slots.has_any(16 * k, 16)) continue;
     int tokens[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) tokens[i] = values.offset(slots.clamped(16 * k + 4 * t + i)) + 2 * g;
