@@ -88,6 +88,8 @@ struct AttentionArguments {
   // they read what is exact as well, blocks whose keys are packed and values exact, blocks of exact keys, from slot
   // `exact_start` on, and sinks, as if they were a block: those that are packed, and those of which keys alone are.
   int32_t fast_begin, fast_end, fast_splits;  // packed blocks, by tensor cores
+  // How many of these splits share how much work: all of them all, or all but the last that of the packed blocks.
+  int32_t sharing_splits, shared_work;
   int64_t fast_stop;                          // where the last of these ends
   int32_t whole_end;                          // packed blocks from here on are not whole
   int32_t plain_begin, plain_end;             // products of these blocks are logits: nothing is hidden, added or capped

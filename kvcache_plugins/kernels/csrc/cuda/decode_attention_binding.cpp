@@ -265,7 +265,12 @@ Choice plan(AttentionArguments& a, int64_t batch, bool is_half, const Device& de
       a.general_end = static_cast<int32_t>(blocks);
     }
     a.sink_splits = !is_exact_read && (a.key.sink_length > 0 || a.value.sink_length > 0);
-    a.fast_splits = choose_splits(a.fast_work(), row_groups, processors * resident);
+    const int64_t places = processors * resident;
+    a.fast_splits = choose_splits(a.fast_work(), row_groups, places);
+    const bool has_own =
+        has_exact_split(a.packed_units(), a.exact_units(), a.exact_work(), a.fast_splits, row_groups, places);
+    a.sharing_splits = has_own ? a.fast_splits - 1 : a.fast_splits;
+    a.shared_work = has_own ? a.packed_units() : a.fast_work();
   } else {
     a.general_begin = static_cast<int32_t>(first);
     a.general_end = static_cast<int32_t>(blocks);

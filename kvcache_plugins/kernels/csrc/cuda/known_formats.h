@@ -194,6 +194,7 @@ KVCACHE_BOTH AttentionArguments as_known(AttentionArguments a) {
   a.sink_splits = a.general_splits = 0;
   if (Format::kMayHaveSinks) {
     a.mixed_end = a.mixed_begin;
+    a.sharing_splits = a.fast_splits;  // see `exact_work`
   } else {
     a.sink_units = 0;
   }

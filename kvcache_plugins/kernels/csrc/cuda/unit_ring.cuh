@@ -64,11 +64,13 @@ struct SplitUnits {
       : first(unit_at(a, split)), last(unit_at(a, split + 1)) {}
 
  private:
-  // The first unit of a split: all have the same work to do.
+  // The first unit of a split: all have the same work to do, or all but one, which has what is not packed.
   KVCACHE_DEVICE static int unit_at(const AttentionArguments& a, int split) {
-    const int done = static_cast<int>(split * static_cast<int64_t>(a.fast_work()) / a.fast_splits);
+    const int done = static_cast<int>(split * static_cast<int64_t>(a.shared_work) / a.sharing_splits);
     const int further = done - a.packed_units();
-    return further <= 0 ? done : a.packed_units() + (further + a.exact_work() - 1) / a.exact_work();
+    if (further <= 0) return done;
+    if (a.sharing_splits < a.fast_splits) return a.packed_units() + a.exact_units();  // behind the last split
+    return a.packed_units() + (further + a.exact_work() - 1) / a.exact_work();
   }
 };
 
