@@ -115,9 +115,9 @@ KVCACHE_DEVICE void attend_any(const AttentionArguments& a, uint8_t* shared, int
       hide_sinks(HiddenSinks(a, Rows::mine_again(a).batch, block_of_keys), products);
     uint32_t seen = 0;  // see `hide_others`
     if (!is_packed) seen = hide_others(slots, products);
-    weigh<true>(products, state, weights);
+    weigh<true>(products, state, LanePairs(weights));
     if (is_packed) {
-      uint8_t* const unit = ring.template next<false>(block);  // its barrier also shows every lane the weights
+      uint8_t* const unit = ring.template next<false>(block);
       if (block >= a.whole_end) clear_metadata(a.value, unit, a.tokens_of(opaque(block)));
       if (has_sinks(block))
         clear_metadata_of_sinks(a.value, unit, HiddenSinks(a, Rows::mine_again(a).batch, block));
@@ -127,9 +127,7 @@ KVCACHE_DEVICE void attend_any(const AttentionArguments& a, uint8_t* shared, int
       if (static_cast<unsigned>(block) / kWarps % kFoldBlocks == kFoldBlocks - 1) fold_minima(a.value, value, state);
     } else {
       const Rows rows = Rows::mine_again(a);
-      warp_barrier();  // every lane sees the weights
       multiply_exact_values(a, rows, ExactUnit(a, rows, opaque(block) - a.fast_begin), weights, seen, state);
-      warp_barrier();  // and is done with them
     }
   }
   finish(a, Rows::mine_again(a), shared, state, place);

@@ -127,11 +127,9 @@ KVCACHE_DEVICE void attend_exact_in(const AttentionArguments& a, const Rows& row
     const Rows mine = rows.template or_again<kPutsAside>(a);
     const ExactUnit now(a, mine, opaque(unit));  // worked out anew, which takes no registers meanwhile
     const uint32_t seen = hide_others(now.slots, products);
-    weigh<false>(products, state, weights);
-    warp_barrier();  // every lane sees the weights
+    weigh<false>(products, state, LanePairs(weights));
     exact_value_products<kIsHalf, kPutsAside ? 4 : 8>(a, now.values(a, mine), now.slots, weights, seen,
                                                       state.output);
-    warp_barrier();  // and is done with them
   }
 }
 

@@ -179,11 +179,21 @@ KVCACHE_DEVICE void add_groups(float (&minima)[kColumns][4], uint2 low, uint2 hi
     multiply_accumulate(minima[n], low.x, high.x, low.y, high.y, weights[n].x, weights[n].y);
 }
 
+// What of `pairs` in shared memory, 32 for every tile, is this lane's.
+template <typename Pair>
+struct LanePairs {
+  Pair* first;
+
+  KVCACHE_DEVICE explicit LanePairs(Pair* pairs) : first(pairs + opaque_lane()) {}
+  KVCACHE_DEVICE Pair& operator[](int tile) const { return first[32 * tile]; }
+};
+
 // o[column][chunk] += codes * weights, minima[column] += minima * weights; `kAligned`: see AlignedCodes; `kChunks` and
 // `kGroups`: if there are as many chunks, and every token has as many scales (and minima): 1, 2, 4 or 8; both 0 if that
 // is not known. `kUnroll`: quads in a row.
-template <int kBits, int kFormat, bool kAligned, int kChunks, int kGroups, int kUnroll, int kColumns, int kTiles>
-KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
+template <int kBits, int kFormat, bool kAligned, int kChunks, int kGroups, int kUnroll, typename Weights, int kColumns,
+          int kTiles>
+KVCACHE_DEVICE void value_products(const ValueUnit& unit, const Weights& all_weights, float (&o)[kColumns][kTiles][4],
                                    float (&minima)[kColumns][4]) {
   constexpr uint32_t kOnes = 0x3C003C00u;
   const int lane = opaque_lane(), g = lane / 4, t = lane % 4;
@@ -196,7 +206,7 @@ KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][k
     uint2 plain[kColumns], scaled[kColumns];
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
-      const uint2 weights = unit.weights[(n * 4 + k) * 32 + lane];
+      const uint2 weights = all_weights[n * 4 + k];
       scaled[n] = plain[n] = {half2_multiply(weights.x, unit.shrink), half2_multiply(weights.y, unit.shrink)};
     }
     if (kFormat == kAffine) {  // one row per group of channels; rows beyond are never looked at
@@ -254,6 +264,13 @@ KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][k
       }
     }
   }
+}
+
+// The same by the weights in shared memory.
+template <int kBits, int kFormat, bool kAligned, int kChunks, int kGroups, int kUnroll, int kColumns, int kTiles>
+KVCACHE_DEVICE void value_products(const ValueUnit& unit, float (&o)[kColumns][kTiles][4],
+                                   float (&minima)[kColumns][4]) {
+  value_products<kBits, kFormat, kAligned, kChunks, kGroups, kUnroll>(unit, LanePairs(unit.weights), o, minima);
 }
 
 // As many chunks as `unit` has, and as many numbers of every token.

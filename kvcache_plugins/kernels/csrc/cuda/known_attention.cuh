@@ -46,18 +46,19 @@ KVCACHE_DEVICE void attend_known(const AttentionArguments& a, uint8_t* shared, i
     float products[1][4][4] = {};
     multiply_block<Format, kUnroll>(a, key, place_of_unit, block, products);
     if (block < a.plain_begin || block >= a.plain_end) {
-      float2* const aside = reinterpret_cast<float2*>(weights);  // which the last block's products are done with
+      float2* const aside = reinterpret_cast<float2*>(weights);  // which are in use for exact tokens alone
       if (Format::kPutsAside) state.template put_aside<2>(aside);
       adjust(a, block * kBlockTokens, a.tokens_of(block), products);
       if (Format::kPutsAside) state.template take_back<2>(aside);
     }
-    weigh<true>(products, state, weights);
-    place_of_unit = ring.template next<false>(block);  // its barrier also shows every lane the weights
+    uint2 held[4];  // weights
+    weigh<true>(products, state, held);
+    place_of_unit = ring.template next<false>(block);
     if (block >= a.whole_end) clear_metadata(a.value, place_of_unit, a.tokens_of(opaque(block)));
     point_to_block(a, value, place_of_unit);
     value.shrink = state.raise_exponent(scale_exponent<true>(value));
-    value_products<Format::kNbits, Format::kKind, true, kTiles, Format::kValueGroups, kUnroll>(value, state.output,
-                                                                                               state.minima);
+    value_products<Format::kNbits, Format::kKind, true, kTiles, Format::kValueGroups, kUnroll>(
+        value, held, state.output, state.minima);
     if (static_cast<unsigned>(block) / kWarps % kFoldBlocks == kFoldBlocks - 1) fold_minima(a.value, value, state);
   }
   copy_wait<0>();

@@ -159,11 +159,11 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
       scale_rows(row_scale, products);
       if (block < a.plain_begin || block >= a.plain_end) adjust(a, block * kBlockTokens, a.tokens_of(block), products);
       if (block < *sinks_end) hide_sinks(HiddenSinks(a, rows.batch, block), products);
-      weigh<true>(products, state, weights);
+      weigh<true>(products, state, LanePairs(weights));
     }
     of_keys.load(a.key, rows, block + kWarps, key_bounds);
     value_bounds = OutlierBounds(a.value, rows, heads, block + kWarps, has_next);
-    uint8_t* const codes = ring.template next<false>(block);  // its barrier also shows every lane the weights
+    uint8_t* const codes = ring.template next<false>(block);
     value.unit.codes = codes;
     if (!is_left_out) {
       value.unit.scale = codes + a.value_copy.scale;

@@ -169,10 +169,10 @@ KVCACHE_DEVICE void adjust(const AttentionArguments& a, int start, int end, floa
 }
 
 // Turns logits into weights: c[n][k] holds tokens 16k + 2g (0, 1) and the next (2, 3), query rows 8n + 2t and the
-// next. The weights go to shared memory as fragments for the values.
-template <bool kHasMinima, int kColumns, int kTiles>
-KVCACHE_DEVICE void weigh(float (&c)[kColumns][4][4], WarpState<kColumns, kTiles>& state, uint2* weights) {
-  const int lane = opaque_lane();
+// next. They become weights[4n + k], fragments for the values: what a lane will read it writes itself, so they may be
+// registers, or lie in shared memory without a barrier.
+template <bool kHasMinima, typename Weights, int kColumns, int kTiles>
+KVCACHE_DEVICE void weigh(float (&c)[kColumns][4][4], WarpState<kColumns, kTiles>& state, Weights&& weights) {
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
     float best[2] = {-infinity(), -infinity()};
@@ -201,7 +201,7 @@ KVCACHE_DEVICE void weigh(float (&c)[kColumns][4][4], WarpState<kColumns, kTiles
       // rows 2g and 2g + 1 of tokens become columns: this lane then holds tokens 4t, 4t + 2 and 4t + 1, 4t + 3
       const uint32_t even = transpose_8x8(half2_pack(weight[0], weight[1]));
       const uint32_t odd = transpose_8x8(half2_pack(weight[2], weight[3]));
-      weights[(n * 4 + k) * 32 + lane] = {permute_bytes(even, odd, 0x5410), permute_bytes(even, odd, 0x7632)};
+      weights[n * 4 + k] = {permute_bytes(even, odd, 0x5410), permute_bytes(even, odd, 0x7632)};
     }
   }
 }
