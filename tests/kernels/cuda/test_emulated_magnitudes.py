@@ -51,6 +51,31 @@ def test_magnitudes(name: str, key_factor: float, query_factor: float) -> None:
     assert relative_rms(attend(query.double(), key.tokens, value.tokens, options), got) <= 2.5e-3
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_one_alone", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_values_that_grow(name: str, is_one_alone: bool, head_dim: int) -> None:
+    """All of them, or, of 40 tokens, one: each time what was summed before has to become less."""
+    torch.manual_seed(4)
+    layer = build_layer(LAYERS[name], 0, dtype=torch.float16, head_dim=head_dim)
+    length = 620
+    keys, values = states(2, 2, length, head_dim, None, torch.float32)
+    factors = 2.0 ** torch.linspace(-12, 12, length)[:, None]
+    if is_one_alone:
+        factors[torch.arange(length) % 40 != 7] = 2.0**-12
+    keys, values = keys.half(), (values * factors).half()
+    layer.update(keys[:, :, :-1], values[:, :, :-1])
+    key, value = layer.update(keys[:, :, -1:], values[:, :, -1:])
+    assert isinstance(key, KVHandle) and isinstance(value, KVHandle)
+    query = torch.randn(2, 8, 1, head_dim).half()
+    for seen in (40, 200, 333, length):  # of which the last are largest
+        options = AttentionOptions(mask=(torch.arange(length) < seen)[None, None, None])
+        got = emulation.attend(query, key, value, options)
+        assert torch.isfinite(got).all()
+        expected = attend(query.double(), key.tokens, value.tokens, options)
+        assert relative_rms(expected, got) <= 2e-3
+
+
 @pytest.mark.parametrize("head_dim", [48, 80, 112])
 def test_the_last_of_an_odd_number_of_scales(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = StreamSpec(SymmetricCodec(Granularity(64, 16)), 64)

@@ -71,7 +71,7 @@ KVCACHE_DEVICE void attend_any(const AttentionArguments& a, uint8_t* shared, int
   KeyUnit key = key_unit(a, shared, memory);
   ValueUnit value = value_unit(a, weights);
   WarpState<kColumns, kTiles> state;
-  state.clear();
+  state.clear(kLeastExponent);
   for (int block = ring.begin;; block += kWarps) {
     const bool is_packed = block < ring.end;
     if (!is_packed) {
@@ -122,7 +122,7 @@ KVCACHE_DEVICE void attend_any(const AttentionArguments& a, uint8_t* shared, int
       if (has_sinks(block))
         clear_metadata_of_sinks(a.value, unit, HiddenSinks(a, Rows::mine_again(a).batch, block));
       point_to_block(a, value, unit);
-      value.shrink = state.raise_exponent(scale_exponent<false>(value));
+      value.shrink = state.template make_room<false>(value);
       multiply_values(a.value, value, state.output, state.minima);
       if (static_cast<unsigned>(block) / kWarps % kFoldBlocks == kFoldBlocks - 1) fold_minima(a.value, value, state);
     } else {

@@ -70,14 +70,25 @@ KVCACHE_DEVICE uint32_t larger_half(uint32_t pair) {
   return low > high ? low : high;
 }
 
-// Smallest exponent by which weights of up to 256, shrunk, and then times the scales, fit fp16. -7 to 14.
+// Exponents of accumulators, so that weights of up to 256, shrunk, and then times scales, fit fp16.
+constexpr int kLeastExponent = -7, kMostExponent = 14;
+
+// The smallest of them for scales whose bits are up to `largest`.
+KVCACHE_DEVICE int exponent_of_scale(uint32_t largest) {
+  const int exponent = static_cast<int>(largest >> 10) - 15;
+  return exponent < kLeastExponent ? kLeastExponent : exponent > kMostExponent ? kMostExponent : exponent;
+}
+
+// Bits of the largest scales for which an exponent is enough, twice.
+KVCACHE_DEVICE uint32_t largest_fitting(int exponent) {
+  return static_cast<uint32_t>(exponent + 16) * 0x04000400u - 0x00010001u;
+}
+
+// Bits of the largest of a block's scales that this lane sees: one of both halves.
 template <bool kIsKnown>
-KVCACHE_DEVICE int scale_exponent(const ValueUnit& unit) {
-  if (!unit.has_scales) return 0;
+KVCACHE_DEVICE uint32_t largest_scales(const ValueUnit& unit) {
   const int count = (kBlockTokens >> unit.group_shift) * unit.width;
-  const uint32_t largest = fold_field<kIsKnown, kIsKnown>(unit.scale, count, larger_halves);
-  const int exponent = static_cast<int>(warp_max(larger_half(largest)) >> 10) - 15;
-  return exponent < -7 ? -7 : exponent > 14 ? 14 : exponent;
+  return fold_field<kIsKnown, kIsKnown>(unit.scale, count, larger_halves);
 }
 
 // Codes of tile `chunk` for the tokens of a quad: rows are channels 2g and 2g + 1 of it, pairs are (4 quad, + 1) in

@@ -37,7 +37,7 @@ KVCACHE_DEVICE void attend_known(const AttentionArguments& a, uint8_t* shared, i
   KeyUnit key = key_unit(a, shared, memory);
   ValueUnit value = value_unit(a, weights);
   WarpState<1, kTiles> state;
-  state.clear();
+  state.clear(kLeastExponent);
   int block = ring.begin;
   for (; block < ring.end; block += kWarps) {
     uint8_t* place_of_unit = ring.template next<true>(block);
@@ -56,7 +56,7 @@ KVCACHE_DEVICE void attend_known(const AttentionArguments& a, uint8_t* shared, i
     place_of_unit = ring.template next<false>(block);
     if (block >= a.whole_end) clear_metadata(a.value, place_of_unit, a.tokens_of(opaque(block)));
     point_to_block(a, value, place_of_unit);
-    value.shrink = state.raise_exponent(scale_exponent<true>(value));
+    value.shrink = state.template make_room<true>(value);
     value_products<Format::kNbits, Format::kKind, true, kTiles, Format::kValueGroups, kUnroll>(
         value, held, state.output, state.minima);
     if (static_cast<unsigned>(block) / kWarps % kFoldBlocks == kFoldBlocks - 1) fold_minima(a.value, value, state);

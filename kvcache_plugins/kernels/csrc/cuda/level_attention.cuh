@@ -144,7 +144,7 @@ KVCACHE_DEVICE void attend_over_levels(const AttentionArguments& a, const Rows& 
   value.unit.swizzle = a.value_copy.swizzle;
 
   WarpState<1, kTiles> state;
-  state.clear();
+  state.clear(kLeastLevelExponent);
   int block = ring.begin;
   for (; block < ring.end; block += kWarps) {
     const bool is_left_out = !kIsKnown && holds_sinks(a, rows.batch, block), has_next = block + kWarps < ring.end;

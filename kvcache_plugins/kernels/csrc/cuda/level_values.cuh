@@ -16,8 +16,10 @@ struct LevelValueUnit {
   uint8_t* patches;
 };
 
-// Smallest exponent that lets weights of up to 256 times the scales, the offsets and the listed numbers fit fp16. -14
-// to 14. `listed`: bits of the largest magnitude this lane knows of.
+constexpr int kLeastLevelExponent = -14;
+
+// Smallest exponent that lets weights of up to 256 times the scales, the offsets and the listed numbers fit fp16, up to
+// 14. `listed`: bits of the largest magnitude this lane knows of.
 KVCACHE_DEVICE int needed_exponent(const ValueUnit& unit, uint32_t listed) {
   const auto larger = [](uint32_t x, uint32_t y) { return larger_halves(x & 0x7FFF7FFFu, y & 0x7FFF7FFFu); };
   const uint32_t scale = larger_half(fold_field<true, false>(unit.scale, kBlockTokens, larger));
@@ -25,7 +27,7 @@ KVCACHE_DEVICE int needed_exponent(const ValueUnit& unit, uint32_t listed) {
   const int of_scale = static_cast<int>(warp_max(scale) >> 10) - 15;
   const int of_offset = static_cast<int>(warp_max(offset) >> 10) - 15 - 12;
   const int exponent = of_scale > of_offset ? of_scale : of_offset;
-  return exponent < -14 ? -14 : exponent > 14 ? 14 : exponent;
+  return exponent < kLeastLevelExponent ? kLeastLevelExponent : exponent > 14 ? 14 : exponent;
 }
 
 // How the chunks of a token fill words: whole ones, a power of two of them; whole ones; a multiple of four chunks; or

@@ -20,8 +20,9 @@ struct WarpState {
   float output[kColumns][kTiles][4], minima[kColumns][4];
   int exponent;
 
-  KVCACHE_DEVICE void clear() {
-    exponent = -14;
+  // `least`: the smallest exponent of accumulators.
+  KVCACHE_DEVICE void clear(int least) {
+    exponent = least;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
       for (int i = 0; i < 2; ++i) {
@@ -103,6 +104,19 @@ struct WarpState {
       }
     }
   }
+  // Raises the exponent of the accumulators to what the scales of a block need, if there are any; returns as
+  // `raise_exponent`. Once some blocks have been seen, it is rare that one needs more: only then the lanes agree on how
+  // much. The exponent may not be below kLeastExponent.
+  template <bool kIsKnown>
+  KVCACHE_DEVICE uint32_t make_room(const ValueUnit& values) {
+    if (!values.has_scales) return raise_exponent(0);
+    const uint32_t found = largest_scales<kIsKnown>(values), fitting = largest_fitting(exponent);
+    if (warp_any(larger_halves(found, fitting) != fitting))
+      raise_exponent(exponent_of_scale(warp_max(larger_half(found))));
+    return shrink();
+  }
+  // 2^-exponent, twice, as fp16.
+  KVCACHE_DEVICE uint32_t shrink() const { return static_cast<uint32_t>(15 - exponent) * 0x04000400u; }
   // Raises the exponent of the accumulators to one that is needed; returns 2^-exponent, twice, as fp16.
   KVCACHE_DEVICE uint32_t raise_exponent(int needed) {
     if (needed > exponent) {
@@ -111,7 +125,7 @@ struct WarpState {
       for (int n = 0; n < kColumns; ++n) scale<true>(n, shrink, shrink);
       exponent = needed;
     }
-    return static_cast<uint32_t>(15 - exponent) * 0x04000400u;
+    return shrink();
   }
 };
 
