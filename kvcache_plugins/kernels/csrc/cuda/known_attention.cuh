@@ -4,7 +4,10 @@
 // to 99 % of the bandwidth of a copy and 4 bits with 85 to 92 %; 2 bits, with 69 % by 16 warps, are bound by
 // instructions and what these wait for: by count in the machine code some 900 a block and warp, which a scheduler of
 // 1.8 GHz issues in less than half of the time that they took. So 2 bits have 20 warps since, of 96 registers; not
-// timed. A mask or another bias takes some 410 more (as PTX).
+// timed. A mask or another bias takes some 410 more (as PTX). Not timed either: weights stay in registers since, and
+// lanes seldom have to agree on an exponent. By count for sm_90 a block and warp take 785 instructions instead of 799
+// (int8), 819 instead of 827 (int4), 973 instead of 990 and 883 instead of 895 (KIVI's 4 bits in groups of 32 and 64),
+// 959 instead of 973 (2 bits).
 #pragma once
 
 #include "fast_attention.cuh"
