@@ -79,8 +79,8 @@ class KVzipCache(TokenWatchingCache):
         tokens, and heads do without `head_floor`. The newest tokens are protected (stabilizers and local),
         which the paper does not do. No words ask for the repetition unless `repeat_prompt` does.
     Cost: 8 bytes per token and head beside the storage, 4 per token that was not judged; what exceeds the
-        budget is read twice, and so is every further chunk: 4096 tokens took 2.3 times as long as with
-        `snapkv`, 1.9 times as with the dense cache (two layers of Llama 3 8B's shape, two CPU cores). All
+        budget is read twice, and so is every further chunk: 4096 tokens took 2.1 times as long as with
+        `snapkv`, 1.6 times as with the dense cache (two layers of Llama 3 8B's shape, two CPU cores). All
         layers evict after the forward, so the peak is a budget and a chunk in every layer.
     Limits: needs `input_ids` of text, the queries (so a model that asks transformers for its attention
         function) and positions beyond the text for what repeats it.
