@@ -70,9 +70,9 @@ at::Tensor measure_attention(const at::Tensor& query, const at::Tensor& records,
   const auto floats = query.options().dtype(at::kFloat);
   const at::Tensor scaled = at::empty({query.numel()}, floats);
   scale_query(query, static_cast<float>(scaling), scaled.mutable_data_ptr<float>());
-  // One range of slots: every thread has logits of its own. Several: so has every group of rows, until all are there.
+  // One range of slots: every worker has logits of its own. Several: so has every group of rows, until all are there.
   const int64_t groups = cut.row_groups(), task_logits = cut.heads_per_task * cut.tokens * slots;
-  const int64_t areas = cut.splits > 1 ? groups : std::min<int64_t>(at::get_num_threads(), groups);
+  const int64_t workers = count_workers(groups, cut.is_serial), areas = cut.splits > 1 ? groups : workers;
   const at::Tensor logits = at::empty({areas * task_logits}, floats);
   const at::Tensor received = at::zeros({groups, slots}, floats);
 
@@ -104,9 +104,9 @@ at::Tensor measure_attention(const at::Tensor& query, const at::Tensor& records,
     }
   };
   if (cut.splits == 1) {
-    run_parallel(groups, cut.is_serial, [&](int64_t group) {
+    run_on_workers(groups, workers, [&](int64_t group, int64_t worker) {
       Task task = measurements[group].task;
-      task.logits += at::get_thread_num() * task_logits;
+      task.logits += worker * task_logits;
       clear(task, slots);
       kernel(task);
       gather(measurements[group], task.logits);
