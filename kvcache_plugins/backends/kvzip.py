@@ -37,7 +37,7 @@ class KVzipConfig(HeadwiseConfig):
 
     [`HeadwiseConfig`] says how far the model is from the dense cache's answers with it and with others.
 
-    Of the facts of the README's table it remembers 0.512, and 0.588 with `head_floor=0.2`; one fact is 0.0125
+    Of the facts of the README's table it remembers 0.512, and 0.575 with `head_floor=0.2`; one fact is 0.0125
     of them, and where bf16 is rounded decides on it. Layers that shared a budget, as in the paper, remembered
     0.525 to 0.55 when those were 0.525 and 0.575.
     """
