@@ -58,12 +58,22 @@ def by_name(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
 
     Args:
         module (`torch.nn.Module`): What is called.
-        args (`Sequence`): Those given by position; of more than its `forward` has names for, the first ones.
+        args (`Sequence`): Those given by position, for all of which its `forward` has names.
         kwargs (`dict`): Those given by name.
+
+    Raises:
+        TypeError: If it has not.
     """
     if not args:
         return dict(kwargs)
-    return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names):
+        raise TypeError(
+            f"{type(module).__name__}.forward was given {len(args)} arguments by position, and has names for "
+            f"{len(names)} of them. Allowed with this cache are arguments by name."
+        )
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def cache_of(output: Any) -> Any:

@@ -20,6 +20,7 @@ from kvcache_plugins.generation_calls import bind_cache
 from kvcache_plugins.models.cache_argument import (
     CACHE_NAMES,
     as_argument,
+    by_name,
     cache_name,
     cache_of,
     given_cache,
@@ -35,6 +36,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "kvzip": {"backend": "kvzip", "budget": 24, "chunk_size": 16},  # sees the tokens of a call
     "sirllm": {"backend": "sirllm", "budget": 24, "chunk_size": 16},  # and its logits
 }
+
+
+def test_arguments_by_name() -> None:
+    class Named(torch.nn.Module):
+        def forward(self, first: int, second: int = 0, **others: int) -> None: ...
+
+    class Nameless(torch.nn.Module):
+        def forward(self, *args: int, **others: int) -> None: ...
+
+    assert by_name(Named(), (1, 2), {"third": 3}) == {"first": 1, "second": 2, "third": 3}
+    assert by_name(Named(), (1,), {"second": 2}) == {"first": 1, "second": 2}
+    assert by_name(Nameless(), (), {"third": 3}) == {"third": 3}
+    for module, count in ((Named(), 2), (Nameless(), 0)):
+        with pytest.raises(TypeError, match=f"was given 3 arguments by position, and has names for {count}"):
+            by_name(module, (1, 2, 3), {})
 
 
 def test_the_name_is_that_of_the_installed_release() -> None:
