@@ -66,8 +66,9 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
             "for this model is no cache_implementation at all."
         )
     from .models.decoder import WITHOUT_CACHE
+    from .models.origins import is_of_family
 
-    if model.config.model_type in WITHOUT_CACHE:
+    if is_of_family(model.config, WITHOUT_CACHE):
         raise ValueError(
             f"{type(model).__name__} takes no cache and reads its whole text at every step: "
             f"cache_implementation='quantized' with backend={backend!r} would be ignored. Allowed for this "

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .loops import check_loops
+from .origins import is_of_family
 
 __all__ = [
     "WITHOUT_CACHE",
@@ -80,29 +81,29 @@ def decoder_config(config: Any) -> Any:
         ValueError: For models without a cache, or with one of a class of their own, or two that are not one
             of each half, and for those that attend to padding.
     """
-    if config.model_type in _TAKING_CACHES_APART:
+    if is_of_family(config, _TAKING_CACHES_APART):
         raise ValueError(
             f"Models of type {config.model_type!r} take their caches apart to search beams, and put them "
             "together again as dense ones. Allowed for this model is no cache_implementation at all."
         )
     decoder = _decoders_half(config)
-    if decoder.model_type in WITHOUT_CACHE:
+    if is_of_family(decoder, WITHOUT_CACHE):
         raise ValueError(
             f"Models of type {decoder.model_type!r} take no cache and read their whole text at every step. "
             "Allowed for this model is no cache_implementation at all."
         )
-    if decoder.model_type in _OWN_CACHES:
+    if is_of_family(decoder, _OWN_CACHES):
         raise ValueError(
             f"Models of type {decoder.model_type!r} keep their past in a class of their own, which "
             "transformers cannot exchange. Allowed for this model is no cache_implementation at all."
         )
     check_loops(decoder)
-    if decoder.model_type in _OWN_CROSS_CACHES:
+    if is_of_family(decoder, _OWN_CROSS_CACHES):
         raise ValueError(
             f"Models of type {decoder.model_type!r} would store keys and values of images among those of "
             "text in a cache of this package. Allowed for this model is no cache_implementation at all."
         )
-    if decoder.model_type in _FAMILIES_WITHOUT_MASKS:
+    if is_of_family(decoder, _FAMILIES_WITHOUT_MASKS):
         raise ValueError(
             f"Models of type {decoder.model_type!r} attend to padding as soon as a cache holds tokens, which "
             "no cache of this package keeps. Allowed for this model is no cache_implementation at all."

@@ -10,6 +10,7 @@ from torch import nn
 from .cache_argument import by_name, given_cache, holds_both
 from .decoder import decoder_of
 from .hooks import add_hooks
+from .origins import is_of_family
 
 __all__ = ["refuse_encoder_states"]
 
@@ -24,8 +25,8 @@ def refuse_encoder_states(model: nn.Module) -> None:
     Without a second cache, such models store keys and values of the encoder among those of the text.
     """
     decoder = decoder_of(model)
-    family = getattr(getattr(decoder, "config", None), "model_type", None)
-    if family not in _SEPARATING_FAMILIES and _STATES in inspect.signature(decoder.forward).parameters:
+    is_separating = is_of_family(getattr(decoder, "config", None), _SEPARATING_FAMILIES)
+    if not is_separating and _STATES in inspect.signature(decoder.forward).parameters:
         add_hooks(decoder, before=_refuse)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .origins import is_of_family
+
 __all__ = ["check_loops", "repeated_layers"]
 
 
@@ -18,9 +20,9 @@ def repeated_layers(config: Any) -> list[int]:
     Args:
         config (`PreTrainedConfig`): The decoder's configuration.
     """
-    if config.model_type == "dory":
+    if is_of_family(config, {"dory"}):
         begin, count, passes = config.n_input_layers, config.n_recurrent_layers, config.n_recurrent_loops
-    elif config.model_type == "inkling2_loop_text":
+    elif is_of_family(config, {"inkling2_loop_text"}):
         begin, passes = config.loop_layer_index_start, config.loop_num_passes
         count = config.loop_layer_index_end - begin
     else:

@@ -258,6 +258,9 @@ def test_derived_configurations_are_of_their_family() -> None:
         kvp.build_cache(OwnBloomConfig(), EVICTING)
     hunyuan = CONFIG_MAPPING["hunyuan_v1_dense"]
     assert weighs_rotated_keys(type("Own", (hunyuan,), {"model_type": "own"})())
+    minimax = type("Own", (CONFIG_MAPPING["minimax"],), {"model_type": "own"})
+    with pytest.raises(ValueError, match="keep their past in a class of their own"):
+        kvp.build_cache(minimax(), {"backend": "int8"})
     kvp.build_cache(OwnConfig(num_hidden_layers=2), COMPACT)  # of which the file has no other name for models
 
 
