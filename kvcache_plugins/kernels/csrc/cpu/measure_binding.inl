@@ -15,7 +15,8 @@
 namespace kvcache {
 namespace {
 
-constexpr int64_t kMostLogits = 1 << 22;  // of a task, unless it has fewer than kFewestRows
+// Of a task, unless it has fewer rows; attention/measured.py gives no more query tokens than there are rows then.
+constexpr int64_t kMostLogits = 1 << 22;
 constexpr int64_t kFewestRows = 8;
 
 // The logits of all rows of a task, and what tokens receive of them.
