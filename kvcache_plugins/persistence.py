@@ -44,7 +44,7 @@ from .models.placement import layer_devices
 
 __all__ = ["FORMAT_VERSION", "load_cache", "save_cache"]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _TENSORS, _FACTS = "cache.safetensors", "cache.json"
 _PAIR, _SUMS = "saved_as", "checksums"
 _PATHS, _STATIC_SUMS = "artifact_paths", "artifact_checksums"
@@ -112,7 +112,9 @@ def load_cache(
     facts, tensors = read_json(folder / _FACTS), read_tensors(folder / _TENSORS)
     if facts.get("format_version") != FORMAT_VERSION:
         raise ArtifactError(
-            f"{folder}: format_version {FORMAT_VERSION} expected, got {facts.get('format_version')!r}."
+            f"{folder}: format_version {FORMAT_VERSION} expected, got {facts.get('format_version')!r}: it is "
+            "of a version of this package that lays codes out in another order. Allowed is that version, or "
+            "to read the text again and to save it by this one."
         )
     expected_keys = ("backend", "options", "model", "layers", "reads_long_text", _PAIR)
     missing = [key for key in expected_keys if key not in facts]

@@ -264,7 +264,8 @@ def _sample(
             width = 1
         shape = (_ROWS, _HEADS, blocks)
         codes = _random_codes(stored, (*shape, BLOCK_TOKENS, head_dim), generator)
-        packed = pack_keys(codes, stored.nbits) if is_key else pack_values(codes, stored.nbits)
+        interleaved = not stored.is_rotated
+        packed = pack_keys(codes, stored.nbits, interleaved) if is_key else pack_values(codes, stored.nbits)
         rows = BLOCK_TOKENS // stored.group_tokens
         levels = {"affine": 2**stored.nbits - 1, "symmetric": 127, "e4m3": 448, "e5m2": 57344}[stored.format]
         scale = (torch.rand(*shape, rows, width, generator=generator) + 0.2) * 4 / levels
@@ -286,7 +287,7 @@ def _sample(
             group_tokens=stored.group_tokens,
             width=width,
             metadata_bytes=2,
-            interleaved=0,
+            interleaved=int(interleaved),
             codes_offset=offsets[0],
             scale_offset=offsets[1],
             minimum_offset=offsets[2] if len(offsets) > 2 else -1,

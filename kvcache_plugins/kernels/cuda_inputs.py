@@ -118,6 +118,7 @@ def _are_keys_fast(side: Side) -> bool:
         return per_channel and layout.nbits < 8 and whole and layout.period % 16 == 0
     is_grouped = layout.format == FORMATS["symmetric"] and layout.head_dim // layout.width % 16 == 0
     is_grouped = is_grouped and layout.group_tokens == 1 and layout.scale_offset >= 0
+    per_channel = per_channel and (bool(layout.interleaved) or layout.nbits == 8)
     return per_channel or is_grouped or layout.width == 1
 
 

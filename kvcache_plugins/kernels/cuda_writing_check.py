@@ -44,6 +44,7 @@ def encoding_deviation(device: torch.device) -> str | None:
         states = torch.randn(_ROWS, _HEADS, tokens, head_dim)
         for is_rotated in (False, True)[: 1 + is_key]:
             layout, record_bytes = _encode_layout(name, nbits, granularity, head_dim)
+            layout[6] = interleaved = int(is_key and not is_rotated)
             records = torch.zeros(_ROWS, _HEADS, 3, record_bytes, dtype=torch.uint8, device=device)
             turning = tuple(table.to(device) for table in tables) if is_rotated else ()
             moved = states.to(device)
@@ -57,7 +58,7 @@ def encoding_deviation(device: torch.device) -> str | None:
                 states_there = rotary.turn(states, tables[0][deltas], -tables[1][deltas])
             else:
                 states_there = states
-            expected = _expected_codes(name, nbits, granularity, states_there, is_key)
+            expected = _expected_codes(name, nbits, granularity, states_there, is_key, bool(interleaved))
             found = records[:, :, : expected.shape[2], : expected.shape[3]].cpu()
             if float((found != expected).float().mean()) > (_MOST_TURNED if is_rotated else 0.0):
                 return f"encoded {name} {'keys' if is_key else 'values'} differ"
@@ -173,7 +174,9 @@ def _encode_layout(
     return layout, offset + size + 2 * row_bytes
 
 
-def _expected_codes(name: str, nbits: int, granularity: Granularity, states: Tensor, is_key: bool) -> Tensor:
+def _expected_codes(
+    name: str, nbits: int, granularity: Granularity, states: Tensor, is_key: bool, interleaved: bool
+) -> Tensor:
     """Packed codes of whole blocks, `(B, H, N, nbytes)`."""
     if name == "affine":
         scale, minimum = affine.choose_qparams_asymmetric(states, granularity, nbits)
@@ -185,4 +188,4 @@ def _expected_codes(name: str, nbits: int, granularity: Granularity, states: Ten
         scale = affine.choose_qparams_symmetric(states, granularity, None, float8.FLOAT8_MAX[name])
         codes = float8.quantize_float8(states, scale, granularity, name)
     blocks = codes[:, :, : 2 * BLOCK_TOKENS].unflatten(2, (2, BLOCK_TOKENS))
-    return pack_keys(blocks, nbits) if is_key else pack_values(blocks, nbits)
+    return pack_keys(blocks, nbits, interleaved) if is_key else pack_values(blocks, nbits)

@@ -32,7 +32,8 @@ class SideLayout(NamedTuple):
         group_tokens (`int`): Tokens that share a row of metadata, 1 to 64.
         width (`int`): Metadata entries in a row.
         metadata_bytes (`int`): 2 for fp16, 4 for fp32.
-        interleaved (`int`): 1 if rotary pairs are neighbours.
+        interleaved (`int`): 1 if the pairs of channels that key codes are laid out by are neighbours, as
+            rotary pairs then are, too.
         codes_offset (`int`), scale_offset (`int`), minimum_offset (`int`): Bytes from the start of a record;
             -1 where there is no such field.
         period (`int`), rotary_dim (`int`): Rows and twice the columns of the rotation tables; 0 without.

@@ -137,11 +137,10 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
         self._prepared = None  # codecs may learn from the tokens to come, so they serve once
         layout = RecordLayout({"key": (keys.codec, key_dim), "value": (values.codec, value_dim)})
         self.records = make_records(layout, batch_size, num_heads, self.device, self.shelf)
-        interleaved = self.facts.rotary is not None and self.facts.rotary.interleaved
         shared = (self.records, self.padding)
         use_native = self.config.kernel != "torch"
         self.key_stream_ = Stream(
-            "key", keys, *shared, key_dim, self.dtype, self.device, interleaved, use_native=use_native
+            "key", keys, *shared, key_dim, self.dtype, self.device, use_native=use_native
         )
         self.value_stream_ = Stream(
             "value", values, *shared, value_dim, value_states.dtype, self.device, use_native=use_native

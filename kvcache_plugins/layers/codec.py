@@ -81,6 +81,7 @@ class Codec(ABC):
         warmup_tokens (`int`): Real tokens of every row, beside its sinks, that must have been seen before
             the first is encoded.
         outlier_capacity (`int`): Outliers kept of a block of a row, over all its heads; 0 for none.
+        turned_by (`Rotary`, *optional*): The rotation that keys are coded without, wholly or in part.
     """
 
     nbits: int
@@ -88,6 +89,7 @@ class Codec(ABC):
     metadata_names: tuple[str, ...] = ()
     warmup_tokens: int = 0
     outlier_capacity: int = 0
+    turned_by: Rotary | None = None
 
     @property
     def group_tokens(self) -> int:
@@ -108,6 +110,15 @@ class Codec(ABC):
     def follows_slots(self) -> bool:
         """Whether a token is rotated by the slot it is decoded from, wherever it was when it was encoded."""
         return False
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the pairs of channels that key codes are laid out by are neighbours.
+
+        They are rotary pairs if keys must be turned. Otherwise they are always neighbours, so that metadata
+        of both lie together, too.
+        """
+        return self.turned_by is None or self.turned_by.interleaved
 
     @property
     def rows_per_block(self) -> int:
@@ -281,6 +292,7 @@ class WrappedCodec(Codec):
             inner.metadata_names,
         )
         self.warmup_tokens, self.outlier_capacity = inner.warmup_tokens, inner.outlier_capacity
+        self.turned_by = inner.turned_by
 
     @property
     def unit_tokens(self) -> int:
@@ -304,7 +316,8 @@ class RotatedCodec(WrappedCodec):
 
     def __init__(self, inner: Codec, rotary: Rotary, period: int) -> None:
         super().__init__(inner)
-        self.rotary, self.period = rotary, period
+        self.rotary = self.turned_by = rotary
+        self.period = period
         self._tables = rotary.tables(torch.arange(period, device="cpu"))
 
     def _turn(self, states: Tensor, position: int, *, undo: bool) -> Tensor:

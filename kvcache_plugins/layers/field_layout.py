@@ -35,7 +35,7 @@ def side_layout(
         places.group_tokens,
         places.width,
         layout.metadata_bytes,
-        int(stream.interleaved),
+        int(stream.codec.interleaved),
         places.codes,
         places.scale,
         places.minimum,

@@ -23,22 +23,21 @@ class LevelEncoder(NativeEncoder):
     Whole blocks are encoded, pads and sinks among them. `append_tokens` does not: a step leaves them to it.
 
     Args:
-        codec (`NonUniformCodec` or `UnrotatedCodec` of one), side, records, interleaved: See there.
+        codec (`NonUniformCodec` or `UnrotatedCodec` of one), side, records: See there.
     """
 
-    def __init__(self, codec: Codec, side: str, records: Records, interleaved: bool) -> None:
-        super().__init__(codec, side, records, interleaved)
+    def __init__(self, codec: Codec, side: str, records: Records) -> None:
+        super().__init__(codec, side, records)
         inner = codec.inner if isinstance(codec, UnrotatedCodec) else codec
         assert isinstance(inner, NonUniformCodec)
         self.levels = inner
         _, self.head_dim = records.layout.codecs[side]
-        is_turned_alike = not isinstance(codec, UnrotatedCodec) or codec.rotary.interleaved == interleaved
         is_known = isinstance(inner, ChannelNonUniformCodec) == self.is_key
-        self.is_possible = is_turned_alike and is_known and self.head_dim <= MAX_HEAD_DIM
+        self.is_possible = is_known and self.head_dim <= MAX_HEAD_DIM
         fields = records.layout.fields
         places = (fields.get(f"{side}_{name}", (-1, 0))[0] for name in ("codes", "scale", "offset"))
-        metadata_bytes = records.layout.metadata_bytes
-        self.level_layout = [inner.nbits, 0, self.head_dim, 1, 1, metadata_bytes, int(interleaved), *places]
+        kinds = records.layout.metadata_bytes, int(codec.interleaved)
+        self.level_layout = [inner.nbits, 0, self.head_dim, 1, 1, *kinds, *places]
 
     def first_slot(self, start: int, padding: Padding) -> int:
         return start
@@ -72,8 +71,8 @@ class LevelEncoder(NativeEncoder):
         )
 
 
-def encoder_for(codec: Codec, side: str, records: Records, interleaved: bool) -> NativeEncoder:
+def encoder_for(codec: Codec, side: str, records: Records) -> NativeEncoder:
     """The encoder of a codec. The arguments are those of [`NativeEncoder`]."""
     inner = codec.inner if isinstance(codec, UnrotatedCodec) else codec
     kind = LevelEncoder if isinstance(inner, NonUniformCodec) else NativeEncoder
-    return kind(codec, side, records, interleaved)
+    return kind(codec, side, records)

@@ -30,7 +30,6 @@ class NativeEncoder:
         codec (`Codec`): What encodes the stream.
         side (`str`): `"key"` or `"value"`.
         records (`Records`): Where codes and metadata go.
-        interleaved (`bool`): Whether rotary pairs are neighbours, for the order of key codes.
 
     Attributes:
         layout (`list[int]`): As `encode_tokens` takes it; empty if no kernel encodes what the codec does.
@@ -38,11 +37,11 @@ class NativeEncoder:
         slabs_at_once (`int`): Slabs of a stream that one call should be given.
     """
 
-    def __init__(self, codec: Codec, side: str, records: Records, interleaved: bool) -> None:
+    def __init__(self, codec: Codec, side: str, records: Records) -> None:
         self.codec, self.is_key = codec, side == "key"
         self.record_layout, self.device = records.layout, records.data.device
         self._device_type = self.device.type
-        self.layout = _layout(codec, side, records, interleaved)
+        self.layout = _layout(codec, side, records)
         self._scaled = codec if isinstance(codec, ScaledCodec) else None  # asked once, not in every step
         has_many = self._device_type == "cuda" and self._scaled is None  # dividing makes temporaries
         self.slabs_at_once = _SLABS_OF_A_LAUNCH if has_many else 1
@@ -110,7 +109,7 @@ class NativeEncoder:
         return encode_tokens(records.data, states, self.is_key, self.layout, start, *self.rotation)
 
 
-def _layout(codec: Codec, side: str, records: Records, interleaved: bool) -> list[int]:
+def _layout(codec: Codec, side: str, records: Records) -> list[int]:
     inner = codec.inner if isinstance(codec, (RotatedCodec, ScaledCodec)) else codec
     code_format = code_format_of(inner)
     _, head_dim = records.layout.codecs[side]
@@ -121,8 +120,6 @@ def _layout(codec: Codec, side: str, records: Records, interleaved: bool) -> lis
     # a thread block of a GPU keeps them in its shared memory, and no kernel reads so many
     if head_dim > MAX_HEAD_DIM or (records.data.is_cuda and entries > MAX_METADATA):
         return []
-    if isinstance(codec, RotatedCodec) and codec.rotary.interleaved != interleaved:
-        return []
     fields = records.layout.fields
     return [
         inner.nbits,
@@ -131,6 +128,6 @@ def _layout(codec: Codec, side: str, records: Records, interleaved: bool) -> lis
         inner.group_tokens,
         inner.granularity.width(head_dim),
         records.layout.metadata_bytes,
-        int(interleaved),
+        int(codec.interleaved),
         *(fields.get(f"{side}_{name}", (-1, 0))[0] for name in ("codes", "scale", "minimum")),
     ]

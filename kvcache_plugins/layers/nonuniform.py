@@ -239,7 +239,8 @@ class UnrotatedCodec(WrappedCodec):
 
     def __init__(self, inner: Codec, rotary: Rotary, padding: Padding) -> None:
         super().__init__(inner)
-        self.rotary, self.padding = rotary, padding
+        self.rotary = self.turned_by = rotary
+        self.padding = padding
 
     @property
     def is_gatherable(self) -> bool:

@@ -54,7 +54,6 @@ class Stream:
         padding (`Padding`): Left padding and sinks of every row.
         head_dim (`int`): Channels.
         dtype (`torch.dtype`), device (`torch.device`): As the model's states.
-        interleaved (`bool`): Whether rotary pairs are neighbours, for the order of key codes.
         use_native (`bool`): Whether native kernels may encode.
     """
 
@@ -67,14 +66,13 @@ class Stream:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        interleaved: bool = False,
         use_native: bool = True,
     ) -> None:
         self.side, self.spec, self.codec = side, spec, spec.codec
         if device.type != "meta":
             spec.codec.place(device)
         self.records, self.padding = records, padding
-        self.head_dim, self.interleaved, self.use_native = head_dim, interleaved, use_native
+        self.head_dim, self.use_native = head_dim, use_native
         self.packed_length = 0
         self.final_length: int | None = None
         batch_size, num_heads = records.data.shape[:2]
@@ -102,7 +100,7 @@ class Stream:
     def encoder(self) -> NativeEncoder:
         """What native kernels must know to encode the stream as it is now."""
         if self._encoder is None or not self._encoder.is_for(self.codec, self.records):
-            self._encoder = encoder_for(self.codec, self.side, self.records, self.interleaved)
+            self._encoder = encoder_for(self.codec, self.side, self.records)
         return self._encoder
 
     def append(self, states: Tensor, *, defer: bool = False) -> StreamView:
@@ -363,14 +361,14 @@ class Stream:
             codes = torch.nn.functional.pad(codes, (0, missing))
         blocks = codes.unflatten(2, (-1, BLOCK_TOKENS))
         if self.side == "key":
-            return pack_keys(blocks, self.codec.nbits, self.interleaved)
+            return pack_keys(blocks, self.codec.nbits, self.codec.interleaved)
         return pack_values(blocks, self.codec.nbits)
 
     def _unpack(self, data: Tensor) -> Tensor:
         """uint8 `(B, H, n, nbytes)` -> codes `(B, H, n, 64, D)`."""
         width = padded_head_dim(self.head_dim)
         if self.side == "key":
-            codes = unpack_keys(data, self.codec.nbits, width, self.interleaved)
+            codes = unpack_keys(data, self.codec.nbits, width, self.codec.interleaved)
         else:
             codes = unpack_values(data, self.codec.nbits, width)
         return codes[..., : self.head_dim]

@@ -15,7 +15,8 @@ With `h = D / 2`, 16-bit words:
     3 bits                   the 2-bit packing of the low bits, then the 1-bit packing of the high bit
 
 `hw` picks the half of a 32-bit lane, so a lane of the keys holds the two channels of a rotary pair: `(i, i +
-h)`, or `(2i, 2i + 1)` with `interleaved=True`.
+h)`, or `(2i, 2i + 1)` with `interleaved=True`. The latter is also the order of keys that need not be turned,
+whose scales and minima a lane then finds together.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _stored(layer: PackedLayer) -> dict[str, Tensor]:
         side, nbits = stream.side, stream.codec.nbits
         data = layer.records.codes(side, 0, blocks)
         codes = (
-            unpack_keys(data, nbits, DIM, stream.interleaved)
+            unpack_keys(data, nbits, DIM, stream.codec.interleaved)
             if side == "key"
             else unpack_values(data, nbits, DIM)
         )

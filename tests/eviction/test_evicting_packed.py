@@ -51,7 +51,9 @@ def _codes(layer: PackedLayer) -> tuple[Tensor, Tensor]:
     packed = keys.packed_length
     assert values.packed_length == packed
     blocks = -(-packed // BLOCK_TOKENS)
-    key_codes = unpack_keys(layer.records.codes("key", 0, blocks), keys.codec.nbits, DIM, keys.interleaved)
+    key_codes = unpack_keys(
+        layer.records.codes("key", 0, blocks), keys.codec.nbits, DIM, keys.codec.interleaved
+    )
     value_codes = unpack_values(layer.records.codes("value", 0, blocks), values.codec.nbits, DIM)
     return tuple(codes.flatten(2, 3)[:, :, :packed] for codes in (key_codes, value_codes))  # type: ignore[return-value]
 

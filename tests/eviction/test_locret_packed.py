@@ -62,7 +62,7 @@ def _stored(layer: PackedLayer) -> dict[str, Tensor]:
         codes = layer.records.codes(stream.side, 0, blocks)
         bits, width = stream.codec.nbits, stream.head_dim
         unpacked = (
-            unpack_keys(codes, bits, width, stream.interleaved)
+            unpack_keys(codes, bits, width, stream.codec.interleaved)
             if stream.side == "key"
             else unpack_values(codes, bits, width)
         )

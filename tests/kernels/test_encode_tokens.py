@@ -175,7 +175,7 @@ def test_a_gpu_encodes_no_more_groups_of_a_block_than_it_has_room_for(group: int
     there: Any = SimpleNamespace(
         layout=layout, data=SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True)
     )
-    is_encoded = bool(native_encoding.NativeEncoder(stream.codec, "key", there, False).layout)
+    is_encoded = bool(native_encoding.NativeEncoder(stream.codec, "key", there).layout)
     is_read = describe(StreamView.of(stream)) is not None
     assert is_encoded == is_read == (64 * 256 // group <= 4096)
 

@@ -53,7 +53,8 @@ bool are_keys_fast(const Side& side, int64_t record_bytes) {
     return is_per_channel && side.nbits < 8 && side.rotary_dim == side.head_dim && side.period % 16 == 0;
   const bool is_grouped = side.format == kSymmetric && side.group_tokens == 1 && side.scale_offset >= 0 &&
                           side.head_dim / side.width % 16 == 0;
-  return is_per_channel || is_grouped || side.width == 1;
+  // of 8 bits channels lie as they are
+  return (is_per_channel && (side.interleaved || side.nbits == 8)) || is_grouped || side.width == 1;
 }
 
 bool are_values_fast(const Side& side, int64_t record_bytes) {

@@ -14,21 +14,12 @@ KVCACHE_DEVICE void multiply_rotated_keys(int nbits, const KeyUnit& unit, float 
   return rotated_key_products<4, kRows>(unit, c);
 }
 
-template <int kRows, bool kTogether, int kColumns>
-KVCACHE_DEVICE void multiply_narrow_keys(int nbits, const KeyUnit& unit, float (&c)[kColumns][4][4]) {
-  if (nbits == 2) return scaled_key_products<2, kAffine, kRows, kTogether, 1>(unit, c);
-  if (nbits == 3) return scaled_key_products<3, kAffine, kRows, kTogether, 1>(unit, c);
-  return scaled_key_products<4, kAffine, kRows, kTogether, 1>(unit, c);
-}
-
 template <int kRows, int kColumns>
 KVCACHE_DEVICE void multiply_scaled_keys(int nbits, const KeyUnit& unit, float (&c)[kColumns][4][4]) {
-  // of 8 bits a lane's channels are four neighbours
-  if (nbits == 8) return scaled_key_products<8, kAffine, kRows, true, 1>(unit, c);
-  if constexpr (kRows > 0) {
-    if (unit.interleaved) return multiply_narrow_keys<kRows, true>(nbits, unit, c);
-  }
-  return multiply_narrow_keys<kRows, false>(nbits, unit, c);
+  if (nbits == 8) return scaled_key_products<8, kAffine, kRows, 1>(unit, c);
+  if (nbits == 2) return scaled_key_products<2, kAffine, kRows, 1>(unit, c);
+  if (nbits == 3) return scaled_key_products<3, kAffine, kRows, 1>(unit, c);
+  return scaled_key_products<4, kAffine, kRows, 1>(unit, c);
 }
 
 // Those of a format of known_formats.h; `c` is [column][tile], products with what codes and metadata per channel stand
@@ -38,7 +29,7 @@ KVCACHE_DEVICE void multiply_known_keys(const KeyUnit& unit, float (&c)[kColumns
   if constexpr (Format::kIsRotated) {
     rotated_key_products<Format::kNbits, Format::kKeyRows == 4 ? 4 : 2>(unit, c);
   } else {
-    scaled_key_products<Format::kNbits, Format::kKind, Format::kKeyRows, Format::kNbits == 8, kUnroll>(unit, c);
+    scaled_key_products<Format::kNbits, Format::kKind, Format::kKeyRows, kUnroll>(unit, c);
   }
 }
 
@@ -55,9 +46,9 @@ KVCACHE_DEVICE void multiply_keys(const Side& side, const KeyUnit& unit, float (
     if (unit.tile_shift == 1) return multiply_scaled_keys<2>(side.nbits, unit, c);
     return multiply_scaled_keys<1>(side.nbits, unit, c);
   }
-  if (side.format == kSymmetric) return scaled_key_products<8, kSymmetric, 0, true, 1>(unit, c);
-  if (side.format == kE4M3) return scaled_key_products<8, kE4M3, 0, true, 1>(unit, c);
-  if (side.format == kE5M2) return scaled_key_products<8, kE5M2, 0, true, 1>(unit, c);
+  if (side.format == kSymmetric) return scaled_key_products<8, kSymmetric, 0, 1>(unit, c);
+  if (side.format == kE4M3) return scaled_key_products<8, kE4M3, 0, 1>(unit, c);
+  if (side.format == kE5M2) return scaled_key_products<8, kE5M2, 0, 1>(unit, c);
   return multiply_scaled_keys<0>(side.nbits, unit, c);
 }
 

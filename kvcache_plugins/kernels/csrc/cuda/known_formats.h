@@ -58,7 +58,7 @@ struct Known {
     visit_side(a.value, kUnit, visit);
     visit(a.key.group_tokens, kGroup > 0 ? kGroup : 1);
     visit(a.key.width, kGroup > 0 ? kChannels : 1);
-    if (kGroup > 0) visit(a.key.interleaved, 0);
+    if (kGroup > 0) visit(a.key.interleaved, kRotated ? 0 : 1);
     if (kRotated) {
       visit(a.key.period, kGroup);
       visit(a.key.rotary_dim, kChannels);

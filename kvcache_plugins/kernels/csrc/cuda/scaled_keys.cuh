@@ -9,8 +9,8 @@
 // A100 in PeerJ Comput. Sci. 7:e330; promised nowhere, so the check on a device would tell of another). Scales per
 // token, and all powers of two, are applied to the products.
 //
-// 0.9 to 1 instruction per code of 2, 4 or 8 bits without metadata per channel, 1.3 to 1.5 with one row of them, 1.4 to
-// 1.7 with two, 1.6 to 2.1 with four; of 3 bits 0.8 more. By count in the machine code for sm_90; not measured.
+// 0.9 to 1 instruction per code of 2, 4 or 8 bits without metadata per channel; of 3 bits 0.8 more. By count in the
+// machine code for sm_90, not measured; of whole blocks with such metadata, too, see known_attention.cuh.
 #pragma once
 
 #include "key_units.cuh"
@@ -103,36 +103,28 @@ struct LaneKeys {
   }
 };
 
-// The metadata of a lane's channels, step by step: pairs that lie together, or are halves of two words.
-template <bool kTogether>
+// The metadata of a lane's channels, step by step: four neighbours, since channels are not those of rotary pairs.
 struct LaneChannels {
-  const uint8_t *low, *high;
+  const uint8_t* first;
 
-  KVCACHE_DEVICE LaneChannels(const uint8_t* row, int dim, int t)
-      : low(row + (kTogether ? 8 : 4) * t), high(low + dim) {}
+  KVCACHE_DEVICE LaneChannels(const uint8_t* row, int t) : first(row + 8 * t) {}
   // Of a row that lies `further` bytes behind, `step` steps from here.
   KVCACHE_DEVICE uint2 load(int further, int step) const {
-    if (kTogether) return *reinterpret_cast<const uint2*>(low + further + 32 * step);
-    const uint32_t first = load_4(low + further + 16 * step), second = load_4(high + further + 16 * step);
-    return {permute_bytes(first, second, 0x5410), permute_bytes(first, second, 0x7632)};
+    return *reinterpret_cast<const uint2*>(first + further + 32 * step);
   }
-  KVCACHE_DEVICE void advance(int steps) {
-    low += (kTogether ? 32 : 16) * steps;
-    high += (kTogether ? 32 : 16) * steps;
-  }
+  KVCACHE_DEVICE void advance(int steps) { first += 32 * steps; }
 };
 
-// `kRows`: of metadata per channel in a block, 0 for none; `kTogether`: see LaneChannels; `kUnroll`: pairs of steps in
-// a row. `c` is [column][tile].
-template <int kBits, int kFormat, int kRows, bool kTogether, int kUnroll, int kColumns>
+// `kRows`: of metadata per channel in a block, 0 for none; `kUnroll`: pairs of steps in a row. `c` is [column][tile].
+template <int kBits, int kFormat, int kRows, int kUnroll, int kColumns>
 KVCACHE_DEVICE void scaled_key_products(const KeyUnit& unit, float (&c)[kColumns][4][4]) {
   const int lane = opaque_lane(), g = lane / 4, t = lane % 4, row_bytes = 2 * unit.dim;
   const bool is_large = kRows > 0 && kBits == 8 && has_large_scales(unit, kRows);
   const uint2* fragments = (is_large ? unit.small_fragments : unit.fragments) + lane;
   float minima[kColumns][4] = {};
   LaneKeys<kBits, kFormat> codes(unit, g, t);
-  LaneChannels<kTogether> scales(unit.scale, unit.dim, t);
-  LaneChannels<kTogether> least(unit.minimum + (kRows > 1 ? g % kRows * row_bytes : 0), unit.dim, t);
+  LaneChannels scales(unit.scale, t);
+  LaneChannels least(unit.minimum + (kRows > 1 ? g % kRows * row_bytes : 0), t);
   // The next step or, of two, the one after it, whose places are known from the first's.
   const auto multiply_step = [&](int which) {
     codes.load(unit, which);
