@@ -84,6 +84,15 @@ MUTATIONS = {
     "lanes at a transpose": Mutation(
         "attend_8_rows", r"movmatrix.*;", PARTED, "missing where all must come: ffffffe0"
     ),
+    "the kernel before": Mutation(
+        "append_tokens", r"griddepcontrol\.wait;", "", "not to be done before the kernel before this one"
+    ),
+    "the kernel before attention": Mutation(
+        "attend_kivi_2", r"griddepcontrol\.wait;", "", "not to be done before the kernel before this one"
+    ),
+    "a run that is asked for": Mutation(
+        "attend_kivi_2", r"(prefetch\.L2\.global \[.*\]), .*;", r"\1, 268435456;", "outside of all tensors"
+    ),
     "an instruction": Mutation(
         "attend_8_rows", r"mul\.rn\.f16x2", "mul.rz.f16x2", "an unknown instruction mul.rz.f16x2"
     ),

@@ -33,6 +33,7 @@ KVCACHE_BOTH int thread_blocks(const EncodeArguments& due) { return due.count > 
 KVCACHE_KERNEL(kEncodeThreads, 2) append_kernel(const AppendArguments a) {
   KVCACHE_SHARED(shared);
   let_next_begin();  // attention, usually
+  wait_for_previous();
   const int unit = static_cast<int>(blockIdx.x), keys = thread_blocks(a.key);
   // two calls, and not one on a side that was chosen, so that the arguments are read from where they are
   if (unit < keys) {
@@ -52,7 +53,7 @@ int append_slots(const AppendArguments& a, int batch, int heads, void* stream) {
   grid.y = static_cast<unsigned>(heads);
   grid.z = static_cast<unsigned>(batch);
   const int key_bytes = due_bytes(a.key), value_bytes = due_bytes(a.value);
-  return launch<append_kernel>(grid, kEncodeThreads, key_bytes > value_bytes ? key_bytes : value_bytes, stream, a);
+  return launch_early<append_kernel>(grid, kEncodeThreads, key_bytes > value_bytes ? key_bytes : value_bytes, stream, a);
 }
 
 }  // namespace kvcache

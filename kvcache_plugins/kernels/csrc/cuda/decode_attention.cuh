@@ -14,7 +14,7 @@ namespace kvcache {
 template <int kColumns, int kTiles>
 KVCACHE_KERNEL(kThreads, (kColumns * kTiles == 8 ? 4 : 2)) attend_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
-  wait_for_previous();
+  begin_early(a);
   const int split = static_cast<int>(blockIdx.y);
   attend_any<kColumns, kTiles>(a, shared, split, a.left_splits() + split);
 }
@@ -31,7 +31,7 @@ constexpr int kResidentHere = resident_blocks(Format::kResident, kCompiledFor);
 template <typename Format>
 KVCACHE_KERNEL(kThreads, kResidentHere<Format>) attend_known_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
-  wait_for_previous();
+  begin_early(a);
   const AttentionArguments known = as_known<Format>(a);
   const int split = static_cast<int>(blockIdx.y);
   if constexpr (Format::kKind == kNonUniform) {
@@ -45,7 +45,7 @@ KVCACHE_KERNEL(kThreads, kResidentHere<Format>) attend_known_kernel(const Attent
 template <int kTiles>
 KVCACHE_KERNEL(kThreads, 2) attend_levels_kernel(const AttentionArguments a) {
   KVCACHE_SHARED(shared);
-  wait_for_previous();
+  begin_early(a);
   const int split = static_cast<int>(blockIdx.y);
   attend_over_levels<kTiles>(a, Rows::mine(a), shared, split, a.left_splits() + split);
 }

@@ -3,11 +3,12 @@
 // On an H200 (32 query and 8 key-value heads of 128, 8 sequences of 32k tokens, bf16) these kernels read 8 bits with 95
 // to 99 % of the bandwidth of a copy and 4 bits with 85 to 92 %; 2 bits, with 69 % by 16 warps, are bound by
 // instructions and what these wait for: by count in the machine code some 900 a block and warp, which a scheduler of
-// 1.8 GHz issues in less than half of the time that they took. So 2 bits have 20 warps since, of 96 registers; not
-// timed. A mask or another bias takes some 410 more (as PTX). Not timed either: weights stay in registers since, and
-// lanes seldom have to agree on an exponent. By count for sm_90 a block and warp take 785 instructions instead of 799
-// (int8), 819 instead of 827 (int4), 973 instead of 990 and 883 instead of 895 (KIVI's 4 bits in groups of 32 and 64),
-// 959 instead of 973 (2 bits).
+// 1.8 GHz issues in less than half of the time that they took. A mask or another bias takes some 410 more (as PTX).
+//
+// Not timed are, since: 20 warps for 2 bits, of 96 registers; weights that stay in registers; exponents on which lanes
+// seldom have to agree; metadata of KIVI's channels that lie together; and first blocks that are asked for early. By
+// count for sm_90 a block and warp take 785 instructions instead of 799 (int8), 819 instead of 827 (int4), 930 instead
+// of 990 and 847 instead of 895 (KIVI's 4 bits in groups of 32 and 64), 906 instead of 973 (2 bits).
 #pragma once
 
 #include "fast_attention.cuh"
@@ -28,7 +29,7 @@ KVCACHE_DEVICE void multiply_block(const AttentionArguments& a, KeyUnit& key, co
 template <typename Format>
 KVCACHE_DEVICE void attend_known(const AttentionArguments& a, uint8_t* shared, int split, int place) {
   constexpr int kTiles = Format::kChunks, kUnroll = 4;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp = opaque(static_cast<int>(threadIdx.x)) / 32;  // whose register is not that of `merge_warps`
   const FastMemory memory(a, 1);
   UnitRing<true> ring(a, Rows::mine(a), shared, SplitUnits(a, split));
   const KeptQueries<8, 16 * kTiles> queries(a, Rows::mine(a));

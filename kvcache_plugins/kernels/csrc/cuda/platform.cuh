@@ -203,6 +203,14 @@ KVCACHE_DEVICE void multiply_accumulate_bfloat(float (&c)[4], uint32_t a0, uint3
 
 // Asks for the 128 bytes around an address, which will be read soon.
 KVCACHE_DEVICE void prefetch(const uint8_t* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+// Asks for `bytes` from an address on, both multiples of 16, by one lane, to come as far as the cache that all
+// multiprocessors share. So it may be asked before `wait_for_previous`, too: what is still to be written there is
+// written to that cache.
+KVCACHE_DEVICE void prefetch_run(const uint8_t* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
 
 KVCACHE_DEVICE void copy_async_16(void* to, const void* from) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));

@@ -105,6 +105,7 @@ inline void multiply_accumulate_bfloat(float (&c)[4], uint32_t a0, uint32_t a1, 
 }
 
 inline void prefetch(const uint8_t*) {}
+inline void prefetch_run(const uint8_t*, int) {}
 inline void let_next_begin() {}
 inline void wait_for_previous() {}
 void copy_async_16(void* to, const void* from);

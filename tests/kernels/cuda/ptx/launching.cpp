@@ -117,7 +117,8 @@ void read_listing(const std::string& path) {
   for (const auto& [kernel, at] : find_kernels(listings.back().text)) entries[kernel] = {&listings.back(), at};
 }
 
-void launch(const std::string& name, dim3 grid, dim3 threads, size_t shared_bytes, const void* parameters) {
+void launch(const std::string& name, dim3 grid, dim3 threads, size_t shared_bytes, const void* parameters,
+            bool is_early) {
   const std::lock_guard lock(mutex);
   Entry& entry = find_kernel(name);
   const Kernel& kernel = *entry.kernel;
@@ -149,7 +150,10 @@ void launch(const std::string& name, dim3 grid, dim3 threads, size_t shared_byte
         block.shared = memory.shared.data();
         block.first_phase = block.phase = ++memory.phase;
         for (Warp& warp : warps) begin(warp, grid, threads);
+        for (Warp& warp : warps) warp.is_alone = !is_early;
         run_block(warps, block);
+        for (const Warp& warp : warps)
+          if (!warp.is_alone) fail(warp, kernel.code.back(), "ends, and may do so before the kernel before this one");
       }
 }
 

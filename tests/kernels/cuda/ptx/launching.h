@@ -11,8 +11,10 @@ namespace ptx {
 // names are replaced.
 void read_listing(const std::string& path);
 
-// Runs the thread blocks of a grid one after the other. Throws what is wrong with the launch or the kernel.
-void launch(const std::string& name, dim3 grid, dim3 threads, size_t shared_bytes, const void* parameters);
+// Runs the thread blocks of a grid one after the other. Throws what is wrong with the launch or the kernel; of one that
+// is launched early, also what it does before it has waited for the kernel before it.
+void launch(const std::string& name, dim3 grid, dim3 threads, size_t shared_bytes, const void* parameters,
+            bool is_early);
 
 // Begins to count what launches ask of memory, anew, or ends.
 void count_accesses(bool are_counted);

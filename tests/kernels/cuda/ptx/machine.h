@@ -58,6 +58,7 @@ struct Warp {
   std::vector<Path> paths;
   State state = State::kReady;
   uint32_t active = 0, step = 1;
+  bool is_alone = true;                           // the kernel before this one has ended
   std::vector<std::vector<Copy>> copies[kLanes];  // groups committed, oldest first
   std::vector<Copy> open[kLanes];
   Count* counts = nullptr;  // of every instruction, if they are counted

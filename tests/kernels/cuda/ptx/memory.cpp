@@ -11,12 +11,18 @@ void check_alignment(const Warp& w, const Instruction& i, uint64_t address, int 
   if (address % size != 0) fail(w, i, "address %#llx is not aligned to %d", (unsigned long long)address, size);
 }
 
-uint8_t* global(const Warp& w, const Instruction& i, uint64_t address, int size) {
+// Memory that is only asked for, as which any kernel's may be.
+uint8_t* asked_for(const Warp& w, const Instruction& i, uint64_t address, int size) {
   check_alignment(w, i, address, size);
   // volatile is what the host may read meanwhile, which is no tensor
   if (!i.is_volatile && !is_in_a_tensor(address, size))
     fail(w, i, "%d bytes at %#llx are outside of all tensors", size, (unsigned long long)address);
   return reinterpret_cast<uint8_t*>(address);
+}
+
+uint8_t* global(const Warp& w, const Instruction& i, uint64_t address, int size) {
+  if (!w.is_alone) fail(w, i, "is not to be done before the kernel before this one has ended");
+  return asked_for(w, i, address, size);
 }
 
 const uint8_t* parameter(const Warp& w, const Instruction& i, uint64_t address, int size) {
@@ -102,7 +108,16 @@ void start_copy(Warp& w, const Instruction& i, uint32_t lanes) {
 
 // prefetch: what is asked for must be there.
 void prefetch(Warp& w, const Instruction& i, uint32_t lanes) {
-  for_lanes(lanes, [&](int lane) { global(w, i, w[i.from[0]][lane], 1); });
+  for_lanes(lanes, [&](int lane) { asked_for(w, i, w[i.from[0]][lane], 1); });
+}
+
+// The same of a run of bytes.
+void prefetch_run(Warp& w, const Instruction& i, uint32_t lanes) {
+  for_lanes(lanes, [&](int lane) {
+    const uint64_t from = w[i.from[0]][lane], bytes = w[i.from[1]][lane] & 0xffffffff;
+    if (from % 16 != 0 || bytes % 16 != 0 || bytes == 0) fail(w, i, "a run that is not of whole 16 bytes");
+    for (uint64_t at = from; at < from + bytes; at += 16) asked_for(w, i, at, 16);
+  });
 }
 
 void commit_copies(Warp& w, const Instruction&, uint32_t lanes) {
@@ -203,6 +218,7 @@ void store(Warp& w, const Instruction& i, uint32_t lanes) {
 void add_copies(Operations& table) {
   table["cp.async.cg.shared.global"] = start_copy;
   table["prefetch.global.L2"] = prefetch;
+  table["cp.async.bulk.prefetch.L2.global"] = prefetch_run;
   table["cp.async.commit_group"] = commit_copies;
   table["cp.async.wait_group"] = wait_for_copies;
 }

@@ -45,6 +45,12 @@ void set(Warp& w, const Instruction& i, uint32_t lanes) {
 
 void nothing(Warp&, const Instruction&, uint32_t) {}
 
+// griddepcontrol.wait
+void wait_for_previous(Warp& w, const Instruction& i, uint32_t lanes) {
+  if (lanes != kAllLanes) fail(w, i, "lanes are missing where the kernel before this one is waited for");
+  w.is_alone = true;
+}
+
 constexpr auto kSame = [](uint64_t a) { return a; };
 constexpr auto kToGeneric = [](uint64_t a) { return a + kGenericShared; };
 constexpr auto kFromGeneric = [](uint64_t a) { return a - kGenericShared; };
@@ -99,7 +105,8 @@ void add_moves(Operations& table) {
   table["cvta.shared.u64"] = unary<uint64_t, uint64_t, kToGeneric>;
   table["cvta.to.shared.u64"] = unary<uint64_t, uint64_t, kFromGeneric>;
   table["membar.sys"] = nothing;  // threads run in an order here
-  table["griddepcontrol.launch_dependents"] = table["griddepcontrol.wait"] = nothing;  // and so do kernels
+  table["griddepcontrol.launch_dependents"] = nothing;  // kernels run one after the other
+  table["griddepcontrol.wait"] = wait_for_previous;
   add_comparisons<int16_t>(table, KVCACHE_COMPARISONS("s16"));
   add_comparisons<uint16_t>(table, KVCACHE_COMPARISONS("u16"));
   add_comparisons<uint16_t>(table, KVCACHE_COMPARISONS("b16"));

@@ -12,6 +12,7 @@ using ptx::dim3;
 constexpr int kSuccess = 0, kInvalidValue = 1;
 constexpr int kMostSharedBytes = 97;       // cudaDevAttrMaxSharedMemoryPerBlockOptin
 constexpr int kSharedBytesOfFunction = 8;  // cudaFuncAttributeMaxDynamicSharedMemorySize
+constexpr int kStreamSerialization = 6;    // cudaLaunchAttributeProgrammaticStreamSerialization
 
 struct Function {
   std::string name;
@@ -78,11 +79,15 @@ int __cudaGetKernel(const void** kernel, const void* function) {
   *kernel = function;
   return kSuccess;
 }
-int cudaLaunchKernel(const void* function, dim3 grid, dim3 threads, void** arguments, size_t shared_bytes, void*) {
+int launch_function(const void* function, dim3 grid, dim3 threads, void** arguments, size_t shared_bytes,
+                    bool is_early) {
   const Function& found = functions().at(function);
   if (shared_bytes > found.most_shared_bytes) return kInvalidValue;
-  ptx::launch(found.name, grid, threads, shared_bytes, arguments[0]);
+  ptx::launch(found.name, grid, threads, shared_bytes, arguments[0], is_early);
   return kSuccess;
+}
+int cudaLaunchKernel(const void* function, dim3 grid, dim3 threads, void** arguments, size_t shared_bytes, void*) {
+  return launch_function(function, grid, threads, arguments, shared_bytes, false);
 }
 int __cudaLaunchKernel(const void* kernel, dim3 grid, dim3 threads, void** arguments, size_t shared_bytes,
                        void* stream) {
@@ -93,13 +98,25 @@ int cudaGetDevice(int* device) {
   *device = 0;
   return kSuccess;
 }
-// As cudaLaunchConfig_t begins.
+// cudaLaunchAttribute and cudaLaunchConfig_t
+struct LaunchAttribute {
+  int id;
+  alignas(8) int value;
+  char further[60];
+};
+static_assert(sizeof(LaunchAttribute) == 72);
 struct LaunchConfiguration {
   dim3 grid, threads;
   size_t shared_bytes;
+  void* stream;
+  const LaunchAttribute* attributes;
+  unsigned count;
 };
 int cudaLaunchKernelExC(const LaunchConfiguration* given, const void* function, void** arguments) {
-  return cudaLaunchKernel(function, given->grid, given->threads, arguments, given->shared_bytes, nullptr);
+  bool is_early = false;
+  for (unsigned i = 0; i < given->count; ++i)
+    is_early |= given->attributes[i].id == kStreamSerialization && given->attributes[i].value != 0;
+  return launch_function(function, given->grid, given->threads, arguments, given->shared_bytes, is_early);
 }
 
 // As cudaFuncAttributes begins.
@@ -142,7 +159,7 @@ const char* kvcache_read_ptx(const char* path) {
 
 // One warp of a kernel, by its name in the PTX; returns what is wrong, or null.
 const char* kvcache_launch_ptx(const char* name, size_t shared_bytes, const void* parameters) {
-  return problem_of([&] { ptx::launch(name, {}, {ptx::kLanes}, shared_bytes, parameters); });
+  return problem_of([&] { ptx::launch(name, {}, {ptx::kLanes}, shared_bytes, parameters, false); });
 }
 
 void kvcache_count_accesses(bool are_counted) { ptx::count_accesses(are_counted); }
