@@ -11,6 +11,7 @@ import torch
 from ...models.cache_argument import as_argument, cache_of
 from ...runs.loading import Subject
 from ..caches import cache_bytes, generation_options, new_cache, prefill
+from ..finite import FiniteLogits
 from .prompting import Prompt
 from .tasks import Task
 
@@ -31,6 +32,9 @@ def answer(subject: Subject, cache_config: Mapping[str, Any], task: Task, prompt
     Returns:
         `dict`: `pred`, `prompt_tokens`, `new_tokens`, `kv_bytes`, `cached_tokens` (those the cache has seen)
         and `seconds`.
+
+    Raises:
+        NotFiniteError: If a logit is NaN or infinite, after which anything may be answered.
     """
     started = time.perf_counter()
     ids = torch.tensor([prompt.ids], device=subject.device)
@@ -40,15 +44,18 @@ def answer(subject: Subject, cache_config: Mapping[str, Any], task: Task, prompt
         line_break = subject.encode("\n")[-1]
         ends = [token for token in (subject.tokenizer.eos_token_id, line_break) if token is not None]
         options |= {"eos_token_id": ends, "min_new_tokens": 1}
+    logits = FiniteLogits()
     output = subject.model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
         num_beams=1,
         max_new_tokens=task.max_new_tokens,
+        logits_processor=[logits],
         return_dict_in_generate=True,
         **options,
     )
+    logits.check(cache_config, subject.model)
     new = output.sequences[0, ids.shape[1] :]
     return {
         "pred": subject.tokenizer.decode(new, skip_special_tokens=True),

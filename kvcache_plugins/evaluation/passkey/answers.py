@@ -12,6 +12,7 @@ import torch
 from ...models.cache_argument import as_argument, cache_of
 from ...runs.loading import Subject
 from ..caches import cache_bytes, generation_options
+from ..finite import FiniteLogits
 from .prompts import Trial, first_integer
 
 __all__ = ["ask_afterwards", "ask_with_prompt"]
@@ -32,10 +33,13 @@ def ask_with_prompt(
     Returns:
         `list[dict]`: For each trial, `answer`, `is_right`, and its share of the cache's bytes and of the
         time; `cached_tokens` are those the cache has seen.
+
+    Raises:
+        NotFiniteError: If a logit is NaN or infinite, after which anything may be answered.
     """
     started = time.perf_counter()
     prompts = torch.tensor([trial.ids for trial in batch], device=subject.device)
-    output = _generate(subject, prompts, max_new_tokens, **generation_options(cache_config))
+    output = _generate(subject, cache_config, prompts, max_new_tokens, **generation_options(cache_config))
     answers = subject.tokenizer.batch_decode(
         output.sequences[:, prompts.shape[1] :], skip_special_tokens=True
     )
@@ -67,18 +71,21 @@ def ask_afterwards(
     Returns:
         `list[dict]`: For each trial, `answer`, `is_right`, its share of the time, and the cache's bytes and
         `cached_tokens` after the prompt.
+
+    Raises:
+        NotFiniteError: If a logit is NaN or infinite, after which anything may be answered.
     """
     started = time.perf_counter()
     prompt = torch.tensor([batch[0].ids], device=subject.device)
     # The one new token is not read any more: the cache has seen the prompt, in chunks if it wants them.
-    cache = cache_of(_generate(subject, prompt, 1, **generation_options(cache_config)))
+    cache = cache_of(_generate(subject, cache_config, prompt, 1, **generation_options(cache_config)))
     kv_bytes = subject.shard.total(cache_bytes(cache))
     answers = []
     for trial in batch:
         turn = torch.tensor([[*trial.ids, *trial.question]], device=subject.device)
         # outside of inference mode, whose copies could not be written to by caches that leave it
         own = cache if trial is batch[-1] else copy.deepcopy(cache)
-        sequences = _generate(subject, turn, max_new_tokens, **as_argument(own)).sequences
+        sequences = _generate(subject, cache_config, turn, max_new_tokens, **as_argument(own)).sequences
         answers.append(subject.tokenizer.decode(sequences[0, turn.shape[1] :], skip_special_tokens=True))
     seconds = time.perf_counter() - started
     return [
@@ -93,8 +100,16 @@ def ask_afterwards(
     ]
 
 
-def _generate(subject: Subject, ids: torch.Tensor, max_new_tokens: int, **options: Any) -> Any:
-    return subject.model.generate(
+def _generate(
+    subject: Subject,
+    cache_config: Mapping[str, Any],
+    ids: torch.Tensor,
+    max_new_tokens: int,
+    /,
+    **options: Any,
+) -> Any:
+    logits = FiniteLogits()
+    output = subject.model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
@@ -102,9 +117,12 @@ def _generate(subject: Subject, ids: torch.Tensor, max_new_tokens: int, **option
         repetition_penalty=1.0,  # a checkpoint may bring another, which punishes the digits of the key
         max_new_tokens=max_new_tokens,
         pad_token_id=_pad_token_id(subject),
+        logits_processor=[logits],
         return_dict_in_generate=True,
         **options,
     )
+    logits.check(cache_config, subject.model)
+    return output
 
 
 def _pad_token_id(subject: Subject) -> int | None:

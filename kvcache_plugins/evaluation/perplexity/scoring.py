@@ -26,10 +26,9 @@ from transformers.cache_utils import Cache
 
 from ...cache import KVCache
 from ...device_dtypes import doubled
-from ...errors import NotFiniteError
 from ...models.cache_argument import as_argument
-from ...runs.labels import DENSE
 from ..caches import cache_bytes, new_cache, prefill
+from ..finite import refuse_wrong
 from .blocks import exact_blocks, packed_shares
 
 __all__ = [
@@ -222,17 +221,8 @@ def check_finite(
     Raises:
         NotFiniteError: If one of them is not finite.
     """
-    wrong = len({index % tokens for index, value in enumerate(values) if not math.isfinite(value)})
-    if wrong == 0:
-        return
-    found = f"{wrong} of {tokens} predictions are not numbers (NaN or infinite logits)"
-    if dict(cache_config) != DENSE:
-        raise NotFiniteError(found)
-    name = str(dtype).removeprefix("torch.")
-    raise NotFiniteError(
-        f"The model itself, in {name} and with its ordinary cache, makes no sense of the text: {found}. "
-        "Its weights are damaged, or --dtype must be one of a wider range, such as fp32."
-    )
+    wrong = {index % tokens for index, value in enumerate(values) if not math.isfinite(value)}
+    refuse_wrong(len(wrong), tokens, cache_config, dtype)
 
 
 def divergence_of(dense: Tensor, other: Tensor) -> Tensor:
