@@ -23,8 +23,9 @@ from .config import BackendConfig, check_length
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
 from .layers.compiled import CompiledLayers
-from .layers.counting import bytes_of, dense_size, host_tensors, owned_tensors
+from .layers.counting import bytes_of, dense_size, host_tensors, owned_tensors, tensors_beside
 from .layers.crossing import with_cross_attention
+from .layers.gradients import copies_to_take
 from .layers.indexed import with_indexer
 from .layers.moving import follow_model
 from .layers.offloading import Shelf
@@ -157,6 +158,7 @@ class KVCache(SavedCache, CacheVerbs):
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
+        memo |= copies_to_take(tensor for layer in self.layers for tensor in tensors_beside(layer))
         with storing():  # copies made in inference mode could not be written to outside of it
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied

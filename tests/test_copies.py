@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import kvcache_plugins as kvp
+from kvcache_plugins.layers.gradients import copies_to_take
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
 from tests.eviction.locret_feeding import locret
@@ -74,3 +75,40 @@ def test_what_is_deep_copied_needs_no_bind_and_what_is_pickled_does() -> None:
         assert torch.equal(model(token, **as_argument(copied)).logits, expected)
         with pytest.raises(kvp.UnsupportedOperationError, match=r"cache.bind\(model\)"):
             model(token, **as_argument(pickled))
+
+
+GRADIENTS = {
+    "int8": {"backend": "int8"},
+    "kvzip": {"backend": "kvzip", "budget": 48, "chunk_size": 32},  # which copies what reads a passage again
+}
+
+
+@pytest.mark.parametrize("backend", GRADIENTS)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next", "falcon_h1"])
+def test_copies_of_what_was_computed_with_gradients(family: str, backend: str) -> None:
+    """Such as forwards outside of `torch.no_grad()` make; a backward pass through a copy is refused."""
+    model = tiny_model(family)
+    tokens = torch.randint(3, 120, (1, 70), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        untouched = kvp.build_cache(model, GRADIENTS[backend])
+        model(tokens, **as_argument(untouched))
+        expected = model(tokens[:, :5], **as_argument(untouched)).logits
+    cache = kvp.build_cache(model, GRADIENTS[backend])
+    model(tokens, **as_argument(cache))
+    for copied in (copy.deepcopy(copy.deepcopy(cache)), cache):
+        got = model(tokens[:, :5], **as_argument(copied)).logits
+        assert torch.equal(got, expected)
+        with pytest.raises(kvp.UnsupportedOperationError, match="A gradient was asked for"):
+            got.sum().backward()
+
+
+def test_a_copy_of_a_computed_tensor_can_be_written_to_and_refuses_gradients() -> None:
+    computed = torch.randn(3, 2, requires_grad=True) * 2
+    copied = copy.deepcopy({"states": computed}, copies_to_take([computed]))["states"]
+    assert torch.equal(copied, computed) and copied.data_ptr() != computed.data_ptr()
+    copied[:1].copy_(torch.zeros(1, 2))
+    with pytest.raises(kvp.UnsupportedOperationError, match="A gradient was asked for"):
+        copied.sum().backward()
+    with torch.no_grad():
+        assert not copies_to_take([computed])[id(computed)].requires_grad
+    assert not copies_to_take([torch.randn(2, requires_grad=True)])

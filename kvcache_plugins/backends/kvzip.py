@@ -17,6 +17,8 @@ from ..eviction.headwise import HeadwiseConfig
 from ..eviction.model_calls import TokenWatchingCache
 from ..eviction.repeated import RepeatedLayer
 from ..eviction.repetition import LEAD_LENGTH, Passage, cut_passages
+from ..layers.counting import tensors_beside
+from ..layers.gradients import copies_to_take
 from ..layers.storing import storing
 from ..models.cache_argument import as_argument
 from ..models.frequencies import frequencies_kept, remember_frequencies
@@ -220,7 +222,9 @@ class KVzipCache(TokenWatchingCache):
         copied = copy.copy(self)
         copied.is_repeating = True
         copied.layers = [
-            layer.repeating(passage) if isinstance(layer, KVzipLayer) else copy.deepcopy(layer)
+            layer.repeating(passage)
+            if isinstance(layer, KVzipLayer)
+            else copy.deepcopy(layer, copies_to_take(tensors_beside(layer)))
             for layer in self.layers
         ]
         return copied

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..attention.reference import AttentionOptions
+from ..layers.gradients import copies_to_take
 from ..layers.handle import KVHandle
 from ..layers.storing import storing
 from ..layers.view import StreamView
@@ -150,7 +151,7 @@ class RepeatedLayer(HeadwiseLayer):
             HeadPart(group, cast("RepeatedLayer", part).repeating(passage)) for group, part in self.parts
         )
         if (branch := getattr(self, "branch", None)) is not None:
-            vars(copied)["branch"] = copy.deepcopy(branch)
+            vars(copied)["branch"] = copy.deepcopy(branch, copies_to_take(self.beside().values()))
         return copied
 
     def _take(self, key_states: Tensor, value_states: Tensor, has_drafts: bool) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .base import PackedLayer
 
-__all__ = ["bytes_of", "dense_size", "host_tensors", "owned_tensors", "tensors_in"]
+__all__ = ["bytes_of", "dense_size", "host_tensors", "owned_tensors", "tensors_beside", "tensors_in"]
 
 
 def dense_size(layer: Any) -> tuple[int, int]:
@@ -28,7 +28,7 @@ def dense_size(layer: Any) -> tuple[int, int]:
             per_token = batch_size * num_heads * sum(stream.head_dim for stream in part.streams)
             values += per_token * part.held_length
             num_bytes += per_token * part.dense_length * part.dtype.itemsize
-    for tensor in tensors_in(layer.beside() if isinstance(layer, PackedLayer) else vars(layer)):
+    for tensor in tensors_beside(layer):
         if tensor.is_floating_point():
             values += tensor.numel()
             num_bytes += tensor.numel() * tensor.dtype.itemsize
@@ -44,6 +44,11 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 def owned_tensors(layer: Any) -> Iterable[Tensor]:
     """Every tensor of a layer, packed or not."""
     return layer.tensors().values() if isinstance(layer, PackedLayer) else tensors_in(vars(layer))
+
+
+def tensors_beside(layer: Any) -> Iterator[Tensor]:
+    """Yield what a layer holds as transformers' own do: all of it, or what a packed one holds besides."""
+    return tensors_in(layer.beside() if isinstance(layer, PackedLayer) else vars(layer))
 
 
 def host_tensors(layers: Iterable[Any]) -> Iterator[Tensor]:

@@ -7,6 +7,7 @@ is made of stored tokens carries a refusal, which only a backward pass meets: fo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedOperationError
 
-__all__ = ["refusing_gradients"]
+__all__ = ["copies_to_take", "refusing_gradients"]
 
 
 class _Refusal(torch.autograd.Function):
@@ -45,3 +46,22 @@ def refusing_gradients(made: Tensor, *sources: Tensor) -> Tensor:
         return made
     refusing: Tensor = _Refusal.apply(made, *sources)  # type: ignore[no-untyped-call]  # torch declares no types here
     return refusing
+
+
+def copies_to_take(tensors: Iterable[Tensor]) -> dict[int, Any]:
+    """Return what `copy.deepcopy` takes as its `memo` to copy tensors that were computed with gradients.
+
+    It refuses these by itself. Copies have none: a backward pass through one raises.
+
+    Args:
+        tensors (`torch.Tensor`): Among what will be copied, and alive until it is.
+    """
+    found: dict[int, Any] = {}
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            copied = tensor.detach().clone()
+            # not what a function returns, which is a view that nothing may be written to
+            found[id(tensor)] = (
+                refusing_gradients(copied, tensor).clone() if torch.is_grad_enabled() else copied
+            )
+    return found

@@ -68,7 +68,8 @@ class BranchedLayer(PackedLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.branch.reset()
+        # its own `reset` leaves zeros of as many rows as there were
+        self.branch = LinearAttentionLayer(self.branch.number_of_states)
 
     def activate_past_recording(self) -> None:
         super().activate_past_recording()

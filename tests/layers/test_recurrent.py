@@ -24,8 +24,8 @@ def model() -> Any:
     return tiny_model("falcon_h1")
 
 
-def filled(model: Any, cache: Any, length: int = 80) -> Any:
-    tokens = torch.randint(3, 120, (2, length), generator=torch.Generator().manual_seed(0))
+def filled(model: Any, cache: Any, length: int = 80, rows: int = 2) -> Any:
+    tokens = torch.randint(3, 120, (rows, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model(tokens, **as_argument(cache))
         model(tokens[:, :1], **as_argument(cache))
@@ -96,6 +96,15 @@ def test_after_a_reset_it_is_as_new(model: Any) -> None:
     cache.reset()
     assert cache.get_seq_length() == 0 and not cache.has_previous_state()
     assert torch.equal(step(model, filled(model, cache)), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_after_a_reset_there_may_be_other_rows(model: Any, rows: int) -> None:
+    cache = filled(model, kvp.build_cache(model, {"backend": "int8"}))
+    cache.reset()
+    assert cache.kv_bytes() == 0
+    expected = step(model, filled(model, kvp.build_cache(model, {"backend": "int8"}), rows=rows), rows)
+    assert torch.equal(step(model, filled(model, cache, rows=rows), rows), expected)
 
 
 def test_a_recurrent_state_cannot_be_cropped(model: Any) -> None:
