@@ -149,14 +149,18 @@ def test_the_closest_end_is_taken(position: int, distance: int, end: int) -> Non
     assert filler.end_near(position, distance) == end
 
 
-def test_special_tokens_come_first_and_count(tokenizer: Any) -> None:
+@pytest.mark.parametrize("template", ["<|endoftext|> $A", "<|endoftext|> $A <end>"])
+def test_special_tokens_come_first_and_count(template: str) -> None:
+    """Those that end a text have no place before a prompt."""
     special = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     special.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        single=template, special_tokens=[("<|endoftext|>", 0), ("<end>", 1)]
     )
-    for trial in _build(special, lengths=[128], depths=2, trials=1):
+    start = [0, *_plain(special, "Find the code.")]
+    for trial in _build(special, lengths=[128], depths=2, trials=1, introduction="Find the code."):
         assert len(trial.ids) == 128
-        assert [i for i, token in enumerate(trial.ids) if token == 0] == [0]
+        assert list(trial.ids[: len(start)]) == start
+        assert [i for i, token in enumerate(trial.ids) if token in (0, 1)] == [0]
 
 
 def test_first_integer() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...runs.loading import encode
+from ...runs.loading import encode, prefix_ids
 from .filler import Filler
 from .options import NAMES, PasskeyOptions
 
@@ -90,7 +90,7 @@ class _Parts:
     def __init__(self, options: PasskeyOptions, text: str, tokenizer: Any) -> None:
         self._options = options
         self._tokenizer = tokenizer
-        self._start = [*tokenizer("")["input_ids"], *encode(self._tokenizer, options.introduction)]
+        self._start = [*prefix_ids(tokenizer), *encode(tokenizer, options.introduction)]
         self._filler = Filler.of_text(text, tokenizer)
         if options.filler_text is not None:
             copies = max(options.lengths) // len(self._filler.ids) + 2
