@@ -18,7 +18,8 @@ class CacheReport:
         tokens_held (`int`): Tokens it still holds, in the head that holds most; fewer only for evicting
             backends.
         kv_bytes (`int`): Bytes of every live tensor the cache owns.
-        dense_bytes (`int`): Bytes of the tokens seen in transformers' own cache layers, without slack.
+        dense_bytes (`int`): Bytes of the tokens seen in transformers' own cache layers, without slack; of
+            layers left to these, those they take.
         kernel (`list[str]`): What reads each layer: `"cuda"`, `"cpu"`, `"torch"`, or `"dense"`.
         dense_layers (`dict[int, str]`): Layers left to transformers' own classes, with the reason.
         fallback_reads (`int`): Times an operation without a fused path decoded a whole layer.

@@ -11,9 +11,9 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..building import build_cache
 from ..cache import KVCache
-from ..encoder_decoder import KVEncoderDecoderCache
+from ..encoder_decoder import KVEncoderDecoderCache, layers_of
 from ..errors import UnavailableCacheError
-from ..layers.counting import tensors_in
+from ..layers.counting import passing_bytes, tensors_in
 from ..models.cache_argument import as_argument
 from ..models.decoder import decoder_config, decoder_only_config, split_model_or_config
 from ..prompt_chunks import why_read_whole
@@ -150,15 +150,18 @@ def why_unavailable(model_config: Any, cache_config: Mapping[str, Any]) -> str |
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of every tensor a cache, or a list of its layers, keeps alive.
+    """Return the bytes of every tensor a cache, or a list of its layers, keeps alive while it generates.
 
     For our caches that is `kv_bytes()`. For any other it is the sum over the storages of all tensors of its
-    layers (see [`tensors_in`]). A storage shared by several tensors counts once, and whole.
+    layers (see [`tensors_in`]). A storage shared by several tensors counts once, and whole; but what windows
+    of transformers' own let go with the next token ([`passing_bytes`]) does not count: it depends on how many
+    tokens the last call has read, and is gone when generation goes on.
     """
     if isinstance(cache, (KVCache, KVEncoderDecoderCache)):
-        return cache.kv_bytes()
+        return cache.kv_bytes() - passing_bytes(layers_of(cache))
     if isinstance(cache, EncoderDecoderCache):
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
     layers = cache.layers if isinstance(cache, Cache) else cache
     storages = [tensor.untyped_storage() for layer in layers for tensor in tensors_in(vars(layer))]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return held - passing_bytes(layers)

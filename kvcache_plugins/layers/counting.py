@@ -6,10 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .base import PackedLayer
 
-__all__ = ["bytes_of", "dense_size", "host_tensors", "owned_tensors", "tensors_beside", "tensors_in"]
+__all__ = [
+    "bytes_of", "dense_size", "host_tensors", "owned_tensors", "passing_bytes", "tensors_beside",
+    "tensors_in",
+]  # fmt: skip
 
 
 def dense_size(layer: Any) -> tuple[int, int]:
@@ -28,17 +32,35 @@ def dense_size(layer: Any) -> tuple[int, int]:
             per_token = batch_size * num_heads * sum(stream.head_dim for stream in part.streams)
             values += per_token * part.held_length
             num_bytes += per_token * part.dense_length * part.dtype.itemsize
-    for tensor in tensors_beside(layer):
-        if tensor.is_floating_point():
-            values += tensor.numel()
-            num_bytes += tensor.numel() * tensor.dtype.itemsize
-    return values, num_bytes
+    exact = [tensor for tensor in tensors_beside(layer) if tensor.is_floating_point()]
+    # whole storages: what a window still holds of its last call, it would hold in any cache
+    return values + sum(tensor.numel() for tensor in exact), num_bytes + bytes_of(exact)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory that tensors lie in, each once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+def passing_bytes(layers: Iterable[Any]) -> int:
+    """Bytes that layers hold until the next token comes, and then let go.
+
+    A window of transformers' own is a view of all that its last call attended to. After one token that is
+    the window and no more; after a prompt, or a block of tokens, these lie in memory with it, and no query
+    sees them.
+
+    Args:
+        layers (`Iterable[CacheLayerMixin]`): Of any kind; other layers let nothing go.
+    """
+    passing = 0
+    for layer in layers:
+        if not isinstance(layer, DynamicSlidingWindowLayer):
+            continue
+        for states in tensors_in([layer.keys, layer.values]):  # `None` before the first token
+            held = max(states.shape[-2], layer.sliding_window) * states[..., :1, :].nbytes
+            passing += max(0, states.untyped_storage().nbytes() - held)
+    return passing
 
 
 def owned_tensors(layer: Any) -> Iterable[Tensor]:

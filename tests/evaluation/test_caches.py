@@ -11,6 +11,8 @@ from transformers import AutoConfig, DynamicCache, QuantizedCache, cache_utils
 import kvcache_plugins as kvp
 from kvcache_plugins.estimation import estimate
 from kvcache_plugins.evaluation.caches import cache_bytes, new_cache, prefill, why_unavailable
+from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.testing import tiny_model
 from tests.models.encoders import decoded, encoder_decoder, source, target
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books"
@@ -57,6 +59,29 @@ def test_bytes_of_ours_are_kv_bytes(config: AutoConfig) -> None:
     cache = kvp.build_cache(config, {"backend": "int8"})
     _fill(cache, 100)
     assert cache_bytes(cache) == cache.kv_bytes() > 0
+
+
+@pytest.mark.parametrize("backend", ["dense", "int8"])
+@pytest.mark.parametrize("lengths", [(60,), (16, 30, 14), (59, 1), (5, *[1] * 55)])
+def test_bytes_of_windows_do_not_depend_on_the_last_call(backend: str, lengths: tuple[int, ...]) -> None:
+    """Two windows of 16 tokens are views of the prompt that has just been read, until the next token."""
+    model = tiny_model("gemma2", num_hidden_layers=4)
+    cache = new_cache(model, {"backend": backend}, max_cache_length=60)
+    for tokens in torch.arange(3, 63)[None].split(lengths, dim=1):
+        model(tokens, **as_argument(cache))
+    token = 2 * 32 * 4
+    windows = 2 * 16 * token + 2 * 8  # each has its length in a tensor
+    full = sum(layer.kv_bytes for layer in cache.packed_layers) if isinstance(cache, kvp.KVCache) else 0
+    assert cache_bytes(cache) == windows + (full or 2 * 60 * token)
+    assert cache_bytes(cache) == estimate(model, {"backend": backend}, 60, max_cache_length=60)
+
+
+@pytest.mark.parametrize("length", [1, 14, 15, 16, 17])
+def test_bytes_of_windows_that_are_hardly_full(length: int) -> None:
+    model = tiny_model("gemma2", num_hidden_layers=2)
+    cache = new_cache(model, {"backend": "dense"})
+    model(torch.arange(3, 3 + length)[None], **as_argument(cache))
+    assert cache_bytes(cache) == (min(length, 16) + length) * 2 * 32 * 4 + 8
 
 
 @pytest.mark.parametrize("backend", ["dense", "int8"])

@@ -111,6 +111,17 @@ def test_longer_blocks_change_nothing(name: str) -> None:
         assert float((nll(one) - nll(read(CASES["dense"], 1))).abs().max()) > 1e-6, "the cache was not read"
 
 
+@pytest.mark.parametrize("cache_config", [CASES["dense"], CASES["int8"], CASES["kvzip"]], ids=repr)
+def test_bytes_of_a_model_with_windows_do_not_depend_on_the_blocks(cache_config: dict[str, Any]) -> None:
+    """Its windows lie in memory with the last block that was read."""
+    sliding = tiny_model("gemma2", num_hidden_layers=2)
+    one, *many = (
+        score_window(sliding, window() % 100 + 3, cache_config, Schedule(PREFILL, length))[0]["kv_bytes"]
+        for length in (1, 7, 64)
+    )
+    assert many == [one, one]
+
+
 @pytest.mark.parametrize("name", ["kivi", "int8", "int4", "float8"])
 def test_blocks_that_are_not_cut_are_called_approximate(name: str) -> None:
     cut, uncut = read(CASES[name], 64), read(CASES[name], 64, approximate=True)
