@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["SMOOTHNESS", "layer_loss", "top_recall"]
+__all__ = ["SMOOTHNESS", "layer_loss", "row_losses", "top_recall"]
 
 SMOOTHNESS = 0.0025
 """Weight of the smoothness term, which is summed over the layers."""
@@ -31,18 +31,24 @@ def layer_loss(scores: Tensor, labels: Tensor, mask: Tensor | None, num_layers: 
         num_layers (`int`): Layers of the model.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Regression (beta 1) and smoothness, scalars.
+        `tuple[torch.Tensor, torch.Tensor]`: Regression (beta 1) and smoothness, scalars: means over the rows.
     """
+    regression, smoothness = row_losses(scores, labels, mask, num_layers)
+    return regression.mean(), smoothness.mean()
+
+
+def row_losses(scores: Tensor, labels: Tensor, mask: Tensor | None, num_layers: int) -> tuple[Tensor, Tensor]:
+    """Return what one layer adds to the loss of every row, `(B,)` each: see [`layer_loss`]."""
     if mask is None:
         mask = torch.ones(scores.shape[0], scores.shape[-1], dtype=torch.bool, device=scores.device)
     weights = mask.to(scores.dtype)[:, None]
     labels = labels.masked_fill(~mask[:, None], 0.0)  # what lies beyond a row may be anything, even infinite
     # pads may predict anything, too: their errors are multiplied by zero, which needs them finite
     errors = F.smooth_l1_loss(scores.masked_fill(~mask[:, None], 0.0), labels, reduction="none")
-    regression = _mean_of_rows(errors, weights) / num_layers
+    regression = _means_of_rows(errors, weights) / num_layers
     pairs = weights[..., 1:] * weights[..., :-1]
     steps = (scores[..., 1:] - scores[..., :-1]).square()
-    smoothness = SMOOTHNESS * _mean_of_rows(steps.masked_fill(pairs == 0, 0.0), pairs)
+    smoothness = SMOOTHNESS * _means_of_rows(steps.masked_fill(pairs == 0, 0.0), pairs)
     return regression, smoothness
 
 
@@ -75,7 +81,7 @@ def top_recall(scores: Tensor, labels: Tensor, mask: Tensor | None = None) -> Te
     return torch.stack(rows)
 
 
-def _mean_of_rows(errors: Tensor, weights: Tensor) -> Tensor:
-    """Mean over the heads and the counted tokens of a row, then over the rows."""
+def _means_of_rows(errors: Tensor, weights: Tensor) -> Tensor:
+    """Of every row, the mean over its heads and counted tokens."""
     counts = (weights.sum((1, 2)) * errors.shape[1]).clamp_min(1.0)
-    return ((errors * weights).sum((1, 2)) / counts).mean()
+    return (errors * weights).sum((1, 2)) / counts

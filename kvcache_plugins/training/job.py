@@ -199,8 +199,8 @@ def _check_trainer(heads: RetainingHeads, args: LocretTrainingArguments, data: d
         ValueError: If it cannot: a package is missing, or an option has a value that nothing has checked.
     """
     if args.metric_for_best_model is not None:
-        recalls = np.zeros((1, len(heads.layers)))
-        names = {"loss", *recall_metrics(EvalPrediction(recalls, recalls))}
+        found = np.zeros((1, len(heads.layers) + 1))
+        names = set(recall_metrics(EvalPrediction(found, found[:, :-1])))
         check_choice("metric_for_best_model", args.metric_for_best_model.removeprefix("eval_"), names)
     try:
         trainer = Trainer(heads, args, compute_metrics=recall_metrics, **data)

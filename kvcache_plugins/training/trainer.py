@@ -19,7 +19,7 @@ from ..models.decoder import decoder_only_config
 from ..models.layer_plan import plan_layers
 from ..retaining.heads import RetainingHeads
 from ..retaining.loading import WEIGHTS_FILE
-from ..retaining.losses import layer_loss, top_recall
+from ..retaining.losses import row_losses, top_recall
 from ..retaining.projections import ProjectionTap
 from .arguments import LocretTrainingArguments
 from .checkpoints import begun_before, seconds_before, write_facts
@@ -152,25 +152,27 @@ class LocretTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the loss of a batch, the recall of every layer `(B, L)`, and that of `knorm`.
+        """Return the loss of a batch, what [`recall_metrics`] are taken of, and the same of `knorm`.
 
-        The loss is of the layers that evict, as by it checkpoints are compared.
+        Losses are of the layers that evict, as by them checkpoints are compared. The loss of a batch is a
+        mean, from which rows that several processes have read twice, to fill their last batches, cannot be
+        taken back. An evaluation reports the mean over the rows instead.
+
+        Returns:
+            `tuple`: Scalar; `(B, L + 1)`, recalls of the layers and the loss of every row; `(B, L)`, recalls.
         """
         with torch.no_grad():
-            loss, (output, layers) = self.compute_loss(
-                model, self._prepare_inputs(inputs), return_outputs=True
-            )
-            if 0 < len(self.evicting_layers) < len(layers):
-                loss = self._loss_of_evicting(output.scores, layers)
+            _, (output, layers) = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
+            losses = self._losses_of_evicting(output.scores, layers)
             if prediction_loss_only:
-                return loss, None, None
+                return losses.mean(), None, None
             device = self.args.device
             recalls = [
                 top_recall(score, layer.labels.to(score.device), layer.mask.to(score.device)).to(device)
                 for score, layer in zip(output.scores, layers, strict=True)
             ]
             norms = [top_recall(-x.key_norms, x.labels, x.mask).to(device) for x in layers]
-        return loss.detach(), torch.stack(recalls, dim=1), torch.stack(norms, dim=1)
+        return losses.mean(), torch.stack([*recalls, losses], dim=1), torch.stack(norms, dim=1)
 
     def restore(self, checkpoint: str) -> None:
         """Take the heads and the state of a checkpoint, or of the best one that its training has kept."""
@@ -189,14 +191,15 @@ class LocretTrainer(Trainer):
         if self._facts is not None and self.begun is not None and self.args.should_save:  # of every process
             write_facts(folder, self._facts, self.seconds, self.begun)
 
-    def _loss_of_evicting(self, scores: Sequence[Tensor], layers: Sequence[Targets]) -> Tensor:
-        """Locret's loss as if the model had no layers but those that evict."""
+    def _losses_of_evicting(self, scores: Sequence[Tensor], layers: Sequence[Targets]) -> Tensor:
+        """Locret's loss of every row, as if the model had no layers but those that evict, if any does."""
+        indices = self.evicting_layers or range(len(layers))
         terms: list[Tensor] = []
-        for index in self.evicting_layers:
+        for index in indices:
             score, layer = scores[index], layers[index]
             labels, mask = layer.labels.to(score.device), layer.mask.to(score.device)
-            terms += layer_loss(score, labels, mask, len(self.evicting_layers))
-        return torch.stack([term.to(self.args.device) for term in terms]).sum()
+            terms += row_losses(score, labels, mask, len(indices))
+        return torch.stack([term.to(self.args.device) for term in terms]).sum(0)
 
     def observe(self, inputs: dict[str, Any], receive: Callable[[int, Targets], None]) -> None:
         """Let the base model read a batch of [`Collator`], as [`observe_targets`] does."""
@@ -215,19 +218,19 @@ def evicting_layers(config: Any) -> list[int]:
 
 
 def recall_metrics(prediction: EvalPrediction, layers: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the recall@10 % of heads and of `knorm`: of each layer, and the mean of those that count.
+    """Return the loss, and the recall@10 % of heads and of `knorm`: of each layer, and the mean of some.
 
     Args:
-        prediction (`EvalPrediction`): Recalls of the heads as predictions and of `knorm` as labels, each of
-            shape `(examples, layers)`.
-        layers (`Sequence[int]`): Those of [`evicting_layers`]: of the others no cache asks for a score. All
-            of them if there are none.
+        prediction (`EvalPrediction`): Recalls of the heads and losses as predictions, of shape `(examples,
+            layers + 1)`; recalls of `knorm` as labels, `(examples, layers)`.
+        layers (`Sequence[int]`): Those of [`evicting_layers`], of which the mean is taken: of the others no
+            cache asks for a score. All of them if there are none.
     """
     # batch by batch with --eval_do_concat_batches false
     batches: tuple[Any, Any] = (prediction.predictions, prediction.label_ids)
-    heads, norms = (torch.as_tensor(np.vstack(recalls)) for recalls in batches)
-    metrics: dict[str, Any] = {}
-    for name, values in (("recall", heads), ("knorm_recall", norms)):
+    found, norms = (torch.as_tensor(np.vstack(rows)) for rows in batches)
+    metrics: dict[str, Any] = {"loss": found[:, -1].mean().item()}
+    for name, values in (("recall", found[:, :-1]), ("knorm_recall", norms)):
         metrics[name] = values[:, list(layers) or slice(None)].mean().item()
         for layer, value in enumerate(values.mean(0).tolist()):
             metrics[f"{name}_layer_{layer}"] = value

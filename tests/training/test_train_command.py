@@ -127,6 +127,7 @@ def test_a_step_has_no_more_prompts_than_an_epoch(text: Path, tmp_path: Path) ->
 def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise: str) -> None:
     steps = ("--max_steps", "2", "--learning_rate", "1e-3", "--layerwise_backward", layerwise)
     steps += ("--save_strategy", "steps", "--save_steps", "1", "--cache_config", '{"backend": "int8"}')
+    steps += ("--per_device_eval_batch_size", "2")  # of three examples: one is read twice
     batch = "--per_device_train_batch_size"
     assert main(["train-locret", *arguments(text, tmp_path / "alone", *steps, batch, "2"), "--no_plots"]) == 0
     alone = load_file(tmp_path / "alone" / "model.safetensors")
@@ -135,9 +136,10 @@ def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise:
     results = [
         json.loads((tmp_path / name / "results.json").read_text())["results"] for name in ("alone", "both")
     ]
-    recalls, likely = (
-        [[row[key] for row in rows if key in row] for rows in results] for key in ("recall", "nll")
+    recalls, losses, likely = (
+        [[row[key] for row in rows if key in row] for rows in results] for key in ("recall", "loss", "nll")
     )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert recalls[0] == pytest.approx(recalls[1], abs=0.02)
     assert likely[0] == pytest.approx(likely[1], abs=1e-6) and len(likely[0]) == 2, "dense and int8"
 

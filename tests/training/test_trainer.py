@@ -91,10 +91,12 @@ def test_accumulated_steps_are_a_larger_batch(layerwise_backward: bool, tmp_path
 
 def test_recall_of_batches_that_are_not_put_together() -> None:
     """As `--eval_do_concat_batches false` leaves them, the last one smaller."""
-    heads, norms = torch.rand(3, 2).numpy(), torch.rand(3, 2).numpy()
-    whole = recall_metrics(EvalPrediction(heads, norms))
-    parts = EvalPrediction([heads[:2], heads[2:]], [norms[:2], norms[2:]])  # type: ignore[arg-type]
-    assert recall_metrics(parts) == whole and whole["recall_layer_1"] == pytest.approx(heads[:, 1].mean())
+    found, norms = torch.rand(3, 3).numpy(), torch.rand(3, 2).numpy()
+    heads, losses = found[:, :2], found[:, 2]
+    whole = recall_metrics(EvalPrediction(found, norms))
+    parts = EvalPrediction([found[:2], found[2:]], [norms[:2], norms[2:]])  # type: ignore[arg-type]
+    assert recall_metrics(parts) == whole and whole["loss"] == pytest.approx(losses.mean())
+    assert whole["recall_layer_1"] == pytest.approx(heads[:, 1].mean())
     assert whole["knorm_recall"] == pytest.approx(norms.mean())
     assert whole["knorm_recall_layer_0"] == pytest.approx(norms[:, 0].mean())
 
