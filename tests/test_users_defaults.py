@@ -21,7 +21,6 @@ from kvcache_plugins.attention import description
 from kvcache_plugins.attention.description import describe
 from kvcache_plugins.eviction.pooling.convolution import pool_evicted
 from kvcache_plugins.eviction.pooling.weights import LayerWeights
-from kvcache_plugins.kernels import cuda_inputs
 from kvcache_plugins.kernels.decoding import decode_side
 from kvcache_plugins.models import rotary
 from kvcache_plugins.testing import tiny_model
@@ -73,7 +72,7 @@ def logits(model: Any, config: dict[str, Any]) -> Tensor:
 
 
 def forget() -> None:
-    for remembered in (description._frequencies, cuda_inputs.rotation_tables, rotary._pairs_neighbours):
+    for remembered in (description._frequencies, rotary._block_tables, rotary._pairs_neighbours):
         remembered.cache_clear()
 
 

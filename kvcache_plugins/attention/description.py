@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.cuda_inputs import rotation_tables
 from ..kernels.layout import FORMATS, MAX_HEAD_DIM, MAX_METADATA, Side, SideLayout
 from ..layers.codec import Codec, RotatedCodec, ScaledCodec, WrappedCodec, code_format_of
 from ..layers.field_layout import side_layout
@@ -97,7 +96,7 @@ def _format_of(stream: Stream) -> _Format:
         codec = outer.inner
     if isinstance(outer, RotatedCodec):
         period, rotary_dim = outer.period, outer.rotary.rotary_dim
-        cos, sin = rotation_tables(outer.rotary, period, device)
+        cos, sin = outer.rotary.block_tables(period, device)
     code_format = code_format_of(codec)
     has_levels = isinstance(codec, NonUniformCodec) and (outer is codec or is_unrotated)
     if has_levels:

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.rotary import Rotary
 from ..quantizers.packing import BLOCK_TOKENS, packed_bytes
 from .layout import FORMATS, Side, SideLayout
 
-__all__ = ["MAX_QUERIES", "is_fast", "on_device", "rotation_tables"]
+__all__ = ["MAX_QUERIES", "is_fast", "on_device"]
 
 MAX_QUERIES = 64
 """Query tokens that one call of `decode_attention` takes."""
@@ -41,14 +40,6 @@ def on_device(side: Side, device: torch.device) -> Side:
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return tensor.to(device)
-
-
-@lru_cache(maxsize=256)
-def rotation_tables(rotary: Rotary, period: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the first `period` positions, as `encode_tokens` takes them."""
-    with torch.inference_mode(False):
-        cos, sin = rotary.tables(torch.arange(period, device="cpu"))
-        return cos.to(device), sin.to(device)
 
 
 def is_fast(dtype: torch.dtype, record_bytes: int, keys: Side, values: Side, shared_bytes: int) -> bool:

@@ -318,13 +318,11 @@ class RotatedCodec(WrappedCodec):
         super().__init__(inner)
         self.rotary = self.turned_by = rotary
         self.period = period
-        self._tables = rotary.tables(torch.arange(period, device="cpu"))
 
     def _turn(self, states: Tensor, position: int, *, undo: bool) -> Tensor:
-        if self._tables[0].device != states.device:
-            self._tables = (self._tables[0].to(states.device), self._tables[1].to(states.device))
+        tables = self.rotary.block_tables(self.period, states.device)
         deltas = torch.arange(position, position + states.shape[2], device=states.device) % self.period
-        cos, sin = (table[deltas] for table in self._tables)
+        cos, sin = (table[deltas] for table in tables)
         return self.rotary.turn(states, cos, -sin if undo else sin)
 
     def encode(self, states: Tensor, position: int, valid: Tensor | None = None) -> Encoded:

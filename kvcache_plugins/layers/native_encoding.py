@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..kernels import cuda_loader, loader
-from ..kernels.cuda_inputs import rotation_tables
 from ..kernels.layout import MAX_HEAD_DIM, MAX_METADATA
 from ..kernels.writing_ops import encode_tokens
 from ..quantizers.packing import BLOCK_TOKENS
@@ -47,7 +46,7 @@ class NativeEncoder:
         self.slabs_at_once = _SLABS_OF_A_LAUNCH if has_many else 1
         self.rotation: tuple[Tensor | None, Tensor | None] = (None, None)
         if self.layout and isinstance(codec, RotatedCodec):
-            self.rotation = rotation_tables(codec.rotary, codec.period, self.device)
+            self.rotation = codec.rotary.block_tables(codec.period, self.device)
 
     def is_for(self, codec: Codec, records: Records) -> bool:
         """Whether what was looked up still holds."""

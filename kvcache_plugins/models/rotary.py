@@ -63,6 +63,13 @@ class Rotary:
         torch.sin(angles, out=sin)
         return cos.to(positions.device), sin.to(positions.device)
 
+    def block_tables(self, period: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the tables of the first `period` positions, fp32 `(period, rotary_dim / 2)`, on a device.
+
+        All layers and caches have the same ones, made once: they are not to be written to.
+        """
+        return _block_tables(self, period, device)
+
     def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
         """Rotate `states` `(B, H, T, D)` by `positions` `(T,)`; negative ones undo positive ones."""
         return self.turn(states, *self.tables(positions))
@@ -93,6 +100,13 @@ def _made(inv_freq: tuple[float, ...], device: torch.device) -> Tensor:
 def _kept(inv_freq: tuple[float, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return _made(inv_freq, device)
+
+
+@lru_cache(maxsize=256)
+def _block_tables(rotary: Rotary, period: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        cos, sin = rotary.tables(torch.arange(period, device="cpu"))
+        return cos.to(device), sin.to(device)
 
 
 _OF_NO_FAMILY = "transformers.configuration_utils"

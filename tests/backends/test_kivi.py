@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
@@ -116,6 +117,24 @@ def test_rotation_is_undone_where_keys_have_a_bias(
     )
     codec = cache.packed_layers[0].key_stream(16).codec
     assert isinstance(codec, RotatedCodec if is_block else AffineCodec)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_tables_of_a_block_are_those_of_all_layers_and_caches(kernel: str) -> None:
+    """`kv_bytes()` does not count them."""
+    model = tiny_model("llama", head_dim=44, num_hidden_layers=3)
+    caches = [
+        kvp.build_cache(model, {"backend": "kivi", "rope_mode": "block", "kernel": kernel}) for _ in range(2)
+    ]
+    for cache in caches:
+        for tokens in torch.arange(3, 123).repeat(1, 3).split([300, 59, 1], dim=1):
+            with torch.inference_mode():
+                model(tokens, **as_argument(cache))
+        assert all(layer.key_stream_.packed_length for layer in cache.packed_layers)
+    tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+    tables = [tensor for tensor in tensors if tensor.shape == (32, 22)]
+    assert len(tables) == 2, "a cosine and a sine"
+    assert not any(table.is_inference() for table in tables)
 
 
 def test_block_without_rotary_embedding_says_so() -> None:
