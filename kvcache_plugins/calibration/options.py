@@ -42,7 +42,7 @@ class CalibrationOptions(ModelOptions):
         q_norm (`bool`): Also fit levels to decode with that keep mean and deviation (Q-Norm).
         seed (`int`): Of the places of the samples.
         target_bits (`float`, *optional*): Choose the precision of every layer so that keys and values of all
-            layers have this many bits on average.
+            packed layers have this many bits on average; one with a window counts as much as one without.
         backend (`str`): For which backend: one of `BACKENDS`.
         precision_samples (`int`): Samples on which a precision is judged.
     """

@@ -42,7 +42,8 @@ def choose_precision(
         samples (`torch.Tensor` of shape `(num_samples, sequence_length)`): Token ids to judge on.
         cache_config (`Mapping`): The backend and its options for all layers, without bits.
         bits (`Sequence[int]`): Numbers of bits to choose from.
-        target_bits (`float`): Mean bits of keys and values of all packed layers, at most.
+        target_bits (`float`): Mean bits of keys and values over all packed layers, at most; one with a window
+            counts as much as one without.
         output (`Path`): Directory to write to.
         settings (`Mapping`): Plain values on which the measurements depend, beside the above.
         progress (`Progress`): Told of every sample.
