@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from .artifacts.files import read_json, read_tensors, write_json, write_tensors
 from .artifacts.folders import replacing
@@ -41,6 +41,7 @@ from .layers.storing import storing
 from .models.decoder import decoder_config, split_model_or_config
 from .models.layer_plan import key_value_heads
 from .models.placement import layer_devices
+from .models.short_windows import ShortWindowLayer
 
 __all__ = ["FORMAT_VERSION", "load_cache", "save_cache"]
 
@@ -252,7 +253,7 @@ def _dense_state(layer_idx: int, layer: Any) -> tuple[dict[str, Tensor], dict[st
         return recurrent_state(layer)
     if next(tensors_in(vars(layer)), None) is None:
         return {}, {}
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+    if type(layer) not in (DynamicLayer, ShortWindowLayer):
         raise UnsupportedOperationError(
             f"save_pretrained: layer {layer_idx}, of type {type(layer).__name__}, may keep more than keys "
             "and values, which is not saved."

@@ -164,7 +164,7 @@ def test_windows_that_are_dense_do_not_grow(options: dict[str, Any], new_tokens:
     told = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
     model.generate(ids, **told, **as_argument(cache), attention_mask=torch.ones_like(ids), pad_token_id=0)
     kinds = [type(layer).__name__ for layer in cache.layers]
-    assert "DynamicSlidingWindowLayer" in kinds
+    assert "ShortWindowLayer" in kinds
     assert kvp.estimate(model, options, 500, new_tokens=new_tokens) == cache.kv_bytes()
 
 

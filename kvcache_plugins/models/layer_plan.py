@@ -67,13 +67,16 @@ class LayerPlan:
         return self.layer_type == "hybrid"
 
     def build_dense(self) -> Any:
-        """Build transformers' own cache layer for this kind of layer."""
+        """Build transformers' own cache layer for this kind of layer, or one that only lets prompts go."""
         return self._dense_class()(**self.dense_kwargs)
 
     def _dense_class(self) -> Any:
-        from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
+        from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicSlidingWindowLayer
 
-        return DYNAMIC_LAYER_TYPE_MAPPING[self.layer_type]
+        from .short_windows import ShortWindowLayer
+
+        found = DYNAMIC_LAYER_TYPE_MAPPING[self.layer_type]
+        return ShortWindowLayer if found is DynamicSlidingWindowLayer else found
 
 
 def plan_layers(

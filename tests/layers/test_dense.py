@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from kvcache_plugins import KVCache, UnsupportedOperationError, build_cache
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.layers.dense import cropped, tokens_seen
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.short_windows import ShortWindowLayer
 from kvcache_plugins.testing import tiny_model
 from tests.models.encoders import encoder_decoder, source
 
@@ -70,10 +71,10 @@ def test_crop_is_of_all_layers_or_of_none() -> None:
     """The last layer, which refuses, comes behind two that would not."""
     model = windowed_model()
     cache = build_cache(model, {"backend": "int8", "skip_layers": [0]})
-    assert [type(layer) for layer in cache.layers[::2]] == [DynamicLayer, DynamicSlidingWindowLayer]
+    assert [type(layer) for layer in cache.layers[::2]] == [DynamicLayer, ShortWindowLayer]
     read(model, cache, ids())
     same = copy.deepcopy(cache)
-    with pytest.raises(UnsupportedOperationError, match=r"crop\(-3\): a DynamicSlidingWindowLayer of this"):
+    with pytest.raises(UnsupportedOperationError, match=r"crop\(-3\): a ShortWindowLayer of this"):
         cache.crop(-3)
     assert lengths(cache) == [LENGTH] * 3
     assert torch.equal(read(model, cache, ids(1)), read(model, same, ids(1)))

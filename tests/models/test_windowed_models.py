@@ -14,6 +14,7 @@ import kvcache_plugins as kvp
 from kvcache_plugins.layers import windowed as windowed_module
 from kvcache_plugins.layers.windowed import WindowedLayer
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
+from kvcache_plugins.models.short_windows import ShortWindowLayer
 from kvcache_plugins.testing import assert_close
 from kvcache_plugins.testing.generation import SCENARIOS, run_scenario
 from kvcache_plugins.testing.models import tiny_model
@@ -149,7 +150,7 @@ def test_beside_layers_that_evict(scorer: str, tmp_path: Path) -> None:
         assert_close("logits", expected, model(more, **as_argument(loaded)).logits, 1e-5)
     skipping = kvp.build_cache(model, options | {"skip_layers": [0, 1]})
     assert skipping.report().dense_layers == {0: "skip_layers", 1: "skip_layers"}
-    assert len(windowed(skipping)) == 1 and type(skipping.layers[0]).__name__ == "DynamicSlidingWindowLayer"
+    assert len(windowed(skipping)) == 1 and type(skipping.layers[0]) is ShortWindowLayer
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
