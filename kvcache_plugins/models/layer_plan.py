@@ -102,6 +102,9 @@ def plan_layers(
             given.
         cross_reason (`str`, *optional*): Why layers that attend to images are not to be packed; they are if
             not given.
+
+    Raises:
+        ValueError: If no layer keeps keys and values (state-space models).
     """
     from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -135,6 +138,11 @@ def plan_layers(
         if plan.dense_reason is None and layer_idx in skipped:
             plan = replace(plan, dense_reason="skip_layers")
         plans.append(plan if layer_idx == of_model else replace(plan, repeats=of_model))
+    if not any(plan.has_keys for plan in plans):
+        raise ValueError(
+            f"Models of type {config.model_type!r} have no layer that keeps keys and values, so there is "
+            "nothing to pack. Allowed for this model is no cache_implementation at all."
+        )
     return plans
 
 

@@ -12,18 +12,18 @@ from transformers import (
     FalconConfig,
     GPTBigCodeConfig,
     Llama4TextConfig,
-    MambaConfig,
     MistralConfig,
     Phi3Config,
 )
 
-from kvcache_plugins import build_cache
+from kvcache_plugins import build_cache, estimate
 from kvcache_plugins.layers.base import PackedLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.decoder import decoder_config
 from kvcache_plugins.models.facts import describe_layers
 from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
 from kvcache_plugins.testing.models import ARCHITECTURES, tiny_model
+from tests.models.families import NAMES, greedy, small_model
 
 SLIDING = "sliding_attention: holds at most 16 tokens already"
 LINEAR = "linear_attention: not a growing key/value cache of full attention"
@@ -109,12 +109,21 @@ def test_a_cache_that_packs_nothing_says_so() -> None:
         build_cache(config, {"backend": "int8"})
 
 
-def test_a_model_without_attention_packs_nothing() -> None:
-    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)
-    with pytest.warns(UserWarning, match=r"'kivi' packs none of the 2 layers of this model: \['linear_att"):
-        build_cache(config, {"backend": "kivi"})
-    with pytest.raises(ValueError, match="MambaConfig has no attention heads"):
-        key_value_heads(config, 0)
+@pytest.mark.parametrize("name", [name for name in ("mamba", "mamba2", "falcon_mamba") if name in NAMES])
+def test_a_model_without_attention_is_refused(name: str) -> None:
+    """Transformers passes its states on by another name, by which no cache of this package is found."""
+    model = small_model(name)
+    cache_config = {"backend": "kivi"}
+    for ask in (
+        lambda: build_cache(model, cache_config),
+        lambda: build_cache(model.config, cache_config),
+        lambda: estimate(model.config, cache_config, 64),
+        lambda: greedy(model, (20,), 2, cache_config),
+    ):
+        with pytest.raises(ValueError, match=rf"type '{name}' have no layer that keeps keys and values"):
+            ask()
+    with pytest.raises(ValueError, match=r"Config has no attention heads"):
+        key_value_heads(model.config, 0)
 
 
 def test_layers_with_heads_of_their_own() -> None:
