@@ -32,6 +32,8 @@ _OF_FURTHER_CALLS = {
     "each of them if it is given cache_implementation='quantized' instead."
 }
 """What to say to users of models whose `generate()` makes several calls of that of transformers."""
+_NOTED = "_is_known_to_kvcache_plugins"
+"""Attribute of a call's own generation configuration, once its cache has been told what there is to tell."""
 
 
 @contextmanager
@@ -83,6 +85,7 @@ def bind_cache(
             if it has nothing that the cache has not seen, or the cache would not be used.
         IncompatibleTransformersError: If the cache that was asked for is not among the arguments.
     """
+    setattr(generation_config, _NOTED, True)
     kv_cache = given_cache(model_kwargs)
     if kv_cache is None or not is_ours(kv_cache):
         _check_found(generation_config)
@@ -167,6 +170,8 @@ def _fill_holes(model_kwargs: dict[str, Any]) -> None:
 def check_prepared(model: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Refuse to read a prompt without the cache of ours that was asked for, or with one that has seen it.
 
+    Nor with one that nothing was told, by a model that prepares its caches in a method of its own.
+
     A prompt whose images its tokens do not match is read whole: its model says then what it thinks of that.
 
     Args:
@@ -179,6 +184,8 @@ def check_prepared(model: Any, input_ids: Any, generation_config: Any, model_kwa
         ValueError: Naming the backend that would be ignored, or what has been seen.
     """
     kv_cache = given_cache(model_kwargs)
+    if kv_cache is not None and is_ours(kv_cache):
+        _check_told(model, generation_config, kv_cache)
     if kv_cache is not None and is_ours(kv_cache) and not getattr(generation_config, "is_assistant", False):
         if holds_both(kv_cache):
             length = begin_text(model, kv_cache, input_ids, model_kwargs)
@@ -190,6 +197,17 @@ def check_prepared(model: Any, input_ids: Any, generation_config: Any, model_kwa
             f"{type(model).__name__} prepares no cache before it generates: cache_config with "
             f"backend={generation_config.cache_config['backend']!r} would be ignored. Allowed is the cache "
             f"itself, as {cache_name()}=kvcache_plugins.build_cache(model, cache_config)."
+        )
+
+
+def _check_told(model: Any, generation_config: Any, kv_cache: Any) -> None:
+    """Refuse a cache that a model has made, or taken, in a method of its own which told it nothing."""
+    prepares = type(model)._prepare_cache_for_generation.__qualname__
+    if not prepares.startswith("GenerationMixin.") and not getattr(generation_config, _NOTED, False):
+        raise ValueError(
+            f"{type(model).__name__} prepares its caches in a method of its own, so that this one of the "
+            f"backend {kv_cache.backend!r} was not told of padding and much else. Allowed for this model's "
+            "generate() are caches of transformers."
         )
 
 

@@ -23,13 +23,28 @@ __all__ = [
 
 WITHOUT_CACHE = frozenset({"flaubert", "openai-gpt", "xlm"})
 """Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
-_OWN_CACHES = frozenset({"minimax", "reformer", "xlnet", "xlstm"})
-"""Families with attention heads that keep their past in a class of their own."""
-_OWN_CROSS_CACHES = frozenset({"blip_text_model"})
-"""Families that put keys of images beside those of text only if the cache they are given is transformers'."""
 _TAKING_CACHES_APART = frozenset({"rag"})
-_FAMILIES_WITHOUT_MASKS = frozenset({"prophetnet"})
-"""Families that attend to padding from the second call on, and read one token in each."""
+_REFUSED = (
+    (WITHOUT_CACHE, "take no cache and read their whole text at every step"),
+    (
+        {"minimax", "reformer", "xlnet", "xlstm"},
+        "keep their past in a class of their own, which transformers cannot exchange",
+    ),
+    (
+        {"blip_text_model"},
+        "would store keys and values of images among those of text in a cache of this package",
+    ),
+    (
+        {"prophetnet"},
+        "attend to padding as soon as a cache holds tokens, which no cache of this package keeps",
+    ),
+    (
+        {"diffusion_gemma_text"},
+        "read keys and values off the layers of their cache, which in one of this package show the newest "
+        "tokens alone",
+    ),
+)
+"""Families of decoders that no cache of this package serves, and what they do."""
 
 
 def split_model_or_config(model_or_config: Any) -> tuple[nn.Module | None, Any]:
@@ -79,7 +94,7 @@ def decoder_config(config: Any) -> Any:
 
     Raises:
         ValueError: For models without a cache, or with one of a class of their own, or two that are not one
-            of each half, and for those that attend to padding.
+            of each half, for those that attend to padding, and for those that read the layers of a cache.
     """
     if is_of_family(config, _TAKING_CACHES_APART):
         raise ValueError(
@@ -87,27 +102,13 @@ def decoder_config(config: Any) -> Any:
             "together again as dense ones. Allowed for this model is no cache_implementation at all."
         )
     decoder = _decoders_half(config)
-    if is_of_family(decoder, WITHOUT_CACHE):
-        raise ValueError(
-            f"Models of type {decoder.model_type!r} take no cache and read their whole text at every step. "
-            "Allowed for this model is no cache_implementation at all."
-        )
-    if is_of_family(decoder, _OWN_CACHES):
-        raise ValueError(
-            f"Models of type {decoder.model_type!r} keep their past in a class of their own, which "
-            "transformers cannot exchange. Allowed for this model is no cache_implementation at all."
-        )
+    for families, what in _REFUSED:
+        if is_of_family(decoder, families):
+            raise ValueError(
+                f"Models of type {decoder.model_type!r} {what}. Allowed for this model is no "
+                "cache_implementation at all."
+            )
     check_loops(decoder)
-    if is_of_family(decoder, _OWN_CROSS_CACHES):
-        raise ValueError(
-            f"Models of type {decoder.model_type!r} would store keys and values of images among those of "
-            "text in a cache of this package. Allowed for this model is no cache_implementation at all."
-        )
-    if is_of_family(decoder, _FAMILIES_WITHOUT_MASKS):
-        raise ValueError(
-            f"Models of type {decoder.model_type!r} attend to padding as soon as a cache holds tokens, which "
-            "no cache of this package keeps. Allowed for this model is no cache_implementation at all."
-        )
     return decoder
 
 
