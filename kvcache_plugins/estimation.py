@@ -18,6 +18,7 @@ from .models.decoder import decoder_config, has_encoder, split_model_or_config
 from .models.layer_plan import (
     LayerPlan,
     encoder_key_value_heads,
+    has_indexer_keys,
     indexer_sizes,
     key_value_heads,
     plan_cross_attention,
@@ -191,8 +192,9 @@ class _States:
             layer.set_prompt_length(tokens)
         shape = key_value_heads(self.config, layer_idx)
         for count in self._counts(layer, tokens, generated):
-            layer.update(*self.of(shape, count))
-            if self.indexer_dim is not None and plan.has_indexer:
+            if not plan.borrows_keys:
+                layer.update(*self.of(shape, count))
+            if self.indexer_dim is not None and plan.has_indexer and has_indexer_keys(self.config, layer_idx):
                 layer.update_indexer(self._empty(count, self.indexer_dim))
         if self.position_dims and plan.has_indexer:
             positions = (self.position_dims, self.batch_size, tokens + generated)

@@ -36,6 +36,7 @@ from .encoder_decoder import KVEncoderDecoderCache, layers_of
 from .errors import ArtifactError, UnsupportedOperationError
 from .layers.base import PackedLayer
 from .layers.counting import tensors_in
+from .layers.indexed import indexed_state, is_indexed, load_indexed_state
 from .layers.recurrent import load_recurrent_state, recurrent_state
 from .layers.storing import storing
 from .models.decoder import decoder_config, split_model_or_config
@@ -253,6 +254,8 @@ def _dense_state(layer_idx: int, layer: Any) -> tuple[dict[str, Tensor], dict[st
         return recurrent_state(layer)
     if next(tensors_in(vars(layer)), None) is None:
         return {}, {}
+    if is_indexed(layer):
+        return indexed_state(layer), {}
     if type(layer) not in (DynamicLayer, ShortWindowLayer):
         raise UnsupportedOperationError(
             f"save_pretrained: layer {layer_idx}, of type {type(layer).__name__}, may keep more than keys "
@@ -269,6 +272,9 @@ def _load_dense_state(layer: Any, tensors: dict[str, Tensor], facts: dict[str, A
         return
     if type(layer) is LinearAttentionLayer:
         load_recurrent_state(layer, tensors, facts)
+        return
+    if is_indexed(layer):
+        load_indexed_state(layer, tensors)
         return
     layer.lazy_initialization(tensors["keys"], tensors["values"])
     layer.keys, layer.values = tensors["keys"], tensors["values"]

@@ -18,15 +18,21 @@ __all__ = ["cropped", "repeat_rows", "select_rows", "tokens_seen"]
 def tokens_seen(layers: Iterable[Any]) -> set[int]:
     """Return how many tokens layers have seen, of those that count any: recurrent ones do not.
 
-    What an indexer has seen counts too: a model hands its keys over before or after the others.
+    What an indexer has seen counts too: a model hands its keys over before or after the others. It counts
+    alone where a layer borrows the others of an earlier layer.
     """
     counting = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
-    seen = {int(layer.get_seq_length()) for layer in counting}
+    seen = {int(layer.get_seq_length()) for layer in counting if not _keeps_indexer_alone(layer)}
     keys, positions = (
         [found for layer in counting if (found := getattr(layer, name, None)) is not None]
         for name in ("indexer_keys", "indexer_position_ids")
     )
     return seen | {states.shape[1] for states in keys} | {states.shape[-1] for states in positions}
+
+
+def _keeps_indexer_alone(layer: Any) -> bool:
+    """Whether transformers' own layer holds keys of an indexer, and no keys and values."""
+    return getattr(layer, "indexer_keys", None) is not None and not layer.is_initialized
 
 
 def cropped(layer: Any, tokens_to_remove: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from .base import PackedLayer
 from .extending import extended
@@ -18,10 +19,11 @@ from .shown import ShownLayer
 from .storing import storing
 from .tail import Tail
 
-__all__ = ["IndexedLayer", "with_indexer"]
+__all__ = ["IndexedLayer", "indexed_state", "is_indexed", "load_indexed_state", "with_indexer"]
 
 _UNBOUNDED = 1 << 62
 _POSITIONS = "indexer_position_ids"
+_KEPT = ("keys", "values", "indexer_keys", _POSITIONS)
 
 
 class IndexedLayer(ShownLayer):
@@ -120,3 +122,22 @@ def with_indexer(layer_class: type[PackedLayer]) -> type[IndexedLayer]:
     """
     made: type[IndexedLayer] = extended(IndexedLayer, layer_class)
     return made
+
+
+def is_indexed(layer: Any) -> bool:
+    """Whether a layer is transformers' own that keeps an indexer's keys."""
+    return type(layer) is DYNAMIC_LAYER_TYPE_MAPPING.get("indexed_attention")
+
+
+def indexed_state(layer: Any) -> dict[str, Tensor]:
+    """Return what transformers' own layer keeps, by name; without keys and values where it borrows those."""
+    return {name: tensor for name in _KEPT if (tensor := getattr(layer, name, None)) is not None}
+
+
+def load_indexed_state(layer: Any, tensors: dict[str, Tensor]) -> None:
+    """Give an empty layer of transformers' own what [`indexed_state`] returned of another."""
+    if "keys" in tensors:
+        layer.lazy_initialization(tensors["keys"], tensors["values"])
+    if "indexer_keys" in tensors:
+        layer.lazy_initialization_indexer(tensors["indexer_keys"])
+    vars(layer).update(tensors)

@@ -14,6 +14,7 @@ __all__ = [
     "caches_latents",
     "dense_reasons",
     "encoder_key_value_heads",
+    "has_indexer_keys",
     "indexer_sizes",
     "key_value_heads",
     "plan_cross_attention",
@@ -24,6 +25,8 @@ __all__ = [
 
 _WINDOWED_KINDS = ("sliding_attention", "chunked_attention")
 _INDEXED = "indexed_attention"
+_BORROWING = "reuse_but_indexer"
+"""transformers' name for what a layer does that keeps its indexer's keys and no others."""
 _FULL_KINDS = ("full_attention", "hybrid", _INDEXED)  # hybrid: beside a recurrent branch
 
 
@@ -40,6 +43,8 @@ class LayerPlan:
         is_cross_attention (`bool`): Whether the layer attends to images, or to what an encoder has read, and
             not to the text.
         repeats (`int`, *optional*): The layer of the model of which this is a further pass (`models.loops`).
+        borrows_keys (`bool`): Whether the layer attends to what an earlier one has cached, and keeps at most
+            keys of an indexer itself.
     """
 
     layer_type: str
@@ -48,6 +53,7 @@ class LayerPlan:
     window: int | None = None
     is_cross_attention: bool = False
     repeats: int | None = None
+    borrows_keys: bool = False
 
     @property
     def has_keys(self) -> bool:
@@ -133,6 +139,11 @@ def plan_layers(
             plan = LayerPlan(kind, dense_kwargs, f"{kind}: chooses among all tokens, so none may be evicted")
         elif kind not in _FULL_KINDS:
             plan = LayerPlan(kind, dense_kwargs, f"{kind}: not a growing key/value cache of full attention")
+        elif _sharing_mode(config, of_model) == _BORROWING:
+            reason = f"{kind}: attends to what an earlier layer has cached"
+            plan = LayerPlan(kind, dense_kwargs, reason, borrows_keys=True)
+        elif caches_latents(config) and not key_value_heads(config, of_model)[2]:
+            plan = LayerPlan(kind, dense_kwargs, f"{kind}: caches latents without rotated keys beside them")
         else:
             plan = LayerPlan(kind, dense_kwargs)
         if plan.dense_reason is None and layer_idx in skipped:
@@ -195,7 +206,8 @@ def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
     """
     layer = _of_layer(config, layer_idx)
     if caches_latents(layer):  # one head of latents and one of rotated keys
-        return 1, layer.kv_lora_rank, layer.qk_rope_head_dim
+        rotates = getattr(layer, "no_rope_layers", None) or {layer_idx: True}
+        return 1, layer.kv_lora_rank, layer.qk_rope_head_dim if rotates[layer_idx] else 0
     heads = query_heads(config, layer_idx)
     kv_heads = getattr(layer, "num_key_value_heads", None)
     if getattr(layer, "new_decoder_architecture", False):
@@ -228,6 +240,12 @@ def indexer_sizes(config: Any) -> tuple[int, int] | None:
     return None
 
 
+def has_indexer_keys(config: Any, layer_idx: int) -> bool:
+    """Whether a layer that has an indexer's choice made it itself, and not an earlier layer."""
+    kinds = getattr(config, "indexer_types", None)
+    return kinds is None or kinds[layer_idx] != "shared"
+
+
 def query_heads(config: Any, layer_idx: int) -> int:
     """Return the number of query heads of a layer.
 
@@ -239,6 +257,13 @@ def query_heads(config: Any, layer_idx: int) -> int:
     if heads is None:
         raise ValueError(f"{type(config).__name__} has no attention heads, so no keys and values to keep.")
     return heads
+
+
+def _sharing_mode(config: Any, layer_idx: int) -> str | None:
+    """Return the word for how a layer shares keys and values with others; `None` if it does not."""
+    modes = getattr(config, "kv_sharing_modes", None)
+    mode: str | None = None if modes is None else modes[layer_idx]
+    return mode
 
 
 def _of_layer(config: Any, layer_idx: int) -> Any:
