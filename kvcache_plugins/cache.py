@@ -229,7 +229,8 @@ class KVCache(SavedCache, CacheVerbs):
         choose_frequencies(model, self, prompt_length, max_cache_length)
         with follow_cache(model, self):
             facts = self._describe(model)
-        if self.undoes_rotation and any(fact.is_rotation_unknown for fact in facts):
+        unknown = [layer for layer in self.packed_layers if facts[layer.layer_idx].is_rotation_unknown]
+        if self.undoes_rotation and unknown:
             warnings.warn(
                 f"The backend {self.backend!r} turns back the rotation of keys, and that of "
                 f"{type(model).__name__} is written in a way of its own, which is not known: its keys are "

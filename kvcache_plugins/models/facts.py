@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from .decoder import decoder_config, decoder_of, split_model_or_config
-from .layer_plan import LayerPlan, key_value_heads
+from .layer_plan import LayerPlan, caches_latents, key_value_heads
 from .origins import forward_names, is_of_family, modeling_files
-from .rotary import Rotary, find_rotary, modeling_module
+from .rotary import Rotary, find_rotary, modeling_module, names_rotation
 
 __all__ = [
     "LayerFacts",
@@ -72,8 +72,8 @@ class LayerFacts:
         rotary (`Rotary`, *optional*): How its keys are rotated.
         has_key_bias (`bool`): Whether the key projection adds a bias.
         key_bias_max (`float`, *optional*): Largest absolute bias of the key projection, where it can be read.
-        is_rotation_unknown (`bool`): Whether its family's keys are rotated, and this model's in a way of its
-            own that is not known.
+        is_rotation_unknown (`bool`): Whether its keys are rotated, by what is said of it or of its family, in
+            a way that is not known.
     """
 
     rotary: Rotary | None = None
@@ -232,6 +232,7 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
     missing = [kind for kind, rotary in rotaries.items() if rotary is None and model is not None]
     known_of_family = {kind for kind in missing if find_rotary(None, config, *kind) is not None}
     attentions = _attention_modules(model) if model is not None else {}
+    named = _rotating_layers(model) if missing and model is not None and not caches_latents(config) else set()
     facts = []
     for layer_idx, kind in enumerate(kinds):
         modules = attentions.get(layer_idx, [])
@@ -242,9 +243,16 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
         else:
             has_bias, largest = _config_has_key_bias(config), None
         rotary = rotaries.get(kind) if rotates else None
-        is_unknown = rotates and rotary is None and kind in known_of_family
+        seems_to = kind in known_of_family or (kind in missing and layer_idx in named)
+        is_unknown = rotates and rotary is None and seems_to
         facts.append(LayerFacts(rotary, has_bias, largest, is_unknown))
     return facts + [facts[plan.repeats] for plan in plans if plan.repeats is not None]
+
+
+def _rotating_layers(model: nn.Module) -> set[int]:
+    """Indices of the layers whose attention is written with names of a rotation."""
+    numbered = ((getattr(module, "layer_idx", None), module) for module in model.modules())
+    return {index for index, module in numbered if isinstance(index, int) and names_rotation(module)}
 
 
 def _theta(config: Any, layer_idx: int) -> float | None:
@@ -296,6 +304,9 @@ def _uses_rotary(attention: nn.Module | None, config: Any, layer_idx: int, layer
     if getattr(config, "alibi", False):  # Falcon then has a rotary module and does not call it
         return False
     if not getattr(config, "use_mem_rope", True):  # Zamba2
+        return False
+    of_kinds = getattr(config, "rope_parameters", None) or {}
+    if layer_type in of_kinds and of_kinds[layer_type] is None:  # Beam
         return False
     if is_of_family(config, {"granitemoehybrid"}) and config.position_embedding_type != "rope":
         return False

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ from .frequencies import attribute_of
 from .layer_plan import caches_latents
 from .origins import class_names, forward_names
 
-__all__ = ["Rotary", "find_rotary", "modeling_module", "rotary_module"]
+__all__ = ["Rotary", "find_rotary", "modeling_module", "names_rotation", "rotary_module"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class Rotary:
     """The rotation of one layer's keys.
 
     Args:
-        inv_freq (`tuple[float, ...]`): Radians per position for each channel pair; `2 * len(inv_freq)`
-            leading channels rotate, the others pass through.
+        inv_freq (`tuple[float, ...]`): Radians per position for each channel pair, negative where the second
+            channel turns towards the first; `2 * len(inv_freq)` leading channels rotate, the others pass
+            through.
         interleaved (`bool`): Whether pairs are `(2i, 2i + 1)` instead of `(i, i + n / 2)`.
     """
 
@@ -154,13 +157,14 @@ def find_rotary(
     holder = rotary_module(model) if model is not None else _build_rotary_module(config)
     if holder is not None and any(buffer.is_meta for buffer in holder.buffers()):  # a model without data
         holder = _build_rotary_module(config)
-    if holder is None:
+    names = _names_of_attention(model, config)
+    layout = _layout_of(names)
+    inv_freq = None if holder is None else _inverse_frequencies(holder, layer_type)
+    if inv_freq is None and "create_sinusoidal_positions" in names:
+        inv_freq = _sinusoidal_frequencies(config)
+    if layout is None or inv_freq is None or 2 * inv_freq.numel() > head_dim:
         return None
-    interleaved = _layout_is_interleaved(model, config)
-    inv_freq = _inverse_frequencies(holder, layer_type)
-    if interleaved is None or inv_freq is None or 2 * inv_freq.numel() > head_dim:
-        return None
-    return Rotary(tuple(doubled(inv_freq).tolist()), interleaved)
+    return Rotary(tuple((layout.sense * doubled(inv_freq)).tolist()), layout.interleaved)
 
 
 def _inverse_frequencies(holder: nn.Module, layer_type: str | None) -> Tensor | None:
@@ -171,6 +175,14 @@ def _inverse_frequencies(holder: nn.Module, layer_type: str | None) -> Tensor | 
         if isinstance(found, Tensor) and found.dim() == 1 and not found.is_meta:
             return found
     return None
+
+
+def _sinusoidal_frequencies(config: Any) -> Tensor | None:
+    """Those that GPT-J and CodeGen make their tables of sines with."""
+    if (channels := getattr(config, "rotary_dim", None)) is None:
+        return None
+    exponents = torch.arange(0, channels, 2, dtype=torch.float64, device="cpu") / channels
+    return torch.pow(10000.0, -exponents)
 
 
 def rotary_module(model: nn.Module) -> nn.Module | None:
@@ -208,26 +220,63 @@ def _names_of_attention(model: nn.Module | None, config: Any) -> dict[str, Any]:
     return vars(source) if source is not None else {}
 
 
-def _layout_is_interleaved(model: nn.Module | None, config: Any) -> bool | None:
-    """Tell the pairing by the `rotate_half` that attention is written with; `None` if it has none known."""
-    names = _names_of_attention(model, config)
-    rotate_half = names.get("rotate_half")
-    if rotate_half is None:  # imported, perhaps, with what calls it
-        applied = names.get("apply_rotary_pos_emb")
-        rotate_half = getattr(applied, "__globals__", {}).get("rotate_half")
-    if rotate_half is not None:
-        return _pairs_neighbours(rotate_half)
+def names_rotation(attention: nn.Module) -> bool:
+    """Whether what an attention module calls, or looks up, has names as have what rotates keys."""
+    functions = (vars(kind).get("forward") for kind in type(attention).__mro__ if kind is not nn.Module)
+    codes = (getattr(inspect.unwrap(each), "__code__", None) for each in functions if each is not None)
+    names = {name for code in codes for name in getattr(code, "co_names", ())}
+    return any("rotary" in name or "rotate" in name for name in names)
+
+
+class _Layout(NamedTuple):
+    """Which channels make a pair, and which way it turns.
+
+    Args:
+        interleaved (`bool`): As of [`Rotary`].
+        sense (`float`): 1 where positions turn the first channel towards the second, else -1 (NanoChat).
+    """
+
+    interleaved: bool
+    sense: float
+
+
+def _layout_of(names: dict[str, Any]) -> _Layout | None:
+    """Tell the layout by the function that attention is written with; `None` if it has none known."""
+    turn = names.get("rotate_half") or names.get("rotate_every_two")
+    if turn is None:  # imported, perhaps, with what calls it
+        turn = getattr(names.get("apply_rotary_pos_emb"), "__globals__", {}).get("rotate_half")
+    if turn is None and "freqs_cis" in _parameters(names.get("apply_rotary_emb")):
+        turn = _turn_by_complex(names["apply_rotary_emb"])
+    if turn is not None:
+        return _layout_by_ramp(turn)
     if str(names.get("__name__")).rsplit(".", 1)[-1] == "modeling_gpt_oss":
-        return False  # splits in halves, without the helper
+        return _Layout(False, 1.0)  # splits in halves, without the helper
     return None
 
 
+def _parameters(function: Any) -> Collection[str]:
+    return inspect.signature(function).parameters if inspect.isfunction(function) else ()
+
+
 @cache
-def _pairs_neighbours(rotate_half: Callable[[Tensor], Tensor]) -> bool | None:
-    """Tell by a ramp whether pairs are neighbours, or one in each half; `None` if they are neither."""
+def _turn_by_complex(apply: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Any:
+    """What a function that multiplies with complex numbers makes of `(B, T, H, D)` and a quarter turn."""
+
+    def turn(states: Tensor) -> Tensor:
+        quarters = torch.full((*states.shape[:2], states.shape[3] // 2), 1j, device=states.device)
+        return apply(states, states, quarters)[0]
+
+    return turn
+
+
+@cache
+def _layout_by_ramp(turn: Callable[[Tensor], Tensor]) -> _Layout | None:
+    """Tell by what a quarter turn makes of a ramp; `None` if that is nothing known."""
     ramp = torch.arange(1.0, 9.0, device="cpu").view(1, 1, 1, 8)
-    turned = rotate_half(ramp).flatten().tolist()
-    return {
-        (-5.0, -6.0, -7.0, -8.0, 1.0, 2.0, 3.0, 4.0): False,
-        (-2.0, 1.0, -4.0, 3.0, -6.0, 5.0, -8.0, 7.0): True,
-    }.get(tuple(turned))
+    turned = turn(ramp)
+    for layout in (_Layout(*each) for each in itertools.product((False, True), (1.0, -1.0))):
+        sines = torch.full((1, 4), layout.sense, device="cpu")
+        known = Rotary((0.0,) * 4, layout.interleaved).turn(ramp, torch.zeros_like(sines), sines)
+        if torch.equal(turned, known):
+            return layout
+    return None

@@ -14,9 +14,10 @@ from kvcache_plugins.layers.padding import Padding
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary import Rotary
 from kvcache_plugins.testing.comparison import assert_close
-from kvcache_plugins.testing.generation import run_scenario
+from kvcache_plugins.testing.generation import padded_prompt, run_scenario
 from kvcache_plugins.testing.models import tiny_model
 from tests.eviction.feeding import bound_cache, chunks_of, feed, ids, mask_of, model_of, real_positions
+from tests.models.families import NAMES, greedy, small_model
 from tests.reference.eviction import Call, Policy, run_compactly, run_with_evictions
 
 METHODS: dict[str, tuple[dict[str, Any], Policy]] = {
@@ -142,6 +143,21 @@ def test_other_caches_of_the_model_are_left_alone() -> None:
 def test_what_compact_positions_cannot_go_with(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=f"positions='compact'.*{match}"):
         bound_cache(model_of(), {"backend": "knorm", "budget": 24, "positions": "compact", **options}, 77)
+
+
+@pytest.mark.parametrize("name", [n for n in ("codegen", "gptj", "llama4_text", "nanochat") if n in NAMES])
+@torch.no_grad()
+def test_rotations_written_in_other_ways(name: str) -> None:
+    """Of one layer: its keys depend on a token and its place alone, so that of what is kept has the same."""
+    own = {"no_rope_layers": [1], "layer_types": ["full_attention"]} if name == "llama4_text" else {}
+    model = small_model(name, num_hidden_layers=1, **own)
+    compact = {"backend": "streaming_llm", "budget": 40, "chunk_size": None, "positions": "compact"}
+    generated, logits, _ = greedy(model, (120,), 3, compact)
+    tokens = padded_prompt((120,))["input_ids"]
+    kept = torch.cat([tokens[:, :4], tokens[:, -36:], generated], dim=1)
+    expected = model(kept).logits[:, -3:-1]
+    assert (expected - model(torch.cat([tokens, generated], dim=1)).logits[:, -3:-1]).abs().max() > 0.01
+    torch.testing.assert_close(logits[:, 1:], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])

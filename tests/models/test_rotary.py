@@ -21,7 +21,7 @@ from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.decoder import decoder_config
 from kvcache_plugins.models.facts import LayerFacts, describe_layers
 from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
-from kvcache_plugins.models.rotary import Rotary, _pairs_neighbours, find_rotary, modeling_module
+from kvcache_plugins.models.rotary import Rotary, _layout_by_ramp, find_rotary, modeling_module
 from kvcache_plugins.testing.models import tiny_model
 from tests.models.families import NAMES, small_model
 
@@ -83,7 +83,7 @@ def test_a_model_without_data_says_the_same(name: str) -> None:
     model = tiny_model(name)
     expected = [facts.rotary for facts in described(model)]
     assert any(expected)
-    _pairs_neighbours.cache_clear()
+    _layout_by_ramp.cache_clear()
     with torch.device("meta"):  # as models that are too large to be made are
         empty = AutoModelForCausalLM.from_config(model.config)
         assert [facts.rotary for facts in described(empty)] == expected
@@ -119,9 +119,23 @@ def test_keys_that_are_not_rotated(name: str) -> None:
         assert [facts.rotary for facts in described(model, from_config=from_config)] == [None, None]
 
 
-@pytest.mark.parametrize("name", ["codegen", "gptj"])
-def test_a_layout_nobody_knows_is_none_rather_than_a_guess(name: str) -> None:
-    assert described(tiny_model(name))[0].rotary is None
+def test_a_layout_nobody_knows_is_none_rather_than_a_guess() -> None:
+    """RoFormer turns keys, and values if told so, in a method of its attention."""
+    model = small_model("roformer")
+    assert all(facts.rotary is None and facts.is_rotation_unknown for facts in described(model))
+    cache = build_cache(model, {"backend": "kvquant", "calibration": "normal_float"})
+    with pytest.warns(UserWarning, match="that of RoFormerForCausalLM is written in a way of its own"):
+        cache.bind(model)
+
+
+@pytest.mark.parametrize("name", ["beam", "jamba", "nemotron_h"])
+def test_layers_that_do_not_rotate_hide_nothing(name: str) -> None:
+    """Of Beam only the windows rotate; the files of the others have functions that nothing calls."""
+    if name not in NAMES:
+        pytest.skip("this release of transformers does not have it")
+    facts = described(small_model(name))
+    assert not any(fact.is_rotation_unknown for fact in facts)
+    assert [fact.rotary is not None for fact in facts] == [name == "beam", *[False] * (len(facts) - 1)]
 
 
 @pytest.mark.parametrize("from_config", [False, True])
@@ -154,6 +168,7 @@ LAYERS = ["full_attention"] * 4
 PREFIX = {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("afmoe", {}),
+    "codegen": ("codegen", {}),
     "cohere2": ("cohere2", {}),
     "cohere2 without windows": ("cohere2", {"layer_types": LAYERS}),
     "cohere2_moe": ("cohere2_moe", {}),
@@ -167,10 +182,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": ("granitemoehybrid", {}),
     "granitemoehybrid without": ("granitemoehybrid", {"position_embedding_type": "nope"}),
     "granitemoehybrid with": ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    "gptj": ("gptj", {}),
     "internlm3": ("internlm3", {}),
     "iquestcoder": ("iquestcoder", {}),
     "kolibri1": ("kolibri1", {}),
+    "llama4": ("llama4_text", {"no_rope_layers": [1, 0, 1, 0]}),
     "modernbert-decoder": ("modernbert-decoder", {}),
+    "nanochat": ("nanochat", {}),
     "zamba2": ("zamba2", {}),
     "zamba2 with": ("zamba2", {"use_mem_rope": True}),
 }
@@ -318,6 +336,37 @@ def test_keys_of_a_repeated_token_become_constant(name: str) -> None:
         assert (unrotated - unrotated[:, :, :1]).abs().max() <= 2e-5 * scale
         if name == "gpt_oss":
             break  # what its sink logits take depends on the position, so the next layer is not constant
+
+
+@pytest.mark.parametrize("from_config", [False, True])
+@pytest.mark.parametrize(
+    ("name", "channels", "interleaved", "sense"),
+    [
+        ("codegen", 8, True, 1),
+        ("gptj", 8, True, 1),
+        ("llama4_text", 16, True, 1),
+        ("nanochat", 16, False, -1),
+    ],
+)
+def test_rotations_written_in_other_ways(
+    name: str, channels: int, interleaved: bool, sense: int, from_config: bool
+) -> None:
+    """By tables of sines, by complex numbers, and the other way round."""
+    if name not in NAMES:
+        pytest.skip("this release of transformers does not have it")
+    model = small_model(name)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.full((1, 16), 7), **as_argument(cache))
+    for layer, facts in zip(cache.layers, described(model, from_config=from_config), strict=True):
+        keys, rotary = layer.keys, facts.rotary
+        if rotary is not None:
+            assert (rotary.rotary_dim, rotary.interleaved) == (channels, interleaved)
+            assert rotary.inv_freq[0] == sense
+            assert (keys - keys[:, :, :1]).abs().max() > 0.1 * keys.abs().max()
+            keys = rotary.rotate(keys, -torch.arange(keys.shape[2]))
+        assert (keys - keys[:, :, :1]).abs().max() <= 2e-5 * keys.abs().max()
+    assert described(model, from_config=from_config)[0].rotary is not None
 
 
 # -- the rotation itself
