@@ -110,14 +110,14 @@ def test_hybrid_models() -> None:
     assert "torch x1" in text and "dense x3" in text
 
 
-def test_what_a_window_still_holds_of_a_prompt_it_holds_in_a_dense_cache_too() -> None:
+def test_windows_that_stay_dense_weigh_as_much_on_both_sides() -> None:
     model = tiny_model("gemma2", num_hidden_layers=4)
     cache = filled(model, {"backend": "int8", "skip_layers": [3]}, (100,))
-    report, token = cache.report(), 2 * 2 * 32 * 4
+    report, token, windows = cache.report(), 2 * 2 * 32 * 4, 2 * 16
     assert cache.layers[0].keys.shape[2] in (15, 16)
-    assert report.dense_bytes == 4 * 100 * token
+    assert report.dense_bytes == (2 * 100 + windows) * token
     lengths = 2 * 8  # a tensor in each of the windows
-    assert report.kv_bytes == cache.packed_layers[0].kv_bytes + 3 * 100 * token + lengths
+    assert report.kv_bytes == cache.packed_layers[0].kv_bytes + (100 + windows) * token + lengths
 
 
 def test_why_layers_are_read_by_torch() -> None:

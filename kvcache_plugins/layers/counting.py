@@ -33,8 +33,11 @@ def dense_size(layer: Any) -> tuple[int, int]:
             values += per_token * part.held_length
             num_bytes += per_token * part.dense_length * part.dtype.itemsize
     exact = [tensor for tensor in tensors_beside(layer) if tensor.is_floating_point()]
+    values += sum(tensor.numel() for tensor in exact)
+    if isinstance(layer, PackedLayer):  # whose memory may have room for more
+        return values, num_bytes + sum(tensor.nbytes for tensor in exact)
     # whole storages: what a window still holds of its last call, it would hold in any cache
-    return values + sum(tensor.numel() for tensor in exact), num_bytes + bytes_of(exact)
+    return values, num_bytes + bytes_of(exact)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
