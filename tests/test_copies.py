@@ -95,6 +95,10 @@ def test_copies_of_what_was_computed_with_gradients(family: str, backend: str) -
         expected = model(tokens[:, :5], **as_argument(untouched)).logits
     cache = kvp.build_cache(model, GRADIENTS[backend])
     model(tokens, **as_argument(cache))
+    with torch.inference_mode():
+        kept = copy.deepcopy(cache)
+    with torch.no_grad():
+        assert torch.equal(model(tokens[:, :5], **as_argument(kept)).logits, expected)
     for copied in (copy.deepcopy(copy.deepcopy(cache)), cache):
         got = model(tokens[:, :5], **as_argument(copied)).logits
         assert torch.equal(got, expected)

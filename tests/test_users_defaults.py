@@ -72,8 +72,11 @@ def logits(model: Any, config: dict[str, Any]) -> Tensor:
 
 
 def forget() -> None:
-    for remembered in (description._frequencies, rotary._block_tables, rotary._pairs_neighbours):
-        remembered.cache_clear()
+    remembered = (
+        description._frequencies, rotary._block_tables, rotary._layout_by_ramp, rotary._turn_by_complex,
+    )  # fmt: skip
+    for one in remembered:
+        one.cache_clear()
 
 
 @functools.cache

@@ -18,7 +18,7 @@ __all__ = ["FiniteLogits", "refuse_wrong"]
 class FiniteLogits(LogitsProcessor):
     """Lets all logits of a `generate()` pass and looks for such as are no numbers.
 
-    A logit of minus infinity is one: of a token that must not come.
+    A logit of minus infinity is one, of a token that must not come; but not if none may.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class FiniteLogits(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._predictions += len(scores)
-        wrong = (scores.isnan() | scores.isposinf()).any(-1)
+        wrong = (scores.isnan() | scores.isposinf()).any(-1) | scores.isneginf().all(-1)
         self._wrong = self._wrong + wrong.sum()  # a tensor: no step waits for a GPU
         return scores
 

@@ -134,13 +134,16 @@ def step_deviation(device: torch.device) -> str | None:
     head_dim, new = 64, 3
     rotary = Rotary(tuple(0.9**i for i in range(head_dim // 2)))
     rotation = tuple(table.to(device) for table in rotary.tables(torch.arange(32)))
-    for name, nbits, granularity in (
-        ("affine", 4, per_channel_group(32)),
-        ("affine", 3, per_token_group(32)),
-        ("symmetric", 8, per_token_head()),
-        ("e5m2", 8, per_token_head()),
+    for name, nbits, granularity, turning in (
+        ("affine", 4, per_channel_group(32), rotation),
+        ("affine", 4, per_channel_group(32), ()),
+        ("affine", 4, per_token_head(), ()),
+        ("affine", 3, per_token_group(32), rotation),
+        ("symmetric", 8, per_token_head(), rotation),
+        ("e5m2", 8, per_token_head(), rotation),
     ):
         keys, offset = _encode_layout(name, nbits, granularity, head_dim)
+        keys[6] = int(not turning)
         values, record_bytes = _encode_layout(name, nbits, granularity, head_dim, offset)
         tails = [torch.randn(_ROWS, _HEADS, 80, head_dim).to(device) for _ in range(4)]
         states = [torch.randn(_ROWS, _HEADS, new, head_dim).to(device) for _ in range(2)]
@@ -150,12 +153,12 @@ def step_deviation(device: torch.device) -> str | None:
         for write, first, count, slot in ((62, 1, 64, 64), (65, 66, 2, 127))[: 1 + (granularity.tokens == 1)]:
             key_plan, value_plan = ([write, first, count, slot, *layout] for layout in (keys, values))
             done = append_tokens(
-                records[0], states[0], states[1], tails[0], tails[1], key_plan, value_plan, *rotation
+                records[0], states[0], states[1], tails[0], tails[1], key_plan, value_plan, *turning
             )
             for tail, given, layout in zip(tails[2:], states, (keys, values), strict=True):
                 tail[:, :, write : write + new] = given
-                due, turning = tail[:, :, first : first + count], rotation if layout is keys else ()
-                done &= encode_tokens(records[1], due, layout is keys, layout, slot, *turning)
+                due, turned = tail[:, :, first : first + count], turning if layout is keys else ()
+                done &= encode_tokens(records[1], due, layout is keys, layout, slot, *turned)
             if not done:
                 return f"a step of {name} was refused"
             if not all(map(torch.equal, [records[0], *tails[:2]], [records[1], *tails[2:]])):

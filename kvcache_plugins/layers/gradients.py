@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedOperationError
+from .storing import storing
 
 __all__ = ["copies_to_take", "refusing_gradients"]
 
@@ -58,10 +59,12 @@ def copies_to_take(tensors: Iterable[Tensor]) -> dict[int, Any]:
     """
     found: dict[int, Any] = {}
     for tensor in tensors:
-        if tensor.grad_fn is not None:
-            copied = tensor.detach().clone()
-            # not what a function returns, which is a view that nothing may be written to
-            found[id(tensor)] = (
-                refusing_gradients(copied, tensor).clone() if torch.is_grad_enabled() else copied
-            )
+        if tensor.grad_fn is None:
+            continue
+        with storing():
+            copied = tensor.clone()
+        if torch.is_grad_enabled():
+            # not what the function returns, which is a view that nothing may be written to
+            copied = refusing_gradients(copied, tensor).clone()
+        found[id(tensor)] = copied
     return found

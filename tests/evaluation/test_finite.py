@@ -86,5 +86,6 @@ def test_what_is_looked_for() -> None:
     logits.check(INT8, model)
     for number in (math.nan, math.inf):
         logits(ids, scores.index_fill(1, torch.tensor([2]), number)[:1])
-    with pytest.raises(NotFiniteError, match="2 of 4 predictions"):
+    logits(ids, torch.full_like(scores, -math.inf)[:1])
+    with pytest.raises(NotFiniteError, match="3 of 5 predictions"):
         logits.check(INT8, model)

@@ -21,7 +21,13 @@ from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.decoder import decoder_config
 from kvcache_plugins.models.facts import LayerFacts, describe_layers
 from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
-from kvcache_plugins.models.rotary import Rotary, _layout_by_ramp, find_rotary, modeling_module
+from kvcache_plugins.models.rotary import (
+    Rotary,
+    _layout_by_ramp,
+    _turn_by_complex,
+    find_rotary,
+    modeling_module,
+)
 from kvcache_plugins.testing.models import tiny_model
 from tests.models.families import NAMES, small_model
 
@@ -84,6 +90,7 @@ def test_a_model_without_data_says_the_same(name: str) -> None:
     expected = [facts.rotary for facts in described(model)]
     assert any(expected)
     _layout_by_ramp.cache_clear()
+    _turn_by_complex.cache_clear()
     with torch.device("meta"):  # as models that are too large to be made are
         empty = AutoModelForCausalLM.from_config(model.config)
         assert [facts.rotary for facts in described(empty)] == expected

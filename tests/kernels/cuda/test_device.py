@@ -320,6 +320,31 @@ def test_a_step_in_a_graph() -> None:
     assert torch.equal(got, attend_handles(query, key, value, AttentionOptions()))
 
 
+@pytest.mark.cuda(simulated=False)
+@pytest.mark.parametrize("waits", [False, True], ids=["copies", "another-stream"])
+def test_a_step_in_a_graph_behind_what_is_no_kernel(waits: bool) -> None:
+    """Which it may not overtake, though it begins early behind kernels."""
+    codes = CODES["4bit-token"]
+    case = Case(codes, 3, *due_cases(codes, 3)[0]).to("cuda")
+    _, expected, expected_tails = case.run(append_tokens)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        here = torch.cuda.current_stream()
+        records, tails = torch.empty_like(case.records), [torch.empty_like(tail) for tail in case.tails]
+        side.wait_stream(here)
+        with torch.cuda.stream(side if waits else here):
+            for to, of in zip((records, *tails), (case.records, *case.tails), strict=True):
+                to.copy_(of)
+        here.wait_stream(side)
+        append_tokens(records, *case.states, *tails, *case.plans(), *case.preparation)
+    for _ in range(3):
+        for tensor in (records, *tails):
+            tensor.zero_()
+        graph.replay()
+        for pair in zip((records, *tails), (expected, *expected_tails), strict=True):
+            assert torch.equal(*pair)
+
+
 @pytest.mark.parametrize("name", ["kivi-default", "kivi-2bit-block", "int8-default", "kvquant-default"])
 def test_layers_that_follow_each_other_at_once(name: str) -> None:
     """No kernel of torch's comes between what appends, attends and merges: early launches meet our own."""

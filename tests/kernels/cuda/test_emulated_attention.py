@@ -320,11 +320,10 @@ def test_rotation_inside_blocks(nbits: int, interleaved: bool, rotary_dim: int, 
 
 @pytest.mark.parametrize("nbits", [2, 3, 4, 8])
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_groups(nbits: int, group: int, interleaved: bool, head_dim: int) -> None:
+def test_groups(nbits: int, group: int, head_dim: int) -> None:
     options = {"backend": "kivi", "nbits": nbits, "q_group_size": group, "residual_length": 128}
-    layer = build_layer(options, 400, head_dim=head_dim, dtype=torch.float16, interleaved=interleaved)
+    layer = build_layer(options, 400, head_dim=head_dim, dtype=torch.float16)
     check(*step(layer, 1, 4), AttentionOptions(), fast=True)
     check(*step(layer, 3, 4), AttentionOptions(is_causal=True), fast=True)
 

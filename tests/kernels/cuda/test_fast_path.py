@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,18 @@ def test_the_mirror_is_true(name: str, head_dim: int, monkeypatch: pytest.Monkey
         check(query, key, value, AttentionOptions())
         was_fast = emulation.products() > before
         assert is_fast(torch.float16, record_bytes, keys, values, shared_bytes) == was_fast
+
+
+def test_channels_of_which_halves_lie_together_are_not_for_tensor_cores() -> None:
+    """No layer packs keys with metadata of channels so, but for such as must be turned."""
+    layer = build_layer({"backend": "kivi"}, 300, head_dim=128, dtype=torch.float16)
+    _, key, value = step(layer, 1, 4)
+    keys, values = describe(key.tokens), describe(value.tokens)
+    assert keys is not None and values is not None
+    record_bytes = layer.records.data.shape[3]
+    for interleaved in (1, 0):
+        side = replace(keys, layout=keys.layout._replace(interleaved=interleaved))
+        assert is_fast(torch.float16, record_bytes, side, values, SHARED_BYTES[0]) == bool(interleaved)
 
 
 @pytest.mark.parametrize(

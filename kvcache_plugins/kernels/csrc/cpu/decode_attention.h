@@ -37,7 +37,7 @@ struct Side {
   int32_t group_tokens;    // tokens sharing a metadata row, 1 to 64
   int32_t width;           // metadata entries per row: 1, head_dim / group, or head_dim
   int32_t metadata_bytes;  // 2: fp16, 4: fp32
-  int32_t interleaved;     // rotary pairs are neighbours (order of key codes)
+  int32_t interleaved;     // pairs of channels that key codes are laid out by, those of rotations too, are neighbours
   int64_t codes_offset;    // bytes from the start of a record
   int64_t scale_offset;    // -1: `static_scale` instead; scales are never negative
   int64_t minimum_offset;  // -1: none
