@@ -140,6 +140,9 @@ class Stream:
 
     def decode(self, start: int, stop: int) -> Tensor:
         """Decode packed tokens `[start, stop)`: fp32 `(B, H, stop - start, D)`, sinks exact."""
+        data = self.records.data
+        if data.is_meta:  # of shapes alone, as in `_pack`
+            return data.new_empty(*data.shape[:2], stop - start, self.head_dim, dtype=torch.float32)
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
         unpack = self._unpack(self.records.codes(self.side, first, last))
         metadata = {

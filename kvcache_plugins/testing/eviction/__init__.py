@@ -5,6 +5,7 @@ tiny model reads prompts of two and more budgets in chunks, and generates:
 
 * the budget is kept, exactly; sinks and the newest tokens stay; every token is where it was in the text;
 * what is kept is what the model gave, bit for bit, or its codes, and stands in `report()`;
+* `estimate` predicts the bytes of it, over every storage;
 * `generate()` does what a loop by hand does; a budget that nothing exceeds is the dense cache;
 * a row of a padded batch keeps what it would keep alone, and pads go first;
 * rows are reordered, selected and repeated, tokens cropped or refused, a cache moved, copied, reset, saved
@@ -27,10 +28,13 @@ from __future__ import annotations
 
 from .batches import BatchConformance
 from .keeping import KeepingConformance
+from .predicting import PredictionConformance
 from .verbs import EvictedVerbConformance
 
 __all__ = ["EvictionConformance"]
 
 
-class EvictionConformance(KeepingConformance, BatchConformance, EvictedVerbConformance):
+class EvictionConformance(
+    KeepingConformance, BatchConformance, EvictedVerbConformance, PredictionConformance
+):
     """Tests of one evicting backend; `cache_config` says which, and with what options beside the budget."""
