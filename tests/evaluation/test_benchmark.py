@@ -20,6 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvcache_plugins import capacity
 from kvcache_plugins.cli import main
 from kvcache_plugins.estimation import MOST_NEW_TOKENS, estimate
 from kvcache_plugins.evaluation.caches import new_cache
@@ -814,6 +815,30 @@ def test_what_cannot_be_predicted_is_told_before_anything_is_measured(
     options = GenerationOptions(cache_config=[], lengths=[64, 128], preset="tiny", device="cpu")
     with pytest.raises(ValueError, match="budget must be something else"):
         generation_speed.measure_generation(options)
+
+
+def test_layers_that_take_no_shapes_are_measured_without_a_prediction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(config: Any, cache_config: dict[str, Any], *others: Any, **told: Any) -> int:
+        if cache_config != DENSE:
+            raise NotImplementedError("nonzero\n  of a meta tensor")
+        return 1000
+
+    monkeypatch.setattr(memory_prediction, "estimate", refuse)
+    monkeypatch.setattr(capacity, "estimate", refuse)
+    monkeypatch.setattr(generation_rounds, "run_job", _answer)
+    options = GenerationOptions(
+        cache_config=[{"backend": "int8"}], lengths=[64], memory_gb=0.1, preset="tiny", device="cpu"
+    )
+    document = generation_speed.measure_generation(options)
+    check_document(document)
+    dense, int8 = document["results"]
+    said = "not predicted: NotImplementedError: nonzero of a meta tensor"
+    assert "note" not in dense and int8["note"] == document["largest_context"][1]["note"] == said
+    assert (int8["kv_bytes"], int8["estimated_kv_bytes"], int8["estimated_peak_bytes"]) == (250, None, None)
+    assert f"{int8['label']}, 64 tokens, batch of 1: {said}" in speed_tables.footnotes(document)
+    speed_tables.generation_table(document)
 
 
 # ---- the largest context ----

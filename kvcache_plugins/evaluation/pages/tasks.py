@@ -172,6 +172,7 @@ TASKS: dict[str, TaskView] = {
             ("peak_memory_bytes", "peak of the process", "bytes"),
             ("device_peak_bytes", "peak of the device", "bytes"),
             *_END,
+            ("note", "note", "any"),
         ),
         speed=(
             ("ms_per_token", "milliseconds per token, median"),

@@ -13,7 +13,7 @@ from ....runs.progress import Progress, silent
 from ..devices import machine_bytes
 from ..options import DTYPES, GenerationOptions
 from ..outcomes import Outcomes
-from .memory_prediction import longest_context, predicted_bytes, prompt_and_new_tokens
+from .memory_prediction import longest_context, not_predicted, predicted_bytes, prompt_and_new_tokens
 from .process import DidNotFitError, WorkerError, make_job, peak_above_model, run_job
 
 __all__ = ["largest_contexts"]
@@ -87,8 +87,8 @@ def _entry(
         return entry | {"note": "offloaded: most of it rests in the host's memory, which is not bounded"}
     try:
         tokens = longest_context(config, cache_config, limit - model_bytes, batch_size, dtype)
-    except (ValueError, NotImplementedError) as error:  # everything has been measured, and is not lost
-        return entry | {"note": f"not predicted: {error}"}
+    except Exception as error:  # everything has been measured, and is not lost
+        return entry | {"note": not_predicted(error)}
     if tokens is None:
         return entry | {"note": "any length fits"}
     entry["tokens"] = tokens

@@ -16,7 +16,13 @@ from ....registry import get_backend
 from ....runs.labels import DENSE
 from ....transformers_caches import names_quantized_cache
 
-__all__ = ["longest_context", "predicted_bytes", "predicted_peak_bytes", "prompt_and_new_tokens"]
+__all__ = [
+    "longest_context",
+    "not_predicted",
+    "predicted_bytes",
+    "predicted_peak_bytes",
+    "prompt_and_new_tokens",
+]
 
 _NEW_TOKENS = 8
 """Tokens generated at the end of a context: enough to read the cache, few enough to be quick."""
@@ -140,3 +146,10 @@ def prompt_and_new_tokens(tokens: int) -> tuple[int, int]:
     """Split a context: the tokens of a prompt, and those to generate for the cache to be given `tokens`."""
     new_tokens = min(_NEW_TOKENS, tokens)
     return tokens + 1 - new_tokens, new_tokens  # the last generated one is never given to it
+
+
+def not_predicted(error: Exception) -> str:
+    """Say in a note why there is no prediction; of what is no wrong option, its kind, too."""
+    said = " ".join(str(error).split())
+    kind = "" if isinstance(error, ValueError) and said else type(error).__name__
+    return f"not predicted: {': '.join(filter(None, (kind, said)))}"

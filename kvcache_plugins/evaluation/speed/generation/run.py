@@ -26,7 +26,7 @@ from ..options import DTYPES, GenerationOptions
 from ..outcomes import Outcomes
 from ..timing import Spread
 from .largest_context import largest_contexts
-from .memory_prediction import predicted_bytes, predicted_peak_bytes
+from .memory_prediction import not_predicted, predicted_bytes, predicted_peak_bytes
 from .process import peak_above_model
 from .rounds import Rounds
 from .worker import model_config
@@ -139,23 +139,40 @@ _MEASURED = (
 def _predictions(
     config: Any, options: GenerationOptions, cache_config: dict[str, Any], length: int, batch_size: int
 ) -> dict[str, Any]:
-    """Begin a row with what is known without measuring."""
+    """Begin a row with what is known without measuring.
+
+    Layers of a third party may take no tensors without data. Their bytes are then not predicted, as a `note`
+    says, and they are measured all the same.
+
+    Raises:
+        ValueError: On a wrong option.
+    """
     # a decoder with an encoder begins with one token of its own
     begun_with, encoder_tokens = (1, length) if config.is_encoder_decoder else (length, None)
     new_tokens = options.max_new_tokens
     dtype = getattr(torch, DTYPES[options.dtype])
-    return {
+    row: dict[str, Any] = {
         "cache_config": cache_config,
         "label": cache_label(cache_config),
         "length": length,
         "batch_size": batch_size,
-        "estimated_kv_bytes": predicted_bytes(
-            config, cache_config, begun_with, batch_size, dtype, encoder_tokens, new_tokens
-        ),
-        "estimated_peak_bytes": predicted_peak_bytes(
-            config, cache_config, length, new_tokens, batch_size, dtype
-        ),
+        "estimated_kv_bytes": None,
+        "estimated_peak_bytes": None,
     }
+    try:
+        row["estimated_kv_bytes"] = predicted_bytes(
+            config, cache_config, begun_with, batch_size, dtype, encoder_tokens, new_tokens
+        )
+        row["estimated_peak_bytes"] = predicted_peak_bytes(
+            config, cache_config, length, new_tokens, batch_size, dtype
+        )
+    except ValueError:
+        raise
+    except Exception as error:
+        if cache_config == DENSE:
+            raise  # with which all others are compared
+        row["note"] = not_predicted(error)
+    return row
 
 
 def _measured(answers: list[dict[str, Any]]) -> dict[str, Any]:
