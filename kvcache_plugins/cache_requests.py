@@ -23,6 +23,10 @@ __all__ = [
     "own_choice",
 ]
 
+_DEFAULT_BACKEND = "quanto"
+"""What transformers takes where a `cache_config` names no backend."""
+_ORDINARY = "dynamic"
+"""The `cache_implementation` that turns any other choice off, that of a saved configuration too."""
 _SOFT_PROMPT_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
 
 
@@ -39,25 +43,23 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
     """
     implementation = getattr(generation_config, "cache_implementation", None)
     cache_config = getattr(generation_config, "cache_config", None)
-    if (kv_cache := given_cache(model_kwargs)) is not None:
-        _check_one_cache(model, generation_config, kv_cache)
-    elif implementation is None:
-        _check_not_forgotten(model, cache_config)
-    if implementation != "quantized" or cache_config is None:
-        return
-    if not isinstance(cache_config, Mapping):
+    is_dict = isinstance(cache_config, Mapping)
+    if cache_config is not None and not is_dict and implementation != _ORDINARY:
         raise ValueError(
             "`cache_config` must be a plain dict such as {'backend': 'kivi', 'nbits': 4}, got "
             f"{cache_config!r} ({type(cache_config).__name__})."
         )
-    if "backend" not in cache_config:
-        _check_names_of_default(cache_config)
+    if (kv_cache := given_cache(model_kwargs)) is not None:
+        _check_one_cache(model, generation_config, kv_cache)
+    elif implementation not in ("quantized", _ORDINARY):
+        _check_looked_at(model, implementation, cache_config)
+    if implementation != "quantized" or cache_config is None:
+        return
+    if str(cache_config.get("backend", _DEFAULT_BACKEND)).lower() in TRANSFORMERS_BACKENDS:
+        _check_names_of_transformers(cache_config)
         return
     backend = cache_config["backend"]
-    if str(backend).lower() in TRANSFORMERS_BACKENDS:
-        return
-    not_its_own = ("backend", *LEGACY_OPTIONS)
-    own = {name: value for name, value in cache_config.items() if name not in not_its_own}
+    own = {name: value for name, value in _without_legacy(cache_config).items() if name != "backend"}
     get_backend(backend).config_class.check_names(own)
     if not model._supports_default_dynamic_cache():  # transformers then ignores `cache_implementation`
         raise ValueError(
@@ -77,19 +79,26 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
     check_use(model, generation_config, f"cache_implementation='quantized' with backend={backend!r}")
 
 
-def _check_names_of_default(cache_config: Mapping[Any, Any]) -> None:
-    """Refuse options without a backend that are none of transformers' default: a name may be misspelt."""
+def _check_names_of_transformers(cache_config: Mapping[Any, Any]) -> None:
+    """Refuse options that no cache of transformers' own has; one without a backend may misspell its name."""
     from transformers.cache_utils import QuantizedCache
 
     parameters = list(inspect.signature(QuantizedCache.__init__).parameters)
     known = [name for name in parameters if name not in ("self", "backend", "config")]
     for name in cache_config:
-        if name not in (*known, "config", *LEGACY_OPTIONS):
+        if name in (*known, "backend", "config", *LEGACY_OPTIONS):
+            continue
+        if "backend" in cache_config:
             raise ValueError(
-                f"cache_config names no 'backend', and {name!r} is no option of transformers' default, "
-                f"'quanto', which are {known}.{suggest(str(name), ['backend'])} Got {dict(cache_config)!r}; "
-                f"allowed is a 'backend' of {[*list_backends(), *TRANSFORMERS_BACKENDS]}."
+                f"cache_config: {name!r} is no option of transformers' own cache, the backend "
+                f"{cache_config['backend']!r}.{suggest(str(name), known)} Its options are {known}, got "
+                f"{name}={cache_config[name]!r}."
             )
+        raise ValueError(
+            f"cache_config names no 'backend', and {name!r} is no option of transformers' default, "
+            f"{_DEFAULT_BACKEND!r}, which are {known}.{suggest(str(name), ['backend'])} Got "
+            f"{dict(cache_config)!r}; allowed is a 'backend' of {[*list_backends(), *TRANSFORMERS_BACKENDS]}."
+        )
 
 
 def check_batching(model: Any, generation_config: Any, options: Mapping[str, Any] | None = None) -> None:
@@ -126,22 +135,32 @@ def _names_another(cache_config: Any) -> bool:
     return backend is not None and str(backend).lower() not in TRANSFORMERS_BACKENDS
 
 
+def _is_own_choice(model: Any, cache_config: Mapping[Any, Any]) -> bool:
+    """Whether a `cache_config` is that of the model's own configuration, and not of the call."""
+    own: Any = own_choice(model)[1]  # in copies of a configuration, dtypes are words
+    return isinstance(own, Mapping) and _without_legacy(own) == _without_legacy(cache_config)
+
+
+def _without_legacy(cache_config: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in cache_config.items() if key not in LEGACY_OPTIONS}
+
+
 def _check_one_cache(model: Any, generation_config: Any, kv_cache: Any) -> None:
     """Refuse options of one cache beside another, which transformers would use without them.
 
     Those of the model's own configuration are of the caches that are not given.
     """
     cache_config: Any = getattr(generation_config, "cache_config", None)
-    is_given = isinstance(cache_config, Mapping) and cache_config != own_choice(model)[1]
+    is_given = isinstance(cache_config, Mapping) and not _is_own_choice(model, cache_config)
     if not is_given or getattr(generation_config, "is_assistant", False):
         return
     if is_ours(kv_cache):
         what = f"a cache of the backend {kv_cache.backend!r}"
-    elif names_ours(cache_config):
+    elif _names_another(cache_config) and not _names_dense(cache_config):
         what = f"a {type(kv_cache).__name__}"
     else:
         return
-    options = {key: value for key, value in cache_config.items() if key not in LEGACY_OPTIONS}
+    options = _without_legacy(cache_config)
     backend = options.pop("backend", None)
     is_same = is_ours(kv_cache) and str(backend).lower() == kv_cache.backend
     if not is_same or type(kv_cache.config).from_dict(options) != kv_cache.config:
@@ -151,15 +170,29 @@ def _check_one_cache(model: Any, generation_config: Any, kv_cache: Any) -> None:
         )
 
 
-def _check_not_forgotten(model: Any, cache_config: Any) -> None:
-    """Refuse a backend of ours without the word that has transformers look at `cache_config` at all."""
-    if not names_ours(cache_config) or own_choice(model)[0] == "quantized":
-        return  # None was given to turn the model's own choice off
+def _check_looked_at(model: Any, implementation: str | None, cache_config: Mapping[Any, Any] | None) -> None:
+    """Refuse a backend without the word that has transformers look at `cache_config` at all."""
+    if cache_config is None or not _names_another(cache_config):
+        return
+    if own_choice(model)[0] == "quantized" and _is_own_choice(model, cache_config):
+        return  # another implementation was given to turn that off
+    if implementation is None and _names_dense(cache_config):
+        return  # that is what it will be
+    get_backend(cache_config["backend"])  # an unknown name fails here, naming the closest
+    others = "cache_implementation is None, or 'hybrid', which transformers takes for that"
+    also = ""
+    if implementation is not None:
+        others = f"cache_implementation={implementation!r} is another cache, of transformers' own"
+        also = f", or {implementation!r} with cache_config=None"
     raise ValueError(
-        f"cache_config names the backend {cache_config['backend']!r}, which would be ignored: "
-        "cache_implementation is None, or 'hybrid', which transformers takes for that. Allowed is "
-        "cache_implementation='quantized'."
+        f"cache_config names the backend {cache_config['backend']!r}, which would be ignored: {others}. "
+        f"Allowed is cache_implementation='quantized'{also}."
     )
+
+
+def _names_dense(cache_config: Mapping[Any, Any]) -> bool:
+    """Whether a `cache_config` means the ordinary cache, as those of tables and result files may."""
+    return str(cache_config["backend"]).lower() == "dense"
 
 
 def names_ours(cache_config: Any) -> bool:

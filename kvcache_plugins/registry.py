@@ -192,6 +192,12 @@ def get_backend(name: str) -> type[KVCache]:
                 f"The backend {name!r} is transformers' own, built by `generate()` and by "
                 f"`QuantizedCache({key!r}, config)`. Allowed here are {list_backends()}."
             )
+        elif key == "dense":
+            raise ValueError(
+                f"The backend {name!r} is what tables and result files call the ordinary cache of "
+                "transformers: leave out cache_implementation and cache_config, and generate() has it. "
+                f"Allowed here are {list_backends()}."
+            )
         else:
             allowed = [*list_backends(), *TRANSFORMERS_BACKENDS]
             raise ValueError(

@@ -33,6 +33,7 @@ from transformers import (
     MiniMaxForCausalLM,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
+    StaticCache,
     XLMConfig,
     XLMWithLMHeadModel,
 )
@@ -235,6 +236,48 @@ def test_hybrid_is_no_word_for_it(model: Any, no_forward: None) -> None:
 
 
 @pytest.mark.parametrize(
+    "implementation", ["static", "offloaded", "offloaded_static", "sliding_window", "hybrid_chunked"]
+)
+def test_a_backend_beside_another_implementation_is_refused(
+    model: Any, no_forward: None, implementation: str
+) -> None:
+    run = functools.partial(model.generate, INPUTS, max_new_tokens=4, cache_implementation=implementation)
+    message = rf"'kivi', which would be ignored: cache_implementation='{implementation}'.*cache_config=None"
+    with pytest.raises(ValueError, match=message):
+        run(cache_config={"backend": "kivi"})
+    with pytest.raises(ValueError, match=r"Unknown cache backend 'kivvi'\. Did you mean 'kivi'"):
+        run(cache_config={"backend": "kivvi"})
+    with pytest.raises(ValueError, match=r"must be a plain dict .*, got 'kivi' \(str\)"):
+        run(cache_config="kivi")
+
+
+def test_an_unknown_backend_that_nothing_would_look_at_is_refused(model: Any, no_forward: None) -> None:
+    run = functools.partial(model.generate, INPUTS, max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"Unknown cache backend 'kivvi'\. Did you mean 'kivi'"):
+        run(cache_config={"backend": "kivvi"})
+    with pytest.raises(ValueError, match=r"given a DynamicCache, .*ignored: .*'kivvi'"):
+        run(cache_config={"backend": "kivvi"}, **as_argument(DynamicCache(config=model.config)))
+    for given in ({}, as_argument(DynamicCache(config=model.config))):
+        with pytest.raises(ValueError, match=r"must be a plain dict .*, got 'kivi' \(str\)"):
+            run(cache_config="kivi", **given)
+
+
+def test_what_files_call_dense_is_the_ordinary_cache(model: Any, no_forward: None) -> None:
+    for run in (generate, kvp.build_cache):
+        with pytest.raises(ValueError, match=r"'Dense' is what .*leave out cache_implementation"):
+            run(model, {"backend": "Dense"})
+
+
+@pytest.mark.parametrize("backend", ["quanto", "HQQ", "fp8"])
+def test_options_that_transformers_does_not_have(model: Any, no_forward: None, backend: str) -> None:
+    message = rf"'skip_layers' is no option of transformers' own cache, the backend '{backend}'\. Its options"
+    with pytest.raises(ValueError, match=rf"{message} are \['nbits', .*, got skip_layers=\[0\]"):
+        generate(model, {"backend": backend, "nbits": 4, "skip_layers": [0]})
+    with pytest.raises(ValueError, match=r"Did you mean 'q_group_size'\?"):
+        generate(model, {"backend": backend, "group_size": 32})
+
+
+@pytest.mark.parametrize(
     ("cache_config", "message"),
     [
         ({"Backend": "kivi", "nbits": 2}, r"'Backend' is no option.* Did you mean 'backend'\?.*'kivi'"),
@@ -345,12 +388,15 @@ def test_a_backend_is_no_mistake_where_another_cache_is_chosen(model: Any) -> No
     settings = {"max_new_tokens": 2, "return_dict_in_generate": True}
     run, ours = functools.partial(model.generate, INPUTS, **settings), {"backend": "kivi"}
     assert type(cache_of(run(cache_config=ours, cache_implementation="dynamic"))) is DynamicCache
-    assert type(cache_of(run(cache_config={"backend": "quanto"}))) is DynamicCache  # not ours to judge
+    for not_ours in ("quanto", "dense"):  # to judge
+        assert type(cache_of(run(cache_config={"backend": not_ours}))) is DynamicCache
     given = kvp.build_cache(model, ours)
     same = {"backend": "KIVI", "nbits": 4, "device": "cpu"}  # its own options
     assert cache_of(run(cache_config=same, **as_argument(given))) is given
     dense = DynamicCache(config=model.config)
-    assert cache_of(run(cache_config={"backend": "quanto"}, **as_argument(dense))) is dense
+    for not_ours in ("quanto", "dense"):
+        dense.reset()
+        assert cache_of(run(cache_config={"backend": not_ours}, **as_argument(dense))) is dense
     default = tiny_model("llama")
     default.generation_config.cache_implementation, default.generation_config.cache_config = "quantized", ours
     other = kvp.build_cache(default, {"backend": "int8"})  # what a model was saved with is for other calls
@@ -358,8 +404,14 @@ def test_a_backend_is_no_mistake_where_another_cache_is_chosen(model: Any) -> No
         other.reset()
         assert cache_of(default.generate(INPUTS, **as_argument(other), **options)) is other
     assert isinstance(cache_of(default.generate(INPUTS, **settings)), kvp.KIVICache)
-    turned_off = default.generate(INPUTS, cache_implementation=None, **settings)
-    assert type(cache_of(turned_off)) is DynamicCache
+    for other_kind, found in ((None, DynamicCache), ("dynamic", DynamicCache), ("static", StaticCache)):
+        turned_off = default.generate(INPUTS, cache_implementation=other_kind, **settings)
+        assert type(cache_of(turned_off)) is found
+    with pytest.raises(ValueError, match=r"'int8', which would be ignored: cache_implementation='static'"):
+        default.generate(INPUTS, cache_implementation="static", cache_config={"backend": "int8"}, **settings)
+    saved = GenerationConfig(cache_implementation="quantized", cache_config=ours, **settings)
+    saved.cache_implementation = "dynamic"
+    assert type(cache_of(model.generate(INPUTS, saved))) is DynamicCache
 
 
 @pytest.mark.parametrize("is_given", [False, True], ids=["", "given"])
