@@ -35,6 +35,8 @@ __all__ = [
 KERNELS = ("auto", "torch", "native")
 _LARGEST = 2**31 - 1  # positions have 32 bits
 _LAYER = re.compile("-?[0-9]{1,9}")
+_TRUTHS_OF_NUMPY = (("numpy", "bool"), ("numpy", "bool_"))
+"""What numpy 2 and numpy 1 call their truth values, which are no numbers to Python."""
 _Self = TypeVar("_Self", bound="BackendConfig")
 
 
@@ -54,6 +56,8 @@ def plain(value: Any) -> Any:
     Options travel through JSON, which knows no others. Whatever is not a number is returned as it is.
     """
     kind = type(value)
+    if (kind.__module__, kind.__name__) in _TRUTHS_OF_NUMPY:
+        return bool(value)
     if kind is dict:
         return {plain(key): plain(item) for key, item in value.items()}
     if kind in (list, tuple, set, frozenset):
@@ -264,6 +268,7 @@ class BackendConfig:
     def for_layer(self: _Self, layer_idx: int, num_layers: int) -> _Self:
         """Return the options of one layer, `layer_overrides` applied."""
         merged: dict[str, Any] = {}
+        names: list[str] = []
         allowed = sorted(set(self.option_names()) - self.per_cache)
         for key, override in self.layer_overrides.items():
             name = f"{type(self).__name__}.layer_overrides[{key!r}]"
@@ -289,7 +294,22 @@ class BackendConfig:
                         f"Allowed is one of them, got {option}={value!r}."
                     )
             merged.update(override)
-        return replace(self, **merged, layer_overrides={}, skip_layers=()) if merged else self
+            names.append(name)
+        if not merged:
+            return self
+        options = {**self.not_inherited(merged), **merged}
+        try:
+            return replace(self, **options, layer_overrides={}, skip_layers=())
+        except ValueError as error:
+            raise ValueError(f"{' and '.join(names)}: {error}") from error
+
+    def not_inherited(self, override: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a layer has in place of options that mean nothing with its own ones.
+
+        Args:
+            override (`Mapping`): The options that are given for the layer, which win over these.
+        """
+        return {}
 
     def check_overrides(self, dense_reasons: Sequence[str | None]) -> None:
         """Refuse `layer_overrides` of layers that are left dense with or without them.

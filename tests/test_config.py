@@ -116,9 +116,10 @@ def test_numbers_of_numpy_are_stored_as_pythons() -> None:
 
 
 def test_only_numbers_are_made_plain() -> None:
-    values = [True, 3, 0.5, "1", None, np.bool_(True), np.zeros(2), object(), 1j]
+    values = [True, 3, 0.5, "1", None, np.zeros(2), np.zeros(2, dtype=bool), object(), 1j]
     for value, found in zip(values, plain(values), strict=True):
         assert found is value
+    assert plain(np.bool_(True)) is True and plain([np.bool_(False)]) == [False]
     assert type(plain(np.float64(0.5))) is float
 
 
@@ -304,8 +305,26 @@ def test_a_layer_of_very_many_digits() -> None:
 
 def test_a_wrong_value_in_an_override() -> None:
     config = ShelfConfig(layer_overrides={"1": {"nbits": 5}})
-    with pytest.raises(ValueError, match=r"nbits must be one of \(2, 4, 8\), got 5"):
+    named = r"ShelfConfig\.layer_overrides\['1'\]"
+    with pytest.raises(ValueError, match=rf"^{named}: ShelfConfig\.nbits must be one of \(2, 4, 8\), got 5"):
         config.for_layer(1, 2)
+    twice = ShelfConfig(layer_overrides={"1": {"smooth": 2}, "-1": {"residual_length": 8}})
+    with pytest.raises(ValueError, match=rf"^{named} and .*\['-1'\]: ShelfConfig\.smooth must be a number"):
+        twice.for_layer(1, 2)
+
+
+def test_a_layer_does_not_inherit_what_its_own_options_leave_without_meaning() -> None:
+    groups = {"granularity": "group", "q_group_size": 16}
+    config_class: Any = get_backend("int8").config_class
+    config = config_class(**groups, layer_overrides={"0": {"granularity": "head"}, "1": {"sink_length": 4}})
+    assert config.for_layer(0, 3).granularity == "head"
+    assert [config.for_layer(layer, 3).q_group_size for layer in (1, 2)] == [16, 16]
+    asked_for = config_class(layer_overrides={"0": {"granularity": "head", "q_group_size": 16}})
+    with pytest.raises(ValueError, match=r"layer_overrides\['0'\]: .*q_group_size is for granularity='gr"):
+        asked_for.for_layer(0, 3)
+    config_class = get_backend("float8").config_class
+    config = config_class(scale="head", calibration="x", layer_overrides={"0": {"scale": "token_head"}})
+    assert [config.for_layer(layer, 2).calibration for layer in (0, 1)] == [None, "x"]
 
 
 def test_bits_of_keys_and_values() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,9 @@ class Float8Config(BackendConfig):
                 "Float8Config.calibration is needed for scale='head' and scale='tensor', and only for these; "
                 f"got scale={self.scale!r}, calibration={self.calibration!r}."
             )
+
+    def not_inherited(self, override: Mapping[str, Any]) -> dict[str, Any]:
+        return {"calibration": None} if override.get("scale") == "token_head" else {}
 
     @property
     def sqnr_floor_db(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,10 @@ class Int8Config(BackendConfig):
                 f"Int8Config.calibration has static scales for granularity in {_STATIC_GRANULARITIES}; got "
                 f"granularity={self.granularity!r}, calibration={self.calibration!r}."
             )
+
+    def not_inherited(self, override: Mapping[str, Any]) -> dict[str, Any]:
+        has_groups = override.get("granularity", "group") == "group"
+        return {} if has_groups else {"q_group_size": type(self).q_group_size}
 
     @property
     def packs_single_tokens(self) -> bool:
