@@ -56,7 +56,8 @@ class EvictingConfig(BackendConfig):
             "fraction": 0.125}`, LoCoCo's convolution with trained weights (`eviction.pooling.weights` says
             how to make the file). Only without a `storage`, and with absolute positions.
         residual_length (`int`, *optional*): Newest tokens the storage keeps exact, in place of its own
-            default; refused without a storage, which keeps all of them so.
+            default; refused without a storage, which keeps all of them so, and beside another one's in
+            `storage`.
     """
 
     budget: int | float | None = field(default=None, metadata={"shown": "required"})
@@ -123,9 +124,14 @@ class EvictingConfig(BackendConfig):
                     f"{type(self).__name__}.storage takes no {name!r}: give it beside `storage`, got "
                     f"{self.storage[name]!r}."
                 )
-        if self.residual_length is not None:
-            options["residual_length"] = self.residual_length
         given = f"{type(self).__name__}.storage={dict(self.storage)!r}"
+        if self.residual_length is not None:
+            if options.get("residual_length", self.residual_length) != self.residual_length:
+                raise ValueError(
+                    f"{given} has another residual_length than the one beside it, {self.residual_length}. "
+                    "Allowed is one of the two."
+                )
+            options["residual_length"] = self.residual_length
         name = options.pop("backend")
         try:
             config_class = get_backend(name).config_class

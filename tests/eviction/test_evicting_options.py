@@ -59,6 +59,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "window-of-no-storage-in-one-layer": (
         {"layer_overrides": {"0": {"residual_length": 8}}}, r"residual_length is the exact window",
     ),
+    "window-twice": (
+        {"storage": {"backend": "int8", "residual_length": 6}, "residual_length": 4},
+        r"storage=.*'residual_length': 6} has another residual_length than the one beside it, 4\. Allowed is",
+    ),
+    "window-twice-in-one-layer": (
+        {
+            "storage": {"backend": "int8", "residual_length": 6},
+            "layer_overrides": {"1": {"residual_length": 4}},
+        },
+        r"layer_overrides\['1'\]: .* has another residual_length than the one beside it, 4",
+    ),
     "storage-unknown": ({"storage": {"backend": "int5"}}, r"int5.*int4|int4.*int5"),
     "storage-text": ({"storage": "int8"}, r"storage must be a dict .* or None, got 'int8'"),
     "storage-nameless": ({"storage": {"nbits": 4}}, r"storage must be a dict .* got \{'nbits': 4\}"),
