@@ -25,7 +25,7 @@ def most_tokens(
     memory_bytes: int,
     batch_size: int = 1,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     encoder_tokens: int | None = None,
     new_tokens: int = 1,
 ) -> int | None:
@@ -43,7 +43,8 @@ def most_tokens(
         cache_config (`dict`): As for `generate`; `{"backend": "dense"}` is transformers' own cache.
         memory_bytes (`int`): What the cache may take.
         batch_size (`int`): Rows.
-        dtype (`torch.dtype`, *optional*): Of the states; the model's, else the configuration's, else bf16.
+        dtype (`torch.dtype | str`, *optional*): Of the states, also by a name such as `"bf16"`; the model's,
+            else the configuration's, else bf16.
         encoder_tokens (`int`, *optional*): States per row that the encoder hands to the decoder, where there
             is one; the prompt is then the decoder's.
         new_tokens (`int`): Tokens generated after the prompt.

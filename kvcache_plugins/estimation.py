@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .building import build_cache
 from .config import check_length, plain
+from .dtype_names import floating_dtype
 from .encoder_decoder import layers_of
 from .layers.base import PackedLayer
 from .layers.counting import bytes_of, owned_tensors
@@ -41,7 +42,7 @@ def estimate(
     tokens: int,
     batch_size: int = 1,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_cache_length: int | None = None,
     encoder_tokens: int | None = None,
     new_tokens: int = 1,
@@ -69,7 +70,8 @@ def estimate(
             `{"backend": "dense"}` predicts its ordinary cache.
         tokens (`int`): Tokens per row; of an evicting cache, those of a prompt that has just been read.
         batch_size (`int`): Rows.
-        dtype (`torch.dtype`, *optional*): Of the states; the model's, else the configuration's, else bf16.
+        dtype (`torch.dtype | str`, *optional*): Of the states, also by a name such as `"bf16"`; the model's,
+            else the configuration's, else bf16.
         max_cache_length (`int`, *optional*): Tokens the cache is known to hold in the end, as `generate()`
             tells it; room is then made for these and no more.
         encoder_tokens (`int`, *optional*): States per row that the encoder hands to the decoder, where there
@@ -82,7 +84,8 @@ def estimate(
 
     Raises:
         UnavailableCacheError: If transformers has no such cache for this model, or lacks a package for it.
-        ValueError: On a wrong option, a count that is not positive, or none for an encoder.
+        ValueError: On a wrong option, a count that is not positive, none for an encoder, a dtype that is not
+            of floating-point numbers, or a length that is less than the tokens.
     """
     tokens, batch_size, new_tokens = (
         _count(name, value)
@@ -90,6 +93,12 @@ def estimate(
     )
     encoder_tokens = None if encoder_tokens is None else _count("encoder_tokens", encoder_tokens)
     max_cache_length = check_length("estimate: max_cache_length", max_cache_length)
+    given = tokens + new_tokens - 1
+    if max_cache_length is not None and max_cache_length < given:
+        raise ValueError(
+            f"estimate: max_cache_length must be at least {given}, the tokens and all new ones but the last, "
+            f"got {max_cache_length}."
+        )
     if new_tokens > MOST_NEW_TOKENS:
         raise ValueError(f"estimate: new_tokens must be at most {MOST_NEW_TOKENS}, got {new_tokens}.")
     model, whole = split_model_or_config(model_or_config)
@@ -104,12 +113,13 @@ def estimate(
     config = decoder_config(whole)
     if dtype is None:
         dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
+    dtype = floating_dtype("estimate: dtype", dtype)
     if names_quantized_cache(cache_config):
         return _quantized_bytes(
             whole, cache_config, tokens, new_tokens - 1, _States(config, batch_size, dtype)
         )
     if max_cache_length is None and new_tokens > 1:
-        max_cache_length = tokens + new_tokens - 1
+        max_cache_length = given
     plans = plan_layers(config)
     cross_plans = plan_cross_attention(config) if reads_encoder else []
     if isinstance(cache_config, Mapping) and str(cache_config.get("backend")).lower() == "dense":

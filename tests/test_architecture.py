@@ -14,9 +14,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A unit may import units to its left (and itself). Backends are reached by name through the registry only.
 ORDER = (
-    "errors", "undoing", "fresh_processes", "compilation", "device_dtypes", "registry", "config",
-    "quantizers", "models", "kernels", "layers", "attention", "report", "artifacts", "saved", "cache",
-    "encoder_decoder", "building", "persistence", "transformers_caches", "estimation", "capacity",
+    "errors", "undoing", "fresh_processes", "compilation", "device_dtypes", "dtype_names", "registry",
+    "config", "quantizers", "models", "kernels", "layers", "attention", "report", "artifacts", "saved",
+    "cache", "encoder_decoder", "building", "persistence", "transformers_caches", "estimation", "capacity",
     "eviction", "retaining", "backends", "prompt_chunks", "runs", "evaluation", "calibration", "training",
     "encoder_calls", "cache_requests", "generation_calls", "assistant_calls", "integration", "testing",
     "cli", "__init__", "__main__",

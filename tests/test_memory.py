@@ -103,6 +103,29 @@ def test_estimate_takes_counts_of_numpy() -> None:
         kvp.estimate(CONFIG, {"backend": "int8"}, 10, max_cache_length=0)
 
 
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", "torch.bfloat16"])
+def test_a_dtype_may_be_named(name: str) -> None:
+    expected = kvp.estimate(CONFIG, {"backend": "int8"}, 100, dtype=torch.bfloat16)
+    assert kvp.estimate(CONFIG, {"backend": "int8"}, 100, dtype=name) == expected
+    assert kvp.most_tokens(CONFIG, {"backend": "int8"}, expected, dtype=name) == 128  # of whole blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "int8", "bf", "", 16, float])
+def test_states_are_of_floating_point_numbers(dtype: Any) -> None:
+    for options in ({"backend": "dense"}, {"backend": "int8"}, {"backend": "quanto"}):
+        for predict in (kvp.estimate, kvp.most_tokens):
+            with pytest.raises(ValueError, match="dtype must be a floating-point dtype such as") as failure:
+                predict(CONFIG, options, 10**6, dtype=dtype)
+            assert repr(dtype) in str(failure.value)
+
+
+def test_a_final_length_is_no_less_than_what_comes() -> None:
+    for options in ({"backend": "dense"}, {"backend": "int8"}, {"backend": "knorm", "budget": 64}):
+        kvp.estimate(CONFIG, options, 100, new_tokens=9, max_cache_length=108)
+        with pytest.raises(ValueError, match=r"max_cache_length must be at least 108, .*, got 107\."):
+            kvp.estimate(CONFIG, options, 100, new_tokens=9, max_cache_length=107)
+
+
 def test_a_known_final_length_is_allocated_once() -> None:
     cache = kvp.build_cache(CONFIG, {"backend": "int8"}, max_cache_length=1500)
     layer = cache.layers[0]

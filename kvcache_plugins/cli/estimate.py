@@ -6,11 +6,12 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from ..dtype_names import floating_dtype
 from ..models.presets import PRESETS, preset_config
 from ..runs.cache_words import parse_cache_configs
 from ..runs.labels import cache_label, dense_first
 from ..runs.model_options import OURS
-from ..runs.options import DTYPES, MOST_GB, check_amount, check_count, check_model
+from ..runs.options import MOST_GB, check_amount, check_count, check_model
 from .display import show
 from .options import add_cache_config_option
 
@@ -186,14 +187,9 @@ def _model_config(args: argparse.Namespace) -> PreTrainedConfig:
 
 def _dtype(name: str | None, config: PreTrainedConfig) -> torch.dtype:
     """Return the dtype that was asked for, else the configuration's, else bfloat16."""
-    import torch
-
     if name is None:
         name = str(config.get_text_config(decoder=True).dtype or config.dtype or "bfloat16")
-    dtype = getattr(torch, DTYPES.get(name, name).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"--dtype must be a floating-point dtype such as 'bf16', got {name!r}.")
-    return dtype
+    return floating_dtype("--dtype", name)
 
 
 def _print_table(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..config import is_path, plain
+from ..dtype_names import DTYPES
 from ..registry import suggest
 from .labels import dense_first
 from .number_words import with_numbers
@@ -32,16 +33,6 @@ __all__ = [
     "check_type",
     "check_unused",
 ]
-
-DTYPES = {
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "fp32": "float32",
-    "float32": "float32",
-}
-"""Accepted names of dtypes, and torch's."""
 
 MOST_GB = 10**9
 """Far beyond any machine; as many bytes as 64 bits can count."""
