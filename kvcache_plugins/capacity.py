@@ -35,8 +35,8 @@ def most_tokens(
     >>> most_tokens(model, {"backend": "kivi", "nbits": 2}, memory_bytes=8 * 10**9, new_tokens=500)
     ```
 
-    The bytes are those of the cache alone, after `generate()` has read the prompt and written `new_tokens`:
-    what the model's weights take, and what it computes on the way, come on top.
+    The bytes are those of the cache alone, once `generate()` has read the prompt and until it has written
+    `new_tokens`: what the model's weights take, and what it computes on the way, come on top.
 
     Args:
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model.
@@ -74,6 +74,7 @@ def most_tokens(
             max_cache_length=tokens + new_tokens - 1,  # `generate()` knows how long the text will be
             encoder_tokens=encoder_tokens,
             new_tokens=new_tokens,
+            at_peak=True,
         )
 
     if needed(1) > given:

@@ -46,8 +46,12 @@ def estimate(
     max_cache_length: int | None = None,
     encoder_tokens: int | None = None,
     new_tokens: int = 1,
+    at_peak: bool = False,
 ) -> int:
-    """Predict `kv_bytes()` of a cache that was given `tokens` tokens.
+    """Predict `kv_bytes()` of a cache that was given `tokens` tokens: those of the moment, as it is then.
+
+    A cache with `evict_at_decode` makes room now and then, and takes more just before than just after. With
+    `at_peak`, the prediction is the most that it takes while tokens are generated.
 
     The layers of the cache are run on the meta device, where tensors have a shape and no data, so the
     prediction is the allocation itself rather than a formula beside it. Left padding adds 8 bytes a row; and
@@ -78,6 +82,8 @@ def estimate(
             is one: tokens of a text, patches of an image, 1500 of 30 seconds of Whisper's sound.
         new_tokens (`int`): Tokens generated after those: `max_new_tokens` of `generate()`, which hands all
             but the last one to the cache, and tells it so before (`max_cache_length`, unless it is given).
+        at_peak (`bool`): Of layers that evict while tokens are generated, whether to take the most bytes that
+            each has on the way from the end of the prompt on, instead of those at the end.
 
     Returns:
         `int`: bytes.
@@ -129,11 +135,11 @@ def estimate(
     else:
         layers = layers_of(build_cache(model_or_config, cache_config, max_cache_length=max_cache_length))
     states = _States(config, batch_size, dtype, max_cache_length)
-    fed = []
+    fed, given_back = [], 0
     for layer_idx, (layer, plan) in enumerate(zip(layers[: len(plans)], plans, strict=True)):
         if plan.is_cross_attention or not hasattr(layer, "get_mask_sizes"):
             continue  # also linear attention, and layers without any state
-        states.feed_text(layer, plan, layer_idx, tokens, new_tokens - 1)
+        given_back += states.feed_text(layer, plan, layer_idx, tokens, new_tokens - 1)
         fed.append(layer)
     for layer_idx, layer in enumerate(layers[len(plans) :]):
         layer.update(*states.of(encoder_key_value_heads(config, layer_idx), encoder_tokens or 0))
@@ -141,7 +147,8 @@ def estimate(
     packed = (layer for layer in fed if isinstance(layer, PackedLayer))
     offloaded = sorted(layer.records.data.nbytes for layer in packed if layer.shelf is not None)
     in_turn = offloaded[-SLOTS:] if len(offloaded) > 1 else []
-    return bytes_of(tensor for layer in fed for tensor in owned_tensors(layer)) + sum(in_turn)
+    held = bytes_of(tensor for layer in fed for tensor in owned_tensors(layer))
+    return held + sum(in_turn) + (given_back if at_peak else 0)
 
 
 def _count(name: str, value: Any) -> int:
@@ -195,21 +202,30 @@ class _States:
         heads, key_dim, value_dim = shape
         return self._empty(heads, count, key_dim), self._empty(heads, count, value_dim)
 
-    def feed_text(self, layer: Any, plan: LayerPlan, layer_idx: int, tokens: int, generated: int) -> None:
-        """Give a layer a prompt, the last token by itself, and generated ones."""
+    def feed_text(self, layer: Any, plan: LayerPlan, layer_idx: int, tokens: int, generated: int) -> int:
+        """Give a layer a prompt, the last token by itself, and generated ones.
+
+        Returns:
+            `int`: bytes that it took at most while tokens were generated, beyond those in the end.
+        """
         if isinstance(layer, PackedLayer):
             layer.bind(layer.facts, None, self.final_length)
             layer.set_prompt_length(tokens)
         shape = key_value_heads(self.config, layer_idx)
+        given = largest = 0
         for count in self._counts(layer, tokens, generated):
             if not plan.borrows_keys:
                 layer.update(*self.of(shape, count))
             if self.indexer_dim is not None and plan.has_indexer and has_indexer_keys(self.config, layer_idx):
                 layer.update_indexer(self._empty(count, self.indexer_dim))
+            given += count
+            if given >= tokens and _makes_room(layer):
+                largest = max(largest, bytes_of(owned_tensors(layer)))
         if self.position_dims and plan.has_indexer:
             positions = (self.position_dims, self.batch_size, tokens + generated)
             layer.indexer_position_ids = torch.empty(positions, dtype=torch.int64, device="meta")
             self.position_dims = 0  # the first layer keeps those of all
+        return max(0, largest - bytes_of(owned_tensors(layer)))
 
     def feed_window(self, layer: Any, shape: tuple[int, int, int], tokens: int, generated: int) -> None:
         """Give a layer of transformers' own a prompt and generated tokens.
@@ -229,11 +245,16 @@ class _States:
             count = generated if isinstance(layer, PackedLayer) else max(1, generated - 1)
             if getattr(layer, "evicts", False):
                 count = min(count, _STEP)
-                if layer.config.evict_at_decode:  # no further than to where it makes room
-                    most = layer.budget_for(tokens) + layer.config.decode_slack + 1
+                if _makes_room(layer):  # no further than to where one more makes it do so
+                    most = layer.budget_for(tokens) + layer.config.decode_slack
                     count = max(1, min(count, most - layer.mean_held))
             yield count
             generated -= count
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(self.batch_size, *shape, dtype=self.dtype, device="meta")
+
+
+def _makes_room(layer: Any) -> bool:
+    """Whether a layer evicts while tokens are generated."""
+    return getattr(layer, "evicts", False) and bool(layer.config.evict_at_decode)

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 import kvcache_plugins as kvp
 from kvcache_plugins.capacity import LONGEST
 from kvcache_plugins.cli import main
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.presets import preset_config
 from kvcache_plugins.testing import tiny_model
 
@@ -28,6 +29,11 @@ CACHES = [
     {"backend": "kivi", "nbits": 4, "q_group_size": 64, "residual_length": 192},
     {"backend": "kvquant", "nbits": 3, "calibration": "normal_float"},
     {**EVICTING, "budget": 0.25},
+]
+MAKING_ROOM: list[dict[str, Any]] = [
+    {"backend": "streaming_llm", "budget": 64, "evict_at_decode": True},
+    {"backend": "tova", "budget": 40, "evict_at_decode": True, "layer_overrides": {"0": {"budget": 64}}},
+    {"backend": "knorm", "budget": 64, "evict_at_decode": True, "storage": {"backend": "int8"}},
 ]
 
 
@@ -60,6 +66,31 @@ def test_more_tokens_take_no_fewer_bytes(cache_config: dict[str, Any]) -> None:
         for tokens in range(max(1, multiple - 2), multiple + 3)
     ]
     assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("cache_config", MAKING_ROOM, ids=named)
+def test_what_makes_room_while_it_generates_counts_at_its_largest(cache_config: dict[str, Any]) -> None:
+    """Not at the end, where it may just have made room; and more tokens still take no fewer bytes."""
+    told: dict[str, Any] = {"new_tokens": 100, "dtype": torch.float32}
+    counts = (1, 20, 28, 29, 30, 31, 63, 64, 65, 93, 94, 95, 200, 1000)
+    largest = [kvp.estimate(CONFIG, cache_config, tokens, at_peak=True, **told) for tokens in counts]
+    assert largest == sorted(largest)
+    on_the_way: list[int] = []
+    cache = kvp.build_cache(model := tiny_model("llama"), cache_config)
+    prompt = torch.randint(3, 120, (1, 150), generator=torch.Generator().manual_seed(0))
+
+    def watch(*_: Any) -> torch.Tensor:
+        on_the_way.append(cache.kv_bytes())
+        return torch.zeros(1, dtype=torch.bool)
+
+    given: dict[str, Any] = {"max_new_tokens": 100, "do_sample": False, "stopping_criteria": [watch]}
+    model.generate(prompt, **as_argument(cache), **given, eos_token_id=None)
+    ends = {peak: kvp.estimate(model, cache_config, 150, at_peak=peak, **told) for peak in (False, True)}
+    assert ends == {False: on_the_way[-1], True: max(on_the_way)} and ends[False] < ends[True]
+    room = max(on_the_way)
+    assert kvp.most_tokens(model, cache_config, room, **told) is None
+    fits = kvp.most_tokens(model, cache_config, room - 1, **told)
+    assert fits is not None and fits < 150
 
 
 def test_a_model_of_its_own_dtype() -> None:

@@ -36,8 +36,9 @@ def predicted_bytes(
     dtype: torch.dtype,
     encoder_tokens: int | None = None,
     new_tokens: int = 1,
+    at_peak: bool = False,
 ) -> int | None:
-    """Predict the bytes of a cache after `generate()`.
+    """Predict the bytes of a cache after `generate()`, or the most there are while tokens are generated.
 
     Args:
         config (`PreTrainedConfig`): The model's.
@@ -47,6 +48,7 @@ def predicted_bytes(
         dtype (`torch.dtype`): Of the states.
         encoder_tokens (`int`, *optional*): Tokens per row that an encoder has read, where there is one.
         new_tokens (`int`): Tokens generated after those; the last one is never given to the cache.
+        at_peak (`bool`): Whether to predict the most.
 
     Returns:
         `int | None`: bytes; None after more than `estimation.MOST_NEW_TOKENS` generated tokens for caches
@@ -65,6 +67,7 @@ def predicted_bytes(
         max_cache_length=tokens + new_tokens - 1,  # `generate()` knows how long the text will be
         encoder_tokens=encoder_tokens,
         new_tokens=new_tokens,
+        at_peak=at_peak,
     )
 
 
@@ -106,7 +109,9 @@ def predicted_peak_bytes(
         return None
     # a decoder with an encoder begins with one token of its own
     tokens, encoder_tokens = (1, prompt_tokens) if config.is_encoder_decoder else (prompt_tokens, None)
-    held = predicted_bytes(config, cache_config, tokens, batch_size, dtype, encoder_tokens, new_tokens)
+    held = predicted_bytes(
+        config, cache_config, tokens, batch_size, dtype, encoder_tokens, new_tokens, at_peak=True
+    )
     if held is None:
         return None
     decoder = decoder_config(config)
