@@ -246,6 +246,7 @@ def _measure(trainer: LocretTrainer, name: str) -> Recalls:
             "recall": metrics[f"eval_{metric}"],
             "recall_layers": trainer.evicting_layers,
             "recall_by_layer": [metrics[f"eval_{metric}_layer_{layer}"] for layer in layers],
+            "seconds": metrics["eval_runtime"],
         }
     recalls[name]["loss"] = metrics["eval_loss"]
     return recalls

@@ -74,6 +74,8 @@ def test_the_command(
     rows = {row["label"]: row for row in document["results"]}
     assert list(rows) == ["dense", "locret", "locret, untrained", "knorm"]
     assert rows["locret"]["loss"] < rows["locret, untrained"]["loss"]
+    measured = [rows[label].pop("seconds") for label in ("locret, untrained", "knorm")]
+    assert measured[0] == measured[1] > 0 and rows["locret"]["seconds"] > 0
     assert document["settings"]["dtype"] == "float32"
     assert len(rows["knorm"]["recall_by_layer"]) == 6 and document["settings"]["steps"] == 6
     assert [entry["step"] for entry in document["history"] if "loss" in entry] == [2, 4, 6]
