@@ -23,6 +23,7 @@ __all__ = [
     "MOST_GB",
     "MOST_THREADS",
     "Options",
+    "as_given",
     "check_amount",
     "check_choice",
     "check_count",
@@ -63,7 +64,7 @@ class Options:
             ValueError: On an unknown option or a wrong value; the message names the allowed ones.
         """
         known, kinds = {option.name: option for option in fields(cls)}, get_type_hints(cls)
-        options = {name: _number(plain(value), kinds.get(name)) for name, value in options.items()}
+        options = {name: as_given(plain(value), kinds.get(name)) for name, value in options.items()}
         for name, value in options.items():
             if name not in known:
                 raise ValueError(
@@ -88,12 +89,17 @@ class Options:
         return settings
 
 
-def _number(value: Any, kind: Any) -> Any:
-    """Return the number that a text stands for where an option is to be one, as on a command line."""
+def as_given(value: Any, kind: Any) -> Any:
+    """Return what a command line makes of a value: a number of its text, a list of the one entry it has.
+
+    Args:
+        value (`Any`): What a file holds.
+        kind (`Any`): The annotation of the option; `None` if it is not known.
+    """
     if kind is None or _is_of(value, kind):
         return value
     number = with_numbers(value)
-    return number if _is_of(number, kind) else value
+    return next((found for found in (number, [value], [number]) if _is_of(found, kind)), value)
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:

@@ -12,7 +12,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from ..registry import suggest
 from ..runs.cache_words import parse_cache_configs, read_cache_configs
 from ..runs.option_files import read_option_file
-from ..runs.options import check_choice, check_type
+from ..runs.options import as_given, check_choice, check_type
 from .arguments import WITHOUT_USE, LocretTrainingArguments
 from .options import LocretOptions
 
@@ -137,7 +137,8 @@ def _read_config(name: str, known: Mapping[str, argparse.Action]) -> dict[str, A
         if option not in known:
             raise ValueError(f"Unknown option {option!r} in {name!r}.{suggest(str(option), known)}")
         if value is None or isinstance(value, (list, dict)) or known[option].nargs == "+":
-            check_type(option, value, kinds[option])
+            given[option] = as_given(value, kinds[option])
+            check_type(option, given[option], kinds[option])
             continue
         is_none = value is False and option.endswith("_strategy")  # `no`, which YAML takes for false
         given[option] = "no" if is_none else str(value)  # read by argparse, as on the command line

@@ -12,6 +12,7 @@ from kvcache_plugins.calibration.options import CalibrationOptions
 from kvcache_plugins.cli import main
 from kvcache_plugins.cli.options import merge_options
 from kvcache_plugins.evaluation.passkey.options import PasskeyOptions
+from kvcache_plugins.training.parsing import parse_arguments
 
 MODEL = "model: org/model\n"
 
@@ -59,9 +60,12 @@ def test_a_wrong_file(
     ("text", "said"),
     [
         ("trust_remote_code: 'no'", "--trust_remote_code must be true or false, got 'no'."),
-        ("lengths: 512", "--lengths must be a list, each an integer, got 512."),
+        ("lengths: 512.5", "--lengths must be a list, each an integer, got 512.5."),
+        ("lengths: true", "--lengths must be a list, each an integer, got True."),
+        ("lengths: 256 512", "--lengths must be a list, each an integer, got '256 512'."),
         ("lengths: [512, true]", "--lengths must be a list, each an integer, got [512, True]."),
-        ("filler_files: book.txt", "--filler_files must be a list, each a string, got 'book.txt'."),
+        ("filler_files: 3", "--filler_files must be a list, each a string, got 3."),
+        ("filler_files: ''", "--filler_files must not be empty, got ['']."),
         ("output: there", "'output' in 'options.yaml': it is given on the command line alone."),
         ("cache_config: {backend: int8, kernel: 2020-01-01}", "kernel must be one of"),
         ("cache_config: {backend: int8, 2020-01-01: {}}", "--cache_config must hold options by name, got"),
@@ -98,6 +102,20 @@ def test_what_a_file_may_hold() -> None:
     assert PasskeyOptions.from_dict(options).depths == 5
 
 
+def test_a_list_of_one_needs_no_brackets() -> None:
+    """As on a command line."""
+    options = {"model": "m/m", "lengths": 256, "filler_files": "book.txt", "cache_config": []}
+    found = PasskeyOptions.from_dict(options)
+    assert (found.lengths, found.filler_files, found.depths) == ([256], ["book.txt"], 5)
+
+
+def test_a_list_of_one_needs_no_brackets_in_a_file_of_a_training(tmp_path: Path) -> None:
+    (book := tmp_path / "book.txt").write_text("a text")
+    (tmp_path / "options.yaml").write_text(f"{MODEL}text_files: {book}\n")
+    words = ["--config", str(tmp_path / "options.yaml"), "--output_dir", str(tmp_path / "out")]
+    assert parse_arguments(words)[0].text_files == [str(book)]
+
+
 def test_numbers_of_numpy_are_written_down_as_pythons() -> None:
     cache = {"backend": "kivi", "nbits": np.int64(2)}
     given = {"model": "m/m", "lengths": [np.int64(128)], "depths": np.int32(3), "cache_config": [cache]}
@@ -109,7 +127,7 @@ def test_numbers_of_numpy_are_written_down_as_pythons() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("text_files: book.txt", "--text_files must be a list, each a string, got 'book.txt'."),
+        ("text_files: 3", "--text_files must be a list, each a string, got 3."),
         ("max_steps: null", "--max_steps must be an integer, got None."),
         ("optim: null", "--optim must be OptimizerNames or a string, got None."),
         ("max_steps: 2.5", "--max_steps/--max-steps: invalid int value: '2.5'"),
