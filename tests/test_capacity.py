@@ -13,6 +13,7 @@ from transformers import AutoConfig
 import kvcache_plugins as kvp
 from kvcache_plugins.capacity import LONGEST
 from kvcache_plugins.cli import main
+from kvcache_plugins.layers.view import StreamView
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.presets import preset_config
 from kvcache_plugins.testing import tiny_model
@@ -107,6 +108,23 @@ def test_ends() -> None:
     assert found == [0, 1, LONGEST - 1, None]
     assert kvp.most_tokens(CONFIG, EVICTING, 10**6) is None, "it holds its budget, however long the prompt"
     assert kvp.estimate(CONFIG, EVICTING, LONGEST) < 10**6
+
+
+def test_states_without_data_are_scored_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there may be: cut into slabs, of which memory has need, they would take hours."""
+    read, pieces = StreamView.read, []
+
+    def counted(self: StreamView, start: int, stop: int) -> torch.Tensor:
+        pieces.append((start, stop))
+        return read(self, start, stop)
+
+    monkeypatch.setattr(StreamView, "read", counted)
+    for backend in ("expected_attention", "keydiff", "lagkv"):
+        cache_config = {"backend": backend, "budget": 256, "sink_length": 4, "storage": {"backend": "int8"}}
+        pieces.clear()
+        kvp.estimate(CONFIG, cache_config, 2**20)
+        assert len(pieces) <= 10 * CONFIG.num_hidden_layers
+    assert kvp.most_tokens(CONFIG, {**cache_config, "backend": "keydiff"}, 10**7) is None
 
 
 def test_a_decoder_beside_what_its_encoder_has_read() -> None:

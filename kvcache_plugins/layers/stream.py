@@ -94,6 +94,8 @@ class Stream:
         """Tokens encoded or decoded at once: whole blocks and whole groups."""
         batch_size, num_heads = self.records.data.shape[:2]
         unit = max(BLOCK_TOKENS, self.codec.unit_tokens)
+        if self.records.data.is_meta:  # a prompt of any length takes no memory
+            return unit << 32
         return max(unit, _SLAB_VALUES // max(1, batch_size * num_heads * self.head_dim) // unit * unit)
 
     @property
