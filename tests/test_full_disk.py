@@ -21,6 +21,7 @@ _START = """
 import resource, signal, sys
 from pathlib import Path
 
+sys.dont_write_bytecode = True  # half of a module's would be left for others to read
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 
