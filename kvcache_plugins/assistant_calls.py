@@ -61,4 +61,6 @@ def _why_not(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]
         build_cache(model.config, generation_config.cache_config).bind(model)
     except ValueError as error:
         return str(error)
+    except Exception as error:  # passing through, it would leave a model that drafts by its first layers so
+        return f"{type(error).__name__}: {error}"
     return None

@@ -117,13 +117,15 @@ def plan_layers(
     kwargs: Any
     layer_types, kwargs = get_layer_types_and_kwargs(config)
     if isinstance(kwargs, dict):  # transformers < 5.18 shares one set of arguments between the layers
-        kwargs = [kwargs] * len(layer_types)
+        kwargs = [kwargs] * config.num_hidden_layers
+    # a model that was cut short, for good or while it drafts by its first layers, lists the types of all
+    layers = list(zip(layer_types, kwargs, strict=False))
     context = getattr(config, "max_position_embeddings", None)
     crossing = frozenset(getattr(config, "cross_attention_layers", None) or ())
-    served = [*range(len(layer_types)), *repeated_layers(config)]
+    served = [*range(len(layers)), *repeated_layers(config)]
     plans = []
     for layer_idx, of_model in enumerate(served):
-        kind, dense_kwargs = layer_types[of_model], kwargs[of_model]
+        kind, dense_kwargs = layers[of_model]
         window = dense_kwargs.get("sliding_window")
         windowed = kind in _WINDOWED_KINDS
         if layer_idx in crossing:
