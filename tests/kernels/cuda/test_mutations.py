@@ -31,7 +31,7 @@ MUTATIONS = {
         "const float even = 0",
     ),
     "sums of smaller logits": ("warp_state.cuh", "total[n][column] *= decay[column];", ""),
-    "a pair of channels": ("scaled_keys.cuh", "(first, second, 0x7632)", "(first, second, 0x5410)"),
+    "a pair of channels": ("scaled_keys.cuh", "first(row + 8 * t)", "first(row + 8 * (t ^ 1))"),
     "a scale per channel": ("key_units.cuh", "0x7654u : 0x7632u", "0x7654u : 0x5410u"),
     "the order of rotations": ("rotated_keys.cuh", "unit.phase + 16 * k", "unit.phase"),
     "the upper levels": ("level_codes.cuh", "and_or(word >> 1, 0x44444444u, 0x32103210u)", "0x32103210u"),
