@@ -43,6 +43,10 @@ def test_a_failure_while_drafting_leaves_all_layers(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("no such layer")
 
     model = tiny_model("qwen2", num_hidden_layers=4)
+    try:
+        generated(model, assistant_early_exit=2)
+    except TypeError:
+        pytest.skip("this transformers has no dense caches of fewer layers than a model to draft with")
     expected = generated(model, **INT8).sequences
     check, calls = assistant_calls.check_request, []
 

@@ -80,7 +80,11 @@ def test_a_model_that_makes_two_caches_in_its_own_way_is_refused(backend: dict[s
         text_config={**TEXT, "model_type": "qwen2"},
         audio_config=audio,
         semantic_model_config=audio,
-        diffusion_head_config={"hidden_size": TEXT["hidden_size"], "intermediate_size": 64},
+        diffusion_head_config={
+            "hidden_size": TEXT["hidden_size"],
+            "intermediate_size": 64,
+            "latent_size": audio["hidden_size"],
+        },
         pad_token_id=0,
         eos_token_id=1,
         audio_bos_token_id=2,
