@@ -118,7 +118,7 @@ def load_cache(
             "of a version of this package that lays codes out in another order. Allowed is that version, or "
             "to read the text again and to save it by this one."
         )
-    expected_keys = ("backend", "options", "model", "layers", "reads_long_text", _PAIR)
+    expected_keys = ("backend", "options", "model", "layers", "reads_long_text", _PAIR, _SUMS, _PATHS)
     missing = [key for key in expected_keys if key not in facts]
     if missing:
         raise ArtifactError(f"{folder / _FACTS} lacks {missing}.")
@@ -133,7 +133,7 @@ def load_cache(
         raise ValueError(f"artifacts must be of those that {folder} names, {sorted(known)}; got {unknown}.")
     moved = ""
     try:
-        lay_at = facts.get(_PATHS, {})
+        lay_at = facts[_PATHS]
         paths = still_there(lay_at) | dict(artifacts or {})
         options = with_artifacts_at(facts["options"], paths)
         if lost := sorted(name for name in lay_at if not Path(paths.get(name, name)).exists()):
@@ -159,7 +159,7 @@ def load_cache(
     for layer_idx, layer in enumerate(layers):
         prefix = f"layers.{layer_idx}."
         stored = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        _check_sums(folder / _TENSORS, stored, facts.get(_SUMS))
+        _check_sums(folder / _TENSORS, stored, facts[_SUMS])
         device = devices[layer_idx] or torch.device("cpu")
         owned = {name.removeprefix(prefix): tensor.to(device) for name, tensor in stored.items()}
         load = layer.load_state if isinstance(layer, PackedLayer) else partial(_load_dense_state, layer)
@@ -169,14 +169,14 @@ def load_cache(
                 _check_lengths(layer)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ArtifactError(f"{folder} does not hold all of layer {layer_idx}: {error!r}.") from error
-        sums, saved_sums = _static_sums(layer), facts["layers"][layer_idx].get(_STATIC_SUMS)
+        sums, saved_sums = _static_sums(layer), facts["layers"][layer_idx].get(_STATIC_SUMS, {})
         if sums and saved_sums != sums and not _is_calibrated(layer):
             raise ArtifactError(
                 f"{folder}: layer {layer_idx} was packed by other levels than this version has for these "
                 f"options, or does not say by which; its codes would be read as other keys and values. "
                 "Allowed is the version that saved it."
             )
-        if saved_sums not in (None, sums):  # absent in those of earlier versions
+        if saved_sums != sums:
             raise ArtifactError(
                 f"{folder}: layer {layer_idx} was packed with another calibration than is now in "
                 f"{sorted(named_artifacts(options))}. Allowed is the one it was packed with."
@@ -202,8 +202,6 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _check_sums(path: Path, tensors: dict[str, Tensor], sums: Any) -> None:
-    if sums is None:  # saved by a version that made none
-        return
     for name, tensor in tensors.items():
         if not isinstance(sums, dict) or sums.get(name) != _checksum(tensor):
             raise ArtifactError(f"{path} is damaged: {name} is not what was saved.")
