@@ -123,10 +123,18 @@ def test_an_artifact_that_was_replaced(saved: KVCache) -> None:
 
 
 @pytest.mark.parametrize("saved", ["kvquant"], indirect=True)
-def test_saved_before_that_was_written_down(saved: KVCache) -> None:
+@pytest.mark.parametrize(
+    ("fact", "said"),
+    [
+        ("artifact_paths", r"cache\.json lacks \['artifact_paths'\]"),
+        ("artifact_checksums", r"layer 0 was packed with another calibration"),
+    ],
+)
+def test_facts_that_are_missing(saved: KVCache, fact: str, said: str) -> None:
     path = Path("cache", "cache.json")
-    path.write_text(path.read_text().replace('"artifact_', '"other_'))
-    assert_loads("cache", saved)
+    path.write_text(path.read_text().replace(f'"{fact}"', '"other"'))
+    with pytest.raises(ArtifactError, match=said):
+        KVCache.from_pretrained("cache", model())
 
 
 @pytest.mark.parametrize("saved", ["kvquant"], indirect=True)
