@@ -11,7 +11,7 @@
 # no stage goes on, so where a command may take ten minutes, ask for a few stages at a time: "build attention tests",
 # "heads", "generate", "compiled", "sanitize".
 # Where the build's check finds formats that deviate, the others are measured and tested all the same; where a kernel
-# breaks, memcheck tells of it at once, and nothing else is run.
+# breaks, memcheck tells of it at once, and nothing else is run. Nothing at all is run where nothing could be built.
 # DEVICE, PRESET, CONTEXT (tokens of one layer), PROMPT (tokens of generate), BATCH (rows of both) and LAYERS (of
 # the model that generates) shorten it.
 set -u
@@ -33,8 +33,9 @@ export PYTHONPATH=$PWD:$WORK${PYTHONPATH:+:$PYTHONPATH} PATH=${CUDA_HOME:-/usr/l
 mkdir -p "$OUT"
 LOG=$OUT/check.log
 DEVIATES=3 # status of a build whose check found deviations
+NO_BUILD=4 # of one that failed
 failed=0
-kernels=right # or: deviate, broken
+kernels=right # or: deviate, broken, missing
 : > "$LOG"
 
 # Uses kernels whatever their check found: "python -m kvcache_unchecked SCRIPT ...", or as a plugin of pytest.
@@ -73,10 +74,14 @@ run() {
 
 build() {
   run build 200 60 env -u KVCACHE_CUDA_KERNELS "$PYTHON" -c "
-import time, torch
+import time, torch, traceback
 from kvcache_plugins.kernels import cuda_check, cuda_loader
 started = time.time()
-print(cuda_loader.build(), round(time.time() - started, 1), 's to build')
+try:
+    print(cuda_loader.build(), round(time.time() - started, 1), 's to build')
+except Exception:
+    traceback.print_exc()
+    raise SystemExit($NO_BUILD)
 started, device = time.time(), torch.device('cuda', 0)
 serve = cuda_loader.try_load(device)
 print('check passed:', serve, round(time.time() - started, 1), 's')
@@ -87,13 +92,14 @@ if not serve:
   case $status in
     0) ;;
     "$DEVIATES") kernels=deviate ;;
+    "$NO_BUILD") kernels=missing ;;
     *) kernels=broken; library && sanitizer memcheck 200 ;;
   esac
 }
 
 # serve NAME: whether a stage may be run with these kernels
 serve() {
-  [ "$kernels" = broken ] && { echo "== $1: not run, as the kernels are broken"; failed=1; return 1; }
+  case $kernels in broken | missing) echo "== $1: not run, as the kernels are $kernels"; failed=1; return 1 ;; esac
   return 0
 }
 
@@ -188,6 +194,7 @@ sanitizer() {
 
 # All tools at once, which takes as long as the slowest; each with a log of its own, so that they are told in order.
 sanitize() {
+  [ "$kernels" = missing ] && { serve sanitize; return; }
   library || return
   local tool process tools="memcheck racecheck synccheck initcheck" processes=()
   for tool in $tools; do

@@ -671,7 +671,7 @@ def test_what_decodes_is_compiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(generation_worker, "CompileConfig", config)
     monkeypatch.setattr(torch.nn.Module, "compile", None)
     torch.compiler.reset()
-    answer = generation_worker.measure(_job("cuda", compile="reduce-overhead"))
+    answer = generation_worker.measure(_job("cuda:0", compile="reduce-overhead"))
     torch.compiler.reset()
     assert graphs and answer["fallback_reads"] == 0
 

@@ -174,6 +174,12 @@ def _fakes(library: ctypes.CDLL) -> types.SimpleNamespace:
             total_memory=1 << 34, shared_memory_per_block_optin=232448,
         )  # fmt: skip
 
+    def set_device(device: Any) -> None:
+        device = torch.device(device) if isinstance(device, str) else device
+        if isinstance(device, torch.device) and device.index is None:
+            raise ValueError(f"Expected a torch.device with a specified index, got {device}")  # as torch
+        library.kvcache_set_simulated_device(index(device))
+
     def set_sync_debug_mode(mode: int | str) -> None:
         modes = {"default": 0, "warn": 1, "error": 2}
         library.kvcache_set_simulated_waits(modes[mode] if isinstance(mode, str) else mode)
@@ -184,7 +190,7 @@ def _fakes(library: ctypes.CDLL) -> types.SimpleNamespace:
         is_initialized=lambda: True,
         device_count=lambda: count,
         current_device=index,
-        set_device=lambda device: library.kvcache_set_simulated_device(index(device)),
+        set_device=set_device,
         _exchange_device=lambda given: library.kvcache_set_simulated_device(index(given)),
         _maybe_exchange_device=lambda given: library.kvcache_set_simulated_device(index(given)),
         get_device_name=lambda device=None: "simulated GPU",

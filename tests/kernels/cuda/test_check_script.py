@@ -115,6 +115,14 @@ def test_a_kernel_that_breaks_is_looked_at_and_nothing_else_is_run(tmp_path: Pat
     assert done.stdout.count("not run, as the kernels are broken") == 3
 
 
+def test_nothing_is_run_or_built_again_where_nothing_was_built(tmp_path: Path) -> None:
+    done = run(tmp_path, *STAGES, status=4)
+    assert done.returncode == 1
+    assert len(calls(tmp_path, "cuda_loader.build") + calls(tmp_path, "try_load")) <= 1
+    assert not calls(tmp_path, "sanitizer") + calls(tmp_path, "benchmark.py") + calls(tmp_path, "-m pytest")
+    assert done.stdout.count("not run, as the kernels are missing") == len(STAGES) - 1
+
+
 def test_no_stage_is_begun_without_time(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", "LIMIT=10 exec bash scripts/check_cuda.sh tests"],

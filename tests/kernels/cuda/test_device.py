@@ -325,8 +325,9 @@ def test_a_step_in_a_graph() -> None:
 def test_a_step_in_a_graph_behind_what_is_no_kernel(waits: bool) -> None:
     """Which it may not overtake, though it begins early behind kernels."""
     codes = CODES["4bit-token"]
-    case = Case(codes, 3, *due_cases(codes, 3)[0]).to("cuda")
+    case = Case(codes, 3, *due_cases(codes, 3)[3]).to("cuda")
     _, expected, expected_tails = case.run(append_tokens)
+    assert not torch.equal(expected, case.records)
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph):
         here = torch.cuda.current_stream()

@@ -23,9 +23,10 @@ KVCACHE_BOTH void visit_unit(UnitCopy& copy, int codes_offset, int code_bytes, i
 }
 
 // Thread blocks on a multiprocessor that the registers of such a kernel leave room for, if it is compiled for a compute
-// capability (times ten): before 9.0 there is no shared memory for five.
+// capability (times ten): before 9.0 there is no shared memory for five, and for 10.x the registers would spill.
 constexpr int resident_blocks(int wanted, int compiled_for) {
-  return compiled_for < 90 && wanted > 4 ? 4 : wanted;
+  const bool has_room_for_five = compiled_for >= 90 && (compiled_for < 100 || compiled_for >= 120);
+  return wanted > 4 && !has_room_for_five ? 4 : wanted;
 }
 
 // 128 channels: of `kBits`, in KIVI's groups of `kGroup` tokens (keys) and channels (values), or, if that is 0, with
