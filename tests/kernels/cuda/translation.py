@@ -20,7 +20,7 @@ from tests.kernels.cuda import emulation, kept
 
 __all__ = ["ARCHITECTURES", "Translation", "known_architectures", "translated"]
 
-# Each is compiled through the virtual one of its own, as torch does: through another, ptxas allots other registers.
+# Each is compiled through the virtual one of its own, as torch does: through others its registers differ.
 ARCHITECTURES = ("80", "90", "100", "120")
 _INTERPRETED = "90"
 _FLAGS = ["-std=c++17", *CUDA_FLAGS, "-Xcompiler", "-fPIC", "-Xptxas", "-v", "-Werror", "all-warnings"]
