@@ -6,8 +6,8 @@
     python scripts/render_readme.py --record results.json   first keep a run as the measured one
 
 The backend table comes from the registry, the measured ones from `examples/results/quickstart.json`, and from
-`perplexity.json`, `passkey.json`, `facts.json` (a passkey run of several facts) and those of a GPU beside it
-once they are recorded, so none can say anything that the code or a recorded run does not.
+`perplexity.json`, `passkey.json`, `facts.json` (a passkey run of several facts), and those of whole models
+and of a GPU beside it, so none can say anything that the code or a recorded run does not.
 """
 
 from __future__ import annotations
@@ -55,6 +55,24 @@ EVALUATIONS = {
 
 GPU_RUNS = {"8 sequences": "bench_attention_h200_batch_8", "one": "bench_attention_h200_batch_1"}
 """Recorded runs of attention on a GPU, by what their columns are headed with."""
+
+MODEL_RUNS = (
+    "bench_windows",
+    "bench_latents",
+    "bench_gemma3",
+    "bench_gemma3_avx512",
+    "bench_gpt_oss",
+    "bench_gpt_oss_avx512",
+    "bench_encoder",
+)
+"""Recorded runs of whole models with random weights on a CPU."""
+
+MODEL_COLUMNS = (
+    ("prefill_ms", 1e-3, "prompt, s"),
+    ("ms_per_token", 1.0, "token, ms"),
+    ("peak_memory_bytes", 1e-9, "process, GB"),
+)
+"""What is shown of them: key, factor and heading."""
 
 MEASURED_COLUMNS = (
     "cache",
@@ -124,6 +142,7 @@ def render(readme: str) -> str:
     readme = replace_part(readme, "evicting", markdown_table([row for row in rows if row.evicts]))
     readme = replace_part(readme, "measured", measured_part())
     readme = replace_part(readme, "evaluations", evaluations_part("perplexity", "passkey"))
+    readme = replace_part(readme, "models", models_part())
     readme = replace_part(readme, "gpu", gpu_part())
     return replace_part(readme, "facts", evaluations_part("facts"))
 
@@ -193,6 +212,44 @@ def evaluation_table(document: dict[str, Any], columns: Sequence[tuple[str, str,
         cells += [_format((row.get("by_length") or {}).get(length), ".2f") for length in lengths]
         lines.append(f"| {' | '.join([cache_name(row), *cells])} |")
     return "\n".join([*lines, "", origin(document["environment"])])
+
+
+def models_part() -> str:
+    """Return the table of whole models: of every length and batch size the dense cache, and the range of
+    ours."""
+    heads = ["model", "layers", "dtype", "kernels", "rows", "tokens"]
+    heads += [title for _, _, title in MODEL_COLUMNS]
+    lines = [f"| {' | '.join([*heads, 'bytes'])} |", f"|---|--:|---|---|{'--:|' * (len(heads) - 3)}"]
+    for name in MODEL_RUNS:
+        document = json.loads(RECORDED.with_name(f"{name}.json").read_text(encoding="utf-8"))
+        settings = document["settings"]
+        run = [
+            f"[`{settings['preset']}`](examples/results/{name}.json)",
+            str(settings["num_layers"] or "all"),
+            settings["dtype"],
+            settings.get("cpu_kernels") or "-",
+        ]
+        cases = {(row["batch_size"], row["length"]): [] for row in document["results"]}
+        for row in document["results"]:
+            cases[row["batch_size"], row["length"]].append(row)
+        for (rows, length), results in cases.items():
+            cells = [*run, str(rows), f"{length:,}"]
+            for key, factor, _ in MODEL_COLUMNS:
+                dense, *packed = (factor * row[key] for row in results)
+                cells.append(f"{_short(dense)} → {_range(packed)}")
+            cells.append(_range([row["memory_fraction"] for row in results[1:]]))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = _short(min(values)), _short(max(values))
+    return least if least == most else f"{least} to {most}"
+
+
+def _short(value: float) -> str:
+    """Two or three digits."""
+    return format(value, ".2f" if value < 1 else ".1f" if value < 20 else ".0f")
 
 
 def gpu_part() -> str:

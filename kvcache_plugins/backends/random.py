@@ -1,4 +1,4 @@
-"""Tokens kept by lot: what any choice has to beat."""
+"""Tokens kept at random: what any choice has to beat."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RandomConfig(EvictingConfig):
     """Options of [`RandomCache`]; see [`EvictingConfig`].
 
     Args:
-        seed (`int`): Of the lot. A token's score depends on it, the layer, the head and the position, so it
-            is the same in every row and however the tokens arrive.
+        seed (`int`): Of the random choice. A token's score depends on it, the layer, the head and the
+            position, so it is the same in every row and however the tokens arrive.
     """
 
     seed: int = 0
@@ -65,7 +65,7 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 @register_backend("random")
 class RandomCache(EvictingCache):
-    """Keeps tokens by lot, another choice for every head.
+    """Keeps tokens at random, other ones for every head.
 
     Paper: none; every comparison of evicting caches has such a line.
     Deviates: nowhere; the newest tokens are protected, as in every evicting backend.
