@@ -92,18 +92,20 @@ def _scaled_dot_product_attention(
 
 
 def _as_handles(key: Tensor, value: Tensor) -> tuple[Handle, Handle] | None:
-    """Both as handles; `None` if they are not, or cannot be attended to together."""
+    """Both as handles; `None` if they are not, have been changed, or cannot be attended to together."""
+    if not isinstance(key, LazyTensor) or not isinstance(value, LazyTensor):
+        return None
+    if key.is_changed or value.is_changed:
+        return None
     if type(key) is KVHandle and type(value) is KVHandle:  # nearly all
         return key, value
     if isinstance(key, HandleView) and isinstance(value, HandleView):
         is_alike = key.seen == value.seen and key.has_heads_as_stored
         return (key, value) if is_alike and _as_handles(key.handle, value.handle) is not None else None
     if isinstance(key, PaddedHandle) and isinstance(value, PaddedHandle):
-        is_whole = not key.is_dense and not value.is_dense
-        return (key, value) if is_whole else None
+        return key, value
     if isinstance(key, ConcatenatedHandle) and isinstance(value, ConcatenatedHandle):
-        is_whole = key.lengths == value.lengths and not key.is_dense and not value.is_dense
-        return (key, value) if is_whole else None
+        return (key, value) if key.lengths == value.lengths else None
     if not (isinstance(key, KVHandle) and isinstance(value, KVHandle)):
         return None
     # of latents, both must come of one call; other handles have no expansion

@@ -26,7 +26,6 @@ class ConcatenatedHandle(LazyTensor):
     """
 
     parts: tuple[Part, ...]
-    _dense: Tensor | None
 
     @staticmethod
     def __new__(cls, parts: Sequence[Part]) -> ConcatenatedHandle:
@@ -35,7 +34,7 @@ class ConcatenatedHandle(LazyTensor):
         handle: ConcatenatedHandle = Tensor._make_wrapper_subclass(
             cls, (batch_size, heads, length, head_dim), dtype=parts[0].dtype, device=parts[0].device
         )
-        handle.parts, handle._dense = tuple(parts), None
+        handle.parts = tuple(parts)
         return handle
 
     @property
@@ -44,17 +43,15 @@ class ConcatenatedHandle(LazyTensor):
         return [part.shape[_TOKENS] for part in self.parts]
 
     @property
-    def is_dense(self) -> bool:
-        """Whether its numbers, or those of a part, have been made, and may have been changed since."""
+    def is_changed(self) -> bool:
+        """Whether its numbers, or those of a part, have been changed."""
         handles = (part for part in self.parts if isinstance(part, KVHandle))
-        return self._dense is not None or any(handle.is_dense for handle in handles)
+        return super().is_changed or any(handle.is_changed for handle in handles)
 
-    def dense(self) -> Tensor:
+    def _made(self) -> Tensor:
         """Bring everything into one tensor; the layers count the read."""
-        if self._dense is None:
-            parts = [part.dense() if isinstance(part, LazyTensor) else part for part in self.parts]
-            self._dense = torch.cat(parts, dim=_TOKENS)
-        return self._dense
+        parts = [part.dense() if isinstance(part, LazyTensor) else part for part in self.parts]
+        return torch.cat(parts, dim=_TOKENS)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ConcatenatedHandle({', '.join(map(repr, self.parts))})"
@@ -79,5 +76,5 @@ def _are_alike(parts: tuple[Any, ...]) -> bool:
 def _can_stand_there(part: Any) -> bool:
     if isinstance(part, LazyTensor):
         # what an evicting layer is to be shown of queries, nobody would show it
-        return type(part) is KVHandle and not part.is_dense and not part.layer.observes_queries
+        return type(part) is KVHandle and not part.is_changed and not part.layer.observes_queries
     return isinstance(part, Tensor) and part.dim() == 4

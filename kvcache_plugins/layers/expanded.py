@@ -79,6 +79,6 @@ class ExpandedHandle(KVHandle):
         handle.sources = (*latents.sources, *expansion.rotated.sources)
         return handle
 
-    def dense(self) -> Tensor:
+    def _made(self) -> Tensor:
         """What the model makes of all latents."""
         return self.expansion.dense()[0 if self.is_key else 1]

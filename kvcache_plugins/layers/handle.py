@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from torch import Tensor
 
 from ..kernels.selection import native_is_unavailable
 from .gradients import refusing_gradients
 from .lazy import LazyTensor
+from .storing import storing
 from .view import StreamView
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ class KVHandle(LazyTensor):
     tokens: StreamView
     sources: tuple[Tensor, ...]
     may_be_decoded = False
-    _dense: Tensor | None
 
     @staticmethod
     def __new__(cls, layer: PackedLayer, tokens: StreamView, *sources: Tensor) -> KVHandle:
@@ -60,33 +59,26 @@ class KVHandle(LazyTensor):
         newest = tokens.segments[-1]
         shape = (newest.shape[0], heads, tokens.length, head_dim)
         handle: _Self = Tensor._make_wrapper_subclass(cls, shape, dtype=newest.dtype, device=newest.device)
-        handle.layer, handle.tokens, handle.sources, handle._dense = layer, tokens, (), None
+        handle.layer, handle.tokens, handle.sources = layer, tokens, ()
         return handle
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether its numbers have been made, and may have been changed since."""
-        return self._dense is not None
-
-    def dense(self) -> Tensor:
+    def _made(self) -> Tensor:
         """Bring everything into one tensor; the layer counts the read if anything had to be decoded.
 
         Raises:
             KernelUnavailableError: If it had to be, and the layer was configured with `kernel="native"`,
                 unless `may_be_decoded`.
         """
-        if self._dense is None:
-            if self.tokens.packed_length:
-                self.layer.fallback_reads += 1
-                self.layer.kernel, self.layer.kernel_reason = "torch", _DECODED
-                if self.layer.config.kernel == "native" and not self.may_be_decoded:
-                    raise native_is_unavailable(f"layer {self.layer.layer_idx}", _DECODED)
-            else:
-                self.layer.is_read_as_tensors = True
-            with torch.no_grad():
-                dense = self.tokens.dense(self.tokens.segments[-1].dtype)
-            self._dense = refusing_gradients(dense, *self.sources)
-        return self._dense
+        if self.tokens.packed_length:
+            self.layer.fallback_reads += 1
+            self.layer.kernel, self.layer.kernel_reason = "torch", _DECODED
+            if self.layer.config.kernel == "native" and not self.may_be_decoded:
+                raise native_is_unavailable(f"layer {self.layer.layer_idx}", _DECODED)
+        else:
+            self.layer.is_read_as_tensors = True
+        with storing():
+            dense = self.tokens.dense(self.tokens.segments[-1].dtype)
+        return refusing_gradients(dense, *self.sources)
 
     def __repr__(self) -> str:  # type: ignore[override]
         packed = self.tokens.packed_length

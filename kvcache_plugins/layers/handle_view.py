@@ -65,14 +65,13 @@ class HandleView(LazyTensor):
 
     handle: KVHandle
     seen: Seen
-    _dense: Tensor | None
 
     @staticmethod
     def __new__(cls, handle: KVHandle, seen: Seen) -> HandleView:
         view: HandleView = Tensor._make_wrapper_subclass(
             cls, seen.shape(handle), dtype=seen.dtype, device=handle.tokens.segments[-1].device
         )
-        view.handle, view.seen, view._dense = handle, seen, None
+        view.handle, view.seen = handle, seen
         return view
 
     @property
@@ -81,9 +80,9 @@ class HandleView(LazyTensor):
         return self.handle.tokens
 
     @property
-    def is_dense(self) -> bool:
-        """Whether its numbers, or those of the handle, have been made, and may have been changed since."""
-        return self._dense is not None or self.handle.is_dense
+    def is_changed(self) -> bool:
+        """Whether its numbers, or those of the handle, have been changed."""
+        return super().is_changed or self.handle.is_changed
 
     @property
     def has_heads_as_stored(self) -> bool:
@@ -103,13 +102,8 @@ class HandleView(LazyTensor):
         order = torch.arange(query_heads, device=self.handle.device)
         return order.view(seen.repeats, heads, -1).transpose(0, 1).flatten()
 
-    def dense(self) -> Tensor:
-        """Decode the handle, and do to the tensor what was done to the view."""
-        if self._dense is None:
-            self._dense = self._made()
-        return self._dense
-
     def _made(self) -> Tensor:
+        """Decode the handle, and do to the tensor what was done to the view."""
         seen = self.seen
         states = self.handle.dense().to(seen.dtype)
         if seen.is_tiled:
@@ -125,8 +119,8 @@ class HandleView(LazyTensor):
 
 
 def as_view(states: Any) -> HandleView | None:
-    """A handle, or a view of one, as a view; `None` of anything else, or if its numbers have been made."""
-    if not isinstance(states, (KVHandle, HandleView)) or states.is_dense:
+    """A handle, or a view of one, as a view; `None` of anything else, or if its numbers have been changed."""
+    if not isinstance(states, (KVHandle, HandleView)) or states.is_changed:
         return None
     return states if isinstance(states, HandleView) else HandleView(states, Seen(states.dtype))
 

@@ -78,7 +78,7 @@ class GroupedHandle(KVHandle):
         handle.parts, handle.sources = tuple(parts), (source,)
         return handle
 
-    def dense(self) -> Tensor:
+    def _made(self) -> Tensor:
         """There is no such tensor.
 
         Raises:

@@ -51,11 +51,27 @@ def intercept(*functions: Callable[..., Any]) -> Callable[[_Interceptor], _Inter
 class LazyTensor(Tensor):
     """A tensor whose numbers do not exist until an operation needs them.
 
-    Once they are made they are what it is: an operation may have changed them in place.
+    Once an operation has changed them in place, they are what it is.
     """
+
+    _dense: Tensor | None = None
+    _changes = 0
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether its numbers have been made, and changed since."""
+        dense = self._dense  # of tensors of inference mode, torch does not count the changes
+        return dense is not None and (dense.is_inference() or dense._version != self._changes)
 
     def dense(self) -> Tensor:
         """Make the numbers, once: a plain tensor of the same shape, dtype and device."""
+        if self._dense is None:
+            self._dense = self._made()
+            if not self._dense.is_inference():
+                self._changes = self._dense._version
+        return self._dense
+
+    def _made(self) -> Tensor:
         raise NotImplementedError
 
     @classmethod

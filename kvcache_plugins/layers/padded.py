@@ -23,7 +23,6 @@ class PaddedHandle(LazyTensor):
 
     handle: KVHandle
     added: int
-    _dense: Tensor | None
 
     @staticmethod
     def __new__(cls, handle: KVHandle, added: int) -> PaddedHandle:
@@ -31,19 +30,17 @@ class PaddedHandle(LazyTensor):
         padded: PaddedHandle = Tensor._make_wrapper_subclass(
             cls, (*others, head_dim + added), dtype=handle.dtype, device=handle.device
         )
-        padded.handle, padded.added, padded._dense = handle, added, None
+        padded.handle, padded.added = handle, added
         return padded
 
     @property
-    def is_dense(self) -> bool:
-        """Whether its numbers, or those of the handle, have been made, and may have been changed since."""
-        return self._dense is not None or self.handle.is_dense
+    def is_changed(self) -> bool:
+        """Whether its numbers, or those of the handle, have been changed."""
+        return super().is_changed or self.handle.is_changed
 
-    def dense(self) -> Tensor:
+    def _made(self) -> Tensor:
         """Decode the handle, and put zeros behind."""
-        if self._dense is None:
-            self._dense = F.pad(self.handle.dense(), (0, self.added))
-        return self._dense
+        return F.pad(self.handle.dense(), (0, self.added))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PaddedHandle({self.added}, {self.handle!r})"
@@ -51,7 +48,7 @@ class PaddedHandle(LazyTensor):
 
 @intercept(F.pad)
 def _padded(states: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
-    is_plain = type(states) is KVHandle and not states.is_dense and mode == "constant" and not value
+    is_plain = type(states) is KVHandle and not states.is_changed and mode == "constant" and not value
     if not is_plain or len(pad) != 2 or pad[0] != 0 or pad[1] < 0:
         return NotImplemented
     return PaddedHandle(states, pad[1])

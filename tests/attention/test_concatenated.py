@@ -138,7 +138,7 @@ def test_what_is_no_attention_gets_tensors(how: str) -> None:
         together = torch.cat([key, exact], dim=2)
         assert torch.equal(together + 0, torch.cat([key.dense(), exact], dim=2))
         together.mul_(2)  # in place, which attention has to notice
-        assert together.is_dense and torch.equal(
+        assert together.is_changed and torch.equal(
             together + 0, torch.cat([2 * key.dense() / 2, exact], dim=2) * 2
         )
         return

@@ -76,6 +76,38 @@ def test_sdpa_as_models_call_it_at_decode(layer: PackedLayer, masked: bool) -> N
     assert layer.fallback_reads == 0
 
 
+# -- handles that something else has had before
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("changed", ["key", "value"])
+@pytest.mark.parametrize("door", ["torch", "sdpa", OWN])
+def test_what_was_changed_in_place_is_attended_to_as_it_is(
+    layer: PackedLayer, door: str, changed: str, mode: Any
+) -> None:
+    with mode():
+        query, *handles, dense = step(layer, 1)
+        for tensor in (handles[changed == "value"], dense[changed == "value"]):
+            tensor[:, :, 50:].mul_(3)  # through a view, of which the handle hears nothing
+        if door == "torch":
+            got = F.scaled_dot_product_attention(query, *handles, enable_gqa=True)
+        else:
+            got, _ = ALL_ATTENTION_FUNCTIONS[door](Attention(), query, *handles, None)
+            got = got.transpose(1, 2)
+        assert_close(door, naive_attention(query, *dense), got, 1e-5)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_was_only_looked_at_stays_packed(layer: PackedLayer, mode: Any) -> None:
+    # Doge makes its mask of all values, then attends.
+    with mode():
+        query, key, value, dense = step(layer, 1)
+        assert torch.equal(value.amax(-1), dense[1].amax(-1))
+        got, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](Attention(), query, key, value, None)
+        assert_close("sdpa", naive_attention(query, *dense).transpose(1, 2), got, 1e-5)
+    assert layer.fallback_reads == 1 and not key.is_changed and not value.is_changed
+
+
 # -- the second door: transformers' attention functions
 
 

@@ -261,6 +261,17 @@ def test_torchs_own_attention_reads_latents() -> None:
     assert expansion.latents.layer.fallback_reads == 0
 
 
+@pytest.mark.parametrize("changed", ["keys", "values"])
+def test_keys_and_values_that_were_changed_in_place_are_attended_to_as_they_are(changed: str) -> None:
+    query, expansion = expansion_of(CASES["int8-default"], 150, 1)
+    handles = expansion.handles()
+    expected = [states.clone() for states in handles]
+    for states in (handles[changed == "values"], expected[changed == "values"]):
+        states.mul_(3)
+    got = nn.functional.scaled_dot_product_attention(query, *handles)
+    torch.testing.assert_close(got, nn.functional.scaled_dot_product_attention(query, *expected))
+
+
 def test_keys_and_values_of_two_calls_are_dense() -> None:
     query, expansion = expansion_of(CASES["int8-default"], 150, 1)
     _, other = expansion_of(CASES["int8-default"], 150, 1)
