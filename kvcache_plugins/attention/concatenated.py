@@ -22,6 +22,7 @@ from .reference import (
     adjust_logits,
     attend,
     four_dimensional,
+    of_queries,
     sink_column,
 )
 
@@ -67,7 +68,7 @@ def _in_passes(
     options = _with_rows(options, query_length, length, query.device)
 
     def attend_pass(start: int, stop: int) -> Tensor:
-        return _attend(query[:, :, start:stop], key, value, _of_rows(options, slice(start, stop)))
+        return _attend(query[:, :, start:stop], key, value, of_queries(options, start, stop))
 
     most = _MOST_LOGITS // (batch_size * query_heads * length)
     return in_passes(attend_pass, query_length, max(1, min(PASS_QUERIES, most)))
@@ -114,19 +115,6 @@ def _with_rows(
     if options.position_bias is not None:
         bias = bias + four_dimensional(options.position_bias, length)
     return replace(options, position_bias=bias, is_causal=False, sliding_window=None, alibi_slopes=None)
-
-
-def _of_rows(options: AttentionOptions, rows: slice) -> AttentionOptions:
-    """Options of some of the queries."""
-    changed = {}
-    for name in ("mask", "position_bias"):
-        tensor = getattr(options, name)
-        if tensor is not None and tensor.dim() >= 2 and tensor.shape[-2] > 1:
-            changed[name] = tensor[..., rows, :]
-    sinks = options.sink_logits
-    if sinks is not None and sinks.dim() == 3 and sinks.shape[2] > 1:
-        changed["sink_logits"] = sinks[:, :, rows]
-    return replace(options, **changed) if changed else options
 
 
 @dataclass(frozen=True)
