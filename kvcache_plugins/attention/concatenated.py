@@ -77,7 +77,7 @@ def _in_passes(
 def _attend(
     query: Tensor, key: ConcatenatedHandle, value: ConcatenatedHandle, options: AttentionOptions
 ) -> Tensor:
-    scaling = options.scaling if options.scaling is not None else query.shape[3] ** -0.5
+    scaling = options.scale_for(query.shape[3])
     parts = [_product(query, part, is_key=True) for part in key.parts]
     logits = adjust_logits(torch.cat(parts, dim=-1) * scaling, 0, key.shape[2], key.shape[2], options)
     if options.sink_logits is not None:

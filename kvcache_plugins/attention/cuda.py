@@ -115,7 +115,7 @@ def attend_on_device(
         tokens.stream.records.data,
         keys,
         values,
-        scaling=options.scaling if options.scaling is not None else query.shape[3] ** -0.5,
+        scaling=options.scale_for(query.shape[3]),
         sink_start=sink_start,
         bias=bias,
         is_causal=is_causal,

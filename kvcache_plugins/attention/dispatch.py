@@ -158,7 +158,7 @@ def _attend_padded(
     query: Tensor, key: PaddedHandle, value: PaddedHandle, options: AttentionOptions
 ) -> Tensor:
     """Attend without the channels that are zero, which add nothing to logits and are zero in the output."""
-    scaling = options.scaling if options.scaling is not None else query.shape[3] ** -0.5
+    scaling = options.scale_for(query.shape[3])
     own = query[..., : key.handle.shape[3]]
     output = _attend(own, key.handle, value.handle, replace(options, scaling=scaling))
     return F.pad(output, (0, value.added))

@@ -155,8 +155,7 @@ def attend_latents(query: Tensor, expansion: Expansion, options: AttentionOption
         KernelUnavailableError: If the layer was configured with `kernel="native"` and no kernel decodes it.
     """
     projection, layer = expansion.projection, expansion.latents.layer
-    if options.scaling is None:
-        options = replace(options, scaling=query.shape[3] ** -0.5)
+    options = replace(options, scaling=options.scale_for(query.shape[3]))
     tokens = latent_keys(expansion, _served_parts(query, expansion))
     added = None
     multiplier = _multiplier(query, tokens, options)

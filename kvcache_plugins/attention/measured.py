@@ -136,7 +136,7 @@ def _measure(
             records,
             keys.without_newest(behind),
             start=start,
-            scaling=options.scaling if options.scaling is not None else query.shape[3] ** -0.5,
+            scaling=options.scale_for(query.shape[3]),
             sink_start=sink_start,
             bias=None if bias is None else bias[..., :seen],
             is_causal=is_causal,

@@ -166,7 +166,7 @@ def _attend_in_passes(
             tokens.stream.records.data,
             keys.without_newest(hidden) if hidden else keys,
             values.without_newest(hidden) if hidden else values,
-            scaling=options.scaling if options.scaling is not None else query.shape[3] ** -0.5,
+            scaling=options.scale_for(query.shape[3]),
             sink_start=sink_start,
             bias=None if bias is None else bias[:, :, :, :seen] if bias.shape[2] == 1 else bias,
             is_causal=is_causal,

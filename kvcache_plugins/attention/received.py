@@ -117,7 +117,7 @@ def _of_run(
 ) -> Tensor:
     batch_size, query_heads, query_length, head_dim = query.shape
     length = keys.length
-    scaling = options.scaling if options.scaling is not None else head_dim**-0.5
+    scaling = options.scale_for(head_dim)
     rows = (query.float() * scaling).reshape(batch_size, kv_heads, -1, head_dim)
     first = first_visible_slot(options.sliding_window, length, query_length)
     tiles = cut_tiles(query, keys, keys, first, kv_heads)

@@ -118,6 +118,10 @@ class AttentionOptions:
     alibi_slopes: Tensor | None = None
     position_bias: Tensor | None = None
 
+    def scale_for(self, head_dim: int) -> float:
+        """Factor of `q.k` for heads of `head_dim` channels."""
+        return head_dim**-0.5 if self.scaling is None else self.scaling
+
 
 def attend(query: Tensor, keys: TokenView, values: TokenView, options: AttentionOptions) -> Tensor:
     """Attend from `query` over all tokens of `keys` and `values`.
@@ -140,7 +144,7 @@ def attend(query: Tensor, keys: TokenView, values: TokenView, options: Attention
 def _attend(query: Tensor, keys: TokenView, values: TokenView, options: AttentionOptions) -> Tensor:
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch_size, query_heads, query_length, head_dim = query.shape
-    scaling = options.scaling if options.scaling is not None else head_dim**-0.5
+    scaling = options.scale_for(head_dim)
     length = keys.length
     first = first_visible_slot(options.sliding_window, length, query_length)
     newest = keys.read(length - 1, length)

@@ -50,7 +50,7 @@ def _strongest(
 ) -> Tensor:
     batch_size, query_heads, query_length, head_dim = query.shape
     kv_heads, length = keys.shape[1:3]
-    scaling = options.scaling if options.scaling is not None else head_dim**-0.5
+    scaling = options.scale_for(head_dim)
     transposed = keys.float().transpose(2, 3)
     masked = AttentionOptions(softcap=options.softcap, is_causal=True, mask=visible[:, None, None])
     step = max(1, tile_scores(is_cpu=query.is_cpu) // (batch_size * query_heads * length))

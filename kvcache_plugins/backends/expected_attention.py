@@ -69,7 +69,7 @@ class ExpectedAttentionLayer(AccumulatingLayer):
         return super().score(keys, values)
 
     def observe(self, query: Tensor, tokens: StreamView, options: AttentionOptions) -> None:
-        self._scaling = query.shape[3] ** -0.5 if options.scaling is None else options.scaling
+        self._scaling = options.scale_for(query.shape[3])
         drafted = self.companions.pop(_DRAFTED, None)
         if self._has_drafts(self.cumulative_length):  # not counted before it is known which ones stay
             parts = [query] if drafted is None else [drafted, query]
