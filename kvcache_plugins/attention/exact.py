@@ -77,9 +77,7 @@ def reads_exact_tokens_faster(
 
 def _multiplies_faster(dtype: torch.dtype) -> bool:
     """Whether many queries are multiplied faster than by torch."""
-    if dtype == torch.float16 or (dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
-        return False
-    return loader.instruction_set() == "avx512"
+    return has_fast_passes(dtype) and loader.instruction_set() == "avx512"
 
 
 def prompt_dtype(model: nn.Module, kernel: str) -> torch.dtype | None:
