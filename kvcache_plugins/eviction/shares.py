@@ -47,7 +47,7 @@ def _with_best(ranks: Tensor, count: int) -> Tensor:
 
 
 def grouped_shares(
-    shares: Sequence[float], lengths: Sequence[int], floor: int, most: int = MOST_GROUPS
+    shares: Sequence[float], lengths: Sequence[int], floor: int
 ) -> list[tuple[list[int], int]]:
     """Put heads of similar shares together; all heads of a group keep the mean of theirs.
 
@@ -59,7 +59,6 @@ def grouped_shares(
         lengths (`Sequence[int]`): Tokens that it holds now, at least `floor`: no group keeps more than any of
             its heads holds.
         floor (`int`): Fewest tokens of a group.
-        most (`int`): Groups, at most.
 
     Returns:
         `list[tuple[list[int], int]]`: Heads and tokens of every group, most tokens first.
@@ -67,7 +66,7 @@ def grouped_shares(
     order = sorted(range(len(shares)), key=lambda head: -shares[head])
     sums = [0.0, *accumulate(shares[head] for head in order)]
     groups = []
-    for start, stop in pairwise(_cuts(sums, most)):
+    for start, stop in pairwise(_cuts(sums, MOST_GROUPS)):
         heads = order[start:stop]
         mean = int((sums[stop] - sums[start]) / len(heads) + 1e-6)
         groups.append((heads, min(max(floor, mean), *(lengths[head] for head in heads))))

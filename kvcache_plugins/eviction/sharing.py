@@ -67,7 +67,7 @@ def share_among_heads(layer: HeadwiseLayer, budget: int, recent: int) -> tuple[H
                 piece = _of_heads(source, HeadGroup(places, device), share)
                 keep_slots(piece, best_slots(torch.stack([ranks[head] for head in own.heads], dim=1), share))
                 pieces.append(HeadPart(own, piece))
-        parts.append(_joined(pieces, share))
+        parts.append(_joined(pieces))
     return tuple(parts)
 
 
@@ -95,8 +95,8 @@ def _companion_of(tensor: Tensor, group: HeadGroup, num_heads: int) -> Tensor:
     return tensor.index_select(1, group.query_heads(tensor.shape[1] // num_heads))
 
 
-def _joined(pieces: Sequence[HeadPart], share: int) -> HeadPart:
-    """One part of pieces that hold the same number of tokens, `share`, of different heads."""
+def _joined(pieces: Sequence[HeadPart]) -> HeadPart:
+    """One part of pieces that hold the same number of tokens, of different heads."""
     layers = [piece.layer for piece in pieces]
     heads = [head for piece in pieces for head in piece.group.heads]
     joined = layers[0]
