@@ -135,19 +135,10 @@ def _unfinished(output: Path) -> dict[Path, dict[str, Any]]:
 def _is_of(document: Mapping[str, Any], checkpoint: Path, state: Mapping[str, Any]) -> bool:
     """Whether results are of the training that a checkpoint is of, when that had as many steps or more."""
     begun = next((facts.get(_BEGUN) for facts in _readable([checkpoint / TRAINING_FILE]).values()), None)
-    if begun is not None:
-        training = document.get("training")
-        known = training if isinstance(training, dict) else {}
-        return bool(known.get(_BEGUN) == begun and known.get("steps", 0) >= state.get("global_step", 0))
-    history = document.get("history")  # of an earlier version
-    return isinstance(history, list) and _has_passed(history, state)
-
-
-def _has_passed(history: list[Any], state: Mapping[str, Any]) -> bool:
-    """Whether a training with this log had logged the same as a checkpoint when it had as many steps."""
-    logged = state.get("log_history") or []
-    later = history[len(logged) :]
-    return history[: len(logged)] == logged and all(e["step"] >= state.get("global_step", 0) for e in later)
+    training = document.get("training")
+    known = training if isinstance(training, dict) else {}
+    is_same = begun is not None and known.get(_BEGUN) == begun
+    return is_same and bool(known.get("steps", 0) >= state.get("global_step", 0))
 
 
 def _readable(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:
@@ -207,7 +198,7 @@ def check_checkpoint(checkpoint: str | None, config: RetainingHeadsConfig, facts
         checkpoint (`str`, *optional*): Its folder.
         config (`RetainingHeadsConfig`): Of the heads that are to be trained.
         facts (`Mapping`): Of [`training_facts`]. What the checkpoint does not say is not asked for: one that
-            somebody else's program has saved says nothing, one of an earlier version may say less.
+            somebody else's program has saved says nothing.
 
     Raises:
         ValueError: Naming what differs.

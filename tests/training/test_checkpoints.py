@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +97,17 @@ def test_the_steps_of_a_training_depend_on_its_optimizer(name: str, value: Any, 
     assert _facts(tmp_path, {}, max_steps=7, save_steps=3, logging_steps=1) == before
 
 
-def _leave(output: Path, step: int, begun: float | None = None, log: Sequence[Any] = ()) -> None:
+def _leave(output: Path, step: int, begun: float | None = None) -> None:
     folder = output / f"checkpoint-{step}"
     folder.mkdir()
-    state = {"global_step": step, "train_batch_size": 1, "log_history": list(log)}
+    state = {"global_step": step, "train_batch_size": 1, "log_history": []}
     (folder / "trainer_state.json").write_text(json.dumps(state))
     if begun is not None:
         (folder / "training.json").write_text(json.dumps({"seconds": 1.0, "begun": begun}))
 
 
-def _finish(output: Path, history: Sequence[Any] = (), **training: Any) -> None:
-    document = {"task": "train locret", "history": list(history), "training": training}
+def _finish(output: Path, **training: Any) -> None:
+    document = {"task": "train locret", "training": training}
     (output / "results.json").write_text(json.dumps(document))
 
 
@@ -130,10 +129,10 @@ def test_the_checkpoint_with_the_most_steps_is_gone_on_from(tmp_path: Path) -> N
 def test_that_of_the_interrupted_training_is_gone_on_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever a finished one beside it, of more steps, has left; nothing may have been logged by then."""
+    """Whatever a finished one beside it, of more steps, has left."""
     for step, begun in ((27, 5.0), (30, 5.0), (3, 9.0), (6, 9.0)):
         _leave(tmp_path, step, begun)
-    _finish(tmp_path, [{"step": 30}], begun=5.0, steps=30)
+    _finish(tmp_path, begun=5.0, steps=30)
     assert _found(tmp_path) == "checkpoint-6" and not capsys.readouterr().out
     args = LocretTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(ValueError, match=r"with checkpoint-6\. Go on with it"):
@@ -157,10 +156,3 @@ def test_a_finished_training_that_goes_on_may_be_interrupted(tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "checkpoint-33")
     check_none_lost(find_checkpoint(args, tmp_path), tmp_path)
     assert _found(tmp_path) == "checkpoint-30"
-
-
-def test_checkpoints_of_an_earlier_version_are_told_by_their_log(tmp_path: Path) -> None:
-    for step, loss in ((27, 1.0), (30, 1.0), (3, 2.0)):
-        _leave(tmp_path, step, log=[{"step": 1, "loss": loss}])
-    _finish(tmp_path, [{"step": 1, "loss": 1.0}, {"step": 30}])
-    assert _found(tmp_path) == "checkpoint-3"

@@ -257,7 +257,7 @@ def test_another_training_is_not_gone_on_with(
     assert "has all of its steps; --max_steps 4 asks for no more" in capsys.readouterr().out
 
 
-def test_a_checkpoint_of_an_earlier_version_says_less(tmp_path: Path) -> None:
+def test_what_a_checkpoint_does_not_say_is_not_asked_for(tmp_path: Path) -> None:
     config = RetainingHeadsConfig.from_model(AutoConfig.from_pretrained(MODEL))
     facts = {"seed": 0, "batch": 2, "bf16": True}
     (tmp_path / "training.json").write_text('{"seed": 0, "batch": 2}')
