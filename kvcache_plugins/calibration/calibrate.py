@@ -13,7 +13,7 @@ from ..artifacts.model_facts import model_facts, rotary_facts
 from ..artifacts.scales import Scales
 from ..backends.kvquant import NORMAL_FLOAT
 from ..models.decoder import decoder_only_config
-from ..runs.code_versions import code_settings, version_of
+from ..runs.code_versions import PACKAGES, code_settings, version_of
 from ..runs.file_digests import model_settings
 from ..runs.journal import progress_folder
 from ..runs.loading import Subject, load_config, load_subject
@@ -33,7 +33,6 @@ __all__ = ["calibrate", "calibrate_subject", "steps_of"]
 
 _RELEVANT = ("revision", "dtype", "attn_implementation")
 """Options on which all that is observed depends, beside the text."""
-_PACKAGES = ("kvcache-plugins", "torch", "transformers")
 
 
 def steps_of(options: CalibrationOptions) -> int:
@@ -203,5 +202,5 @@ def _facts(
         "text_sha256": samples.digest,
         "model": model_facts(config),
         "rope": {str(index): rotary_facts(layer.rotary) for index, layer in layers.items()},
-        "versions": ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES),
+        "versions": ", ".join(f"{name} {version_of(name)}" for name in PACKAGES),
     }

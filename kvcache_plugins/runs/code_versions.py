@@ -19,10 +19,10 @@ from typing import Any
 from ..registry import TRANSFORMERS_BACKENDS, announced_by, loaded_backend
 from .file_digests import digest_files, digest_words
 
-__all__ = ["code_digests", "code_settings", "foreign_versions", "is_foreign", "version_of"]
+__all__ = ["PACKAGES", "code_digests", "code_settings", "foreign_versions", "is_foreign", "version_of"]
 
 _OURS = __name__.partition(".")[0]
-_PACKAGES = ("kvcache-plugins", "torch", "transformers")
+PACKAGES = ("kvcache-plugins", "torch", "transformers")
 """What every measurement is made with."""
 _KNOWN = {_OURS, "torch", "transformers", *sys.stdlib_module_names}
 _OF_TRANSFORMERS = {"quanto": "optimum-quanto", "hqq": "hqq"}
@@ -49,8 +49,8 @@ def code_settings() -> dict[str, str]:
     Raises:
         OSError: If a source cannot be read.
     """
-    settings = {name: version_of(name) for name in _PACKAGES}
-    settings[_PACKAGES[0]] += f" (sources {_digest_module(_OURS)})"
+    settings = {name: version_of(name) for name in PACKAGES}
+    settings[PACKAGES[0]] += f" (sources {_digest_module(_OURS)})"
     return settings
 
 
