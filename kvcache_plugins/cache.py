@@ -93,6 +93,13 @@ class KVCache(SavedCache, CacheVerbs):
     """Devices of which kernels read the codes, as tables say; codecs of this package are served by them
     whatever stands here."""
 
+    reads_long_text = False
+    """Whether a model with two sets of rotary frequencies is to use those of long texts."""
+    whole_prompt_reason: str | None = None
+    """Why the latest prompt was not read in chunks, although that would have bounded memory."""
+    longest_call: int | None = None
+    """Tokens a model reads at most in one call without throwing this cache away."""
+
     def __init__(self, model_or_config: Any, *, max_cache_length: int | None = None, **options: Any) -> None:
         if not hasattr(self, "backend"):
             said = "Allowed are `build_cache` and classes of backends, such as Int8Cache."
@@ -142,13 +149,6 @@ class KVCache(SavedCache, CacheVerbs):
         # of layers that evict a compiler cannot know how many tokens they hold after an update
         is_known = not self.evicts and not any(plan.has_indexer for plan in self._plans)
         self.compiled_layers = CompiledLayers(self) if attends_once(config) and is_known else None
-
-    reads_long_text = False
-    """Whether a model with two sets of rotary frequencies is to use those of long texts."""
-    whole_prompt_reason: str | None = None
-    """Why the latest prompt was not read in chunks, although that would have bounded memory."""
-    longest_call: int | None = None
-    """Tokens a model reads at most in one call without throwing this cache away."""
 
     @property
     def prefill_chunk_size(self) -> int | None:

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         `int`: Exit status: 0, 1 where something of ours failed that was to be measured or built, 2 for an
         error of the user and 130 for an interruption, each told in one line on the standard error stream.
-            1 without a word where nobody reads what is shown any more.
+        Also 1, without a word, where nobody reads what is shown any more.
     """
     parser = _Parser(
         prog="kvcache-plugins", description="Packed key-value caches for Hugging Face Transformers."

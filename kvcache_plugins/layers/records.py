@@ -151,7 +151,7 @@ class Records:
         """Make room for `num_tokens`, at most once more if the `final_tokens` of a run are known and near.
 
         A final length beyond twice the present need is not reserved: a run may end early, and growing is
-            cheap.
+        cheap.
         """
         blocks = -(-num_tokens // BLOCK_TOKENS)
         if blocks <= self.num_blocks:

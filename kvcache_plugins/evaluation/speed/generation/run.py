@@ -43,8 +43,8 @@ def measure_generation(
     """Generate with every cache at every length and batch size.
 
     A cache that fails is noted under `skipped`, as `is_failure`; the dense cache stops the run, or, of a
-    compiled model, becomes a result with `fits` false. A point that
-    needs more memory than there is becomes a result with `fits` false and a `reason`.
+    compiled model, becomes a result with `fits` false. A point that needs more memory than there is becomes a
+    result with `fits` false and a `reason`.
 
     Args:
         options (`GenerationOptions`): What to measure.
