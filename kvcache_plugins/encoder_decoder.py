@@ -24,7 +24,14 @@ from .models.layer_plan import LayerPlan, encoder_key_value_heads, plan_cross_at
 from .report import CacheReport
 from .saved import SavedCache
 
-__all__ = ["CrossAttentionCache", "KVEncoderDecoderCache", "SelfAttentionCache", "build_both", "layers_of"]
+__all__ = [
+    "CrossAttentionCache",
+    "KVEncoderDecoderCache",
+    "SelfAttentionCache",
+    "build_both",
+    "halves_of",
+    "layers_of",
+]
 
 
 class SelfAttentionCache(KVCache):
@@ -214,8 +221,13 @@ def build_both(
     )
 
 
+def halves_of(cache: KVCache | KVEncoderDecoderCache) -> tuple[KVCache, ...]:
+    """Return what a cache is made of: itself, or its two halves, that of the text first."""
+    if isinstance(cache, KVEncoderDecoderCache):
+        return cache.self_attention_cache, cache.cross_attention_cache
+    return (cache,)
+
+
 def layers_of(cache: KVCache | KVEncoderDecoderCache) -> list[Any]:
     """Return the layers of a cache, ours and transformers'; of both halves, those of the text first."""
-    if isinstance(cache, KVEncoderDecoderCache):
-        return [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
-    return list(cache.layers)
+    return [layer for half in halves_of(cache) for layer in half.layers]

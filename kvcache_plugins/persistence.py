@@ -32,7 +32,7 @@ from .artifacts.folders import replacing
 from .artifacts.named import named_artifacts, still_there, with_artifacts_at
 from .building import build_cache
 from .cache import KVCache
-from .encoder_decoder import KVEncoderDecoderCache, layers_of
+from .encoder_decoder import KVEncoderDecoderCache, halves_of, layers_of
 from .errors import ArtifactError, UnsupportedOperationError
 from .layers.base import PackedLayer
 from .layers.counting import tensors_in
@@ -64,8 +64,7 @@ def save_cache(cache: KVCache | KVEncoderDecoderCache, directory: str | os.PathL
     """
     if not os.fspath(directory):
         raise ValueError("save_pretrained needs the path of a directory, got ''.")
-    text = cache.self_attention_cache if isinstance(cache, KVEncoderDecoderCache) else cache
-    text.check_in_step()  # before it takes the place of a whole one
+    halves_of(cache)[0].check_in_step()  # before it takes the place of a whole one
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any]] = []
     for layer_idx, layer in enumerate(layers_of(cache)):
@@ -111,6 +110,24 @@ def load_cache(
     """
     folder = Path(directory)
     model, config = split_model_or_config(model_or_config)
+    facts, tensors = _read_saved(folder, config)
+    cache = _rebuilt(folder, facts, model_or_config, artifacts or {})
+    if len(facts["layers"]) != (expected := len(layers_of(cache))):
+        raise ArtifactError(f"{folder} holds {len(facts['layers'])} layers, expected {expected}.")
+    devices = [device for half in halves_of(cache) for device in layer_devices(model, len(half.layers))]
+    for layer_idx, device in enumerate(devices):
+        _load_layer(folder, cache, layer_idx, device or torch.device("cpu"), facts, tensors)
+    try:
+        halves_of(cache)[0].check_in_step()
+    except ValueError as error:
+        raise ArtifactError(f"{folder}: {error}") from error
+    if isinstance(cache, KVEncoderDecoderCache):
+        cache.find_out_what_is_held()
+    return cache
+
+
+def _read_saved(folder: Path, config: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return what the two files of a folder hold, if they are of one cache, of this format and this model."""
     facts, tensors = read_json(folder / _FACTS), read_tensors(folder / _TENSORS)
     if facts.get("format_version") != FORMAT_VERSION:
         raise ArtifactError(
@@ -128,13 +145,20 @@ def load_cache(
     expected = _fingerprint(decoder_config(config))
     if facts["model"] != expected:
         raise ArtifactError(f"{folder} was saved for the model {facts['model']}, not for {expected}.")
+    return facts, tensors
+
+
+def _rebuilt(
+    folder: Path, facts: dict[str, Any], model_or_config: Any, artifacts: Mapping[str, str]
+) -> KVCache | KVEncoderDecoderCache:
+    """Return an empty cache with the options of the saved one."""
     known = set(named_artifacts(facts["options"]))
-    if unknown := sorted(set(artifacts or ()) - known):
+    if unknown := sorted(set(artifacts) - known):
         raise ValueError(f"artifacts must be of those that {folder} names, {sorted(known)}; got {unknown}.")
     moved = ""
     try:
         lay_at = facts[_PATHS]
-        paths = still_there(lay_at) | dict(artifacts or {})
+        paths = still_there(lay_at) | dict(artifacts)
         options = with_artifacts_at(facts["options"], paths)
         if lost := sorted(name for name in lay_at if not Path(paths.get(name, name)).exists()):
             moved = f" Of what has been moved, artifacts={{{lost[0]!r}: PATH}} says where it lies now."
@@ -142,6 +166,7 @@ def load_cache(
     except (AttributeError, TypeError, ValueError) as error:
         raise ArtifactError(f"{folder / _FACTS}: {error}{moved}") from error
     if facts["reads_long_text"] and isinstance(cache, KVCache):
+        model, _ = split_model_or_config(model_or_config)
         if model is None:
             raise ArtifactError(
                 f"{folder} holds a long text of a model with two sets of rotary frequencies: it needs the "
@@ -149,46 +174,42 @@ def load_cache(
             )
         cache.reads_long_text = True
         cache.bind(model)  # now, because keys may have been coded relative to these frequencies
-    layers = layers_of(cache)
-    halves = [cache]
-    if isinstance(cache, KVEncoderDecoderCache):
-        halves = [cache.self_attention_cache, cache.cross_attention_cache]
-    devices = [device for half in halves for device in layer_devices(model, len(half.layers))]
-    if len(facts["layers"]) != len(layers):
-        raise ArtifactError(f"{folder} holds {len(facts['layers'])} layers, expected {len(layers)}.")
-    for layer_idx, layer in enumerate(layers):
-        prefix = f"layers.{layer_idx}."
-        stored = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        _check_sums(folder / _TENSORS, stored, facts[_SUMS])
-        device = devices[layer_idx] or torch.device("cpu")
-        owned = {name.removeprefix(prefix): tensor.to(device) for name, tensor in stored.items()}
-        load = layer.load_state if isinstance(layer, PackedLayer) else partial(_load_dense_state, layer)
-        try:
-            load(owned, facts["layers"][layer_idx])
-            if isinstance(layer, PackedLayer) and owned:
-                _check_lengths(layer)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise ArtifactError(f"{folder} does not hold all of layer {layer_idx}: {error!r}.") from error
-        sums, saved_sums = _static_sums(layer), facts["layers"][layer_idx].get(_STATIC_SUMS, {})
-        if sums and saved_sums != sums and not _is_calibrated(layer):
-            raise ArtifactError(
-                f"{folder}: layer {layer_idx} was packed by other levels than this version has for these "
-                f"options, or does not say by which; its codes would be read as other keys and values. "
-                "Allowed is the version that saved it."
-            )
-        if saved_sums != sums:
-            raise ArtifactError(
-                f"{folder}: layer {layer_idx} was packed with another calibration than is now in "
-                f"{sorted(named_artifacts(options))}. Allowed is the one it was packed with."
-            )
-    text = cache.self_attention_cache if isinstance(cache, KVEncoderDecoderCache) else cache
-    try:
-        text.check_in_step()
-    except ValueError as error:
-        raise ArtifactError(f"{folder}: {error}") from error
-    if isinstance(cache, KVEncoderDecoderCache):
-        cache.find_out_what_is_held()
     return cache
+
+
+def _load_layer(
+    folder: Path,
+    cache: KVCache | KVEncoderDecoderCache,
+    layer_idx: int,
+    device: torch.device,
+    facts: dict[str, Any],
+    tensors: dict[str, Tensor],
+) -> None:
+    """Give an empty layer what was saved of it, if that is whole and read by what it was packed with."""
+    layer, prefix = layers_of(cache)[layer_idx], f"layers.{layer_idx}."
+    stored = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    _check_sums(folder / _TENSORS, stored, facts[_SUMS])
+    owned = {name.removeprefix(prefix): tensor.to(device) for name, tensor in stored.items()}
+    load = layer.load_state if isinstance(layer, PackedLayer) else partial(_load_dense_state, layer)
+    try:
+        saved_sums = facts["layers"][layer_idx][_STATIC_SUMS]
+        load(owned, facts["layers"][layer_idx])
+        if isinstance(layer, PackedLayer) and owned:
+            _check_lengths(layer)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{folder} does not hold all of layer {layer_idx}: {error!r}.") from error
+    sums = _static_sums(layer)
+    if saved_sums == sums:
+        return
+    if sums and not _is_calibrated(layer):
+        raise ArtifactError(
+            f"{folder}: layer {layer_idx} was packed by other levels than this version has for these "
+            "options; its codes would be read as other keys and values. Allowed is the version that saved it."
+        )
+    raise ArtifactError(
+        f"{folder}: layer {layer_idx} was packed with another calibration than is now in "
+        f"{sorted(named_artifacts(cache.config.to_dict()))}. Allowed is the one it was packed with."
+    )
 
 
 def _on_host(tensor: Tensor) -> Tensor:
