@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.layout import dense_rows
 from .reference import AttentionOptions, four_dimensional
 from .remembered import remembered
 from .row_masks import row_mask
@@ -119,7 +120,7 @@ def _completed(
     if options.position_bias is not None:
         position_bias = _behind(four_dimensional(options.position_bias, length).float(), hidden)
         bias = position_bias if bias is None else bias + position_bias
-        bias = _in_rows(bias.detach())  # T5 makes them with all heads of a slot side by side
+        bias = dense_rows(bias.detach())  # T5 makes them with all heads of a slot side by side
     if query_length == 1:  # the newest token sees all the others
         window = min(window or length, length) if hidden else window
         is_causal = window > 0
@@ -173,12 +174,7 @@ def _added(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         return zeros.masked_fill_(~mask, -torch.inf)
-    return _in_rows(mask.float())
-
-
-def _in_rows(bias: Tensor) -> Tensor:
-    """The bias with neighbouring slots side by side, as the kernels read it."""
-    return bias if bias.stride(-1) == 1 else bias.contiguous()
+    return dense_rows(mask.float())
 
 
 def as_boolean(mask: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cuda_inputs import MAX_QUERIES, is_fast, on_device
-from ..kernels.layout import FORMATS, Side
+from ..kernels.layout import FORMATS, Side, dense_rows
 from ..kernels.ops import decode_attention
 from ..layers.records import RecordLayout
 from ..layers.view import StreamView
@@ -111,7 +111,7 @@ def attend_on_device(
         options, query.shape[2], tokens.length, hidden=tokens.first, device=device
     )
     return decode_attention(
-        query if query.stride(-1) == 1 else query.contiguous(),
+        dense_rows(query),
         tokens.stream.records.data,
         keys,
         values,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.layout import Side
+from ..kernels.layout import Side, dense_rows
 from ..kernels.ops import decode_tokens
 from ..layers.view import StreamView
 
@@ -61,8 +61,7 @@ class DecodedView:
         for segment in self.side.segments:
             end = begin + segment.shape[2]
             if begin <= start and stop <= end:
-                exact = segment[:, :, start - begin : stop - begin].to(dtype)
-                return exact if exact.stride(-1) == 1 else exact.contiguous()
+                return dense_rows(segment[:, :, start - begin : stop - begin].to(dtype))
             begin = end
         return self._decode(start, stop, dtype)
 

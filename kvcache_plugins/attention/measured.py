@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import loader
-from ..kernels.layout import FORMATS, MAX_HEAD_DIM, Side, SideLayout
+from ..kernels.layout import FORMATS, MAX_HEAD_DIM, Side, SideLayout, dense_rows
 from ..kernels.ops import measure_attention
 from ..layers.view import StreamView
 from .bias import LogitBias, logit_bias, per_head, row_bias, sinks_for_kernels
@@ -120,7 +120,7 @@ def _measure(
     query = query.detach()
     if query.dtype == torch.float16:  # which kernels round to bf16
         query = query.float()
-    query = query if query.stride(-1) == 1 else query.contiguous()
+    query = dense_rows(query)
     sinks = options.sink_logits
     if sinks is not None and sinks.dim() == 3:
         sinks = sinks.expand(len(query), -1, query_length)

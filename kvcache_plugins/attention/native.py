@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cuda_loader, loader
-from ..kernels.layout import Side
+from ..kernels.layout import Side, dense_rows
 from ..kernels.ops import decode_attention
 from ..kernels.selection import native_is_unavailable
 from ..layers.handle import KVHandle
@@ -152,7 +152,7 @@ def _attend_in_passes(
     query: Tensor, tokens: StreamView, keys: Side, values: Side, options: AttentionOptions, added: LogitBias
 ) -> Tensor:
     """Attend by the decode kernel, `PASS_QUERIES` query tokens at a time, each over what it may see."""
-    query = query if query.stride(-1) == 1 else query.contiguous()
+    query = dense_rows(query)
     query_length = query.shape[2]
     bias, is_causal, window = added
     sink_start = first_sinks(tokens, keys, values)

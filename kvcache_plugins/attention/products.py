@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels import cuda_loader, loader
 from ..kernels.cuda_inputs import on_device
+from ..kernels.layout import dense_rows
 from ..kernels.ops import multiply_keys, multiply_values
 from ..kernels.selection import native_is_unavailable
 from ..layers.gradients import refusing_gradients
@@ -149,7 +150,7 @@ def _are_weights(rows: Tensor) -> bool:
 def _by_kernel(rows: Tensor, source: DecodedView, *, is_key: bool) -> Tensor:
     product = multiply_keys if is_key else multiply_values
     records, start = source.tokens.stream.records.data, source.tokens.first
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    rows = dense_rows(rows)
 
     def multiply_pass(first: int, last: int) -> Tensor:
         part = rows[:, :, first:last]

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..kernels.layout import dense_rows
 from .limits import GPU_TILES, TILE_SCORES
 
 __all__ = [
@@ -88,8 +89,7 @@ class DenseView:
 
     def read_as(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Tokens `[start, stop)` in `dtype`, the last dimension dense."""
-        states = self.read(start, stop).to(dtype)
-        return states if states.stride(-1) == 1 else states.contiguous()
+        return dense_rows(self.read(start, stop).to(dtype))
 
 
 @dataclass(slots=True)  # not frozen: see `layers.view`

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..quantizers.packing import BLOCK_TOKENS
 
-__all__ = ["FORMATS", "MAX_HEAD_DIM", "MAX_METADATA", "Side", "SideLayout"]
+__all__ = ["FORMATS", "MAX_HEAD_DIM", "MAX_METADATA", "Side", "SideLayout", "dense_rows"]
 
 FORMATS = {"affine": 0, "symmetric": 1, "e4m3": 2, "e5m2": 3, "nonuniform": 4}
 """Meaning of a code; the numbers of `Format` in `csrc/{cpu/decode_attention,cuda/arguments}.h`."""
@@ -146,3 +146,8 @@ class Side:
     def contiguous_rows(self) -> list[Tensor]:
         """The segments with their channels next to each other, as kernels read them."""
         return [s if s.stride(3) == 1 or s.shape[3] == 1 else s.contiguous() for s in self.segments]
+
+
+def dense_rows(states: Tensor) -> Tensor:
+    """A tensor, or a copy, with the numbers of a row next to each other, as kernels read them."""
+    return states if states.stride(-1) == 1 else states.contiguous()

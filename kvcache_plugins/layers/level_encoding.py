@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..kernels.layout import MAX_HEAD_DIM
+from ..kernels.layout import MAX_HEAD_DIM, dense_rows
 from ..kernels.writing_ops import encode_levels
 from ..quantizers.packing import BLOCK_TOKENS
 from .codec import Codec
@@ -60,7 +60,7 @@ class LevelEncoder(NativeEncoder):
         return encode_levels(
             records.data,
             None if outliers is None else outliers.lists,
-            states if states.stride(-1) == 1 else states.contiguous(),
+            dense_rows(states),
             self.is_key,
             self.level_layout,
             self.levels.boundaries_on(self.device),

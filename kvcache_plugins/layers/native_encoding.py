@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..kernels import cuda_loader, loader
-from ..kernels.layout import MAX_HEAD_DIM, MAX_METADATA
+from ..kernels.layout import MAX_HEAD_DIM, MAX_METADATA, dense_rows
 from ..kernels.writing_ops import encode_tokens
 from ..quantizers.packing import BLOCK_TOKENS
 from .codec import Codec, RotatedCodec, ScaledCodec, code_format_of
@@ -104,7 +104,7 @@ class NativeEncoder:
             return False
         if self.factors is not None:
             states = states.float() / self.factors
-        states = states if states.stride(-1) == 1 else states.contiguous()
+        states = dense_rows(states)
         return encode_tokens(records.data, states, self.is_key, self.layout, start, *self.rotation)
 
 
