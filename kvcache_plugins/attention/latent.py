@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..kernels import cuda_loader, loader
+from ..kernels import loader
 from ..kernels.cuda_inputs import on_device
 from ..kernels.ops import attend_latents as attend_decoded_latents
-from ..kernels.selection import native_is_unavailable
+from ..kernels.selection import UNREADABLE, native_is_unavailable, why_no_kernels
 from ..layers.expanded import Expansion
 from ..layers.view import StreamView
 from ..models.latent import LatentProjection
@@ -313,12 +313,9 @@ def _decoded_parts(query: Tensor, expansion: Expansion) -> tuple[DecodedView, De
         return f"there is no native kernel for {query.dtype} queries on {query.device} and keys on {device}"
     sides = [describe(view) for view in tokens]
     if sides[0] is None or sides[1] is None:
-        return "no native kernel reads these codecs or head sizes"
-    if device.type == "cpu":
-        if not loader.try_load():
-            return f"there are no CPU kernels: {loader.status().reason}"
-    elif not cuda_loader.try_load(device):
-        return f"there are no CUDA kernels: {cuda_loader.why_not(device)}"
+        return UNREADABLE
+    if (reason := why_no_kernels(device)) is not None:
+        return reason
     sink_start = first_sinks(tokens[0], sides[0], sides[1])
     first, second = (
         side if device.type == "cpu" else on_device(side, device) for side in (sides[0], sides[1])

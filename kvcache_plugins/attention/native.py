@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import cuda_loader, loader
+from ..kernels import loader
 from ..kernels.layout import Side, dense_rows
 from ..kernels.ops import decode_attention
-from ..kernels.selection import native_is_unavailable
+from ..kernels.selection import UNREADABLE, native_is_unavailable, why_no_kernels
 from ..layers.handle import KVHandle
 from ..layers.view import StreamView, joined
 from .bias import LogitBias, logit_bias, per_head, row_bias, sinks_for_kernels
@@ -32,7 +32,6 @@ __all__ = ["attend_handles", "has_fast_passes"]
 
 _MOST_PACKED_QUERIES = 16
 """Of `MOST_QUERIES` where the heads of a group come as query tokens of one head."""
-_UNREADABLE = "no native kernel reads these codecs or head sizes"
 
 
 def attend_handles(query: Tensor, key: KVHandle, value: KVHandle, options: AttentionOptions) -> Tensor:
@@ -73,9 +72,9 @@ def _attend_on_cpu(query: Tensor, key: KVHandle, value: KVHandle, options: Atten
     """Attend by a native kernel; the reason if none serves this."""
     sides = _sides(key, value)
     if sides is None:
-        return _UNREADABLE
-    if not loader.try_load():
-        return f"there are no CPU kernels: {loader.status().reason}"
+        return UNREADABLE
+    if (reason := why_no_kernels(query.device)) is not None:
+        return reason
     keys, values = sides
     query_length, length = query.shape[2], key.tokens.length
     is_decode = _is_decode(query, key, options)
@@ -101,9 +100,9 @@ def _attend_on_cuda(query: Tensor, key: KVHandle, value: KVHandle, options: Atte
     """Attend by the CUDA kernels; the reason if they cannot serve this, or there are none."""
     sides = _sides(key, value)
     if sides is None:
-        return _UNREADABLE
-    if not cuda_loader.try_load(query.device):
-        return f"there are no CUDA kernels: {cuda_loader.why_not(query.device)}"
+        return UNREADABLE
+    if (reason := why_no_kernels(query.device)) is not None:
+        return reason
     return attend_on_device(query, key.tokens, value.tokens, sides, options)
 
 

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import cuda_loader, loader
 from ..kernels.cuda_inputs import on_device
 from ..kernels.layout import dense_rows
 from ..kernels.ops import multiply_keys, multiply_values
-from ..kernels.selection import native_is_unavailable
+from ..kernels.selection import UNREADABLE, native_is_unavailable, why_no_kernels
 from ..layers.gradients import refusing_gradients
 from ..layers.handle import KVHandle
 from ..layers.handle_view import HandleView, as_view
@@ -131,11 +130,9 @@ def _source(handle: KVHandle, rows: Tensor) -> tuple[DecodedView | None, str]:
         return None, f"there is no native kernel for {rows.dtype} on {rows.device}"
     side = describe(handle.tokens)
     if side is None:
-        return None, "no native kernel reads these codecs or head sizes"
-    if rows.is_cpu and not loader.try_load():
-        return None, f"there are no CPU kernels: {loader.status().reason}"
-    if rows.is_cuda and not cuda_loader.try_load(rows.device):
-        return None, f"there are no CUDA kernels: {cuda_loader.why_not(rows.device)}"
+        return None, UNREADABLE
+    if (reason := why_no_kernels(rows.device)) is not None:
+        return None, reason
     if rows.is_cuda:  # its tables may lie elsewhere
         side = on_device(side, rows.device)
     return DecodedView(handle.tokens, side, first_sinks(handle.tokens, side)), ""

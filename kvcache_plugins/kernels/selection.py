@@ -9,7 +9,10 @@ import torch
 from ..errors import KernelUnavailableError
 from . import cuda_loader, loader
 
-__all__ = ["native_is_unavailable", "select_kernel"]
+__all__ = ["UNREADABLE", "native_is_unavailable", "select_kernel", "why_no_kernels"]
+
+UNREADABLE = "no native kernel reads these codecs or head sizes"
+"""Why a layer reports `"torch"` whose codes none of the kernels that are there can read."""
 
 
 def select_kernel(requested: str, backend: str, devices: Collection[torch.device] = ()) -> str:
@@ -44,6 +47,14 @@ def select_kernel(requested: str, backend: str, devices: Collection[torch.device
     except KernelUnavailableError as error:
         raise native_is_unavailable(f"the backend {backend!r}", str(error)) from error
     return "torch"
+
+
+def why_no_kernels(device: torch.device) -> str | None:
+    """Return why there are no kernels for a CPU or a GPU, which are built at the first call; else `None`."""
+    if device.type == "cpu":
+        return None if loader.try_load() else f"there are no CPU kernels: {loader.status().reason}"
+    is_there = cuda_loader.try_load(device)
+    return None if is_there else f"there are no CUDA kernels: {cuda_loader.why_not(device)}"
 
 
 def native_is_unavailable(what: str, reason: str) -> KernelUnavailableError:
