@@ -11,7 +11,14 @@ from typing import Any
 
 from .models.cache_argument import cache_name, given_cache
 from .prompt_chunks import soft_prompt_kind
-from .registry import LEGACY_OPTIONS, TRANSFORMERS_BACKENDS, get_backend, list_backends, suggest
+from .registry import (
+    LEGACY_OPTIONS,
+    TRANSFORMERS_BACKENDS,
+    get_backend,
+    list_backends,
+    suggest,
+    without_legacy,
+)
 
 __all__ = [
     "asks_for_ours",
@@ -59,7 +66,7 @@ def check_request(model: Any, generation_config: Any, model_kwargs: Mapping[str,
         _check_names_of_transformers(cache_config)
         return
     backend = cache_config["backend"]
-    own = {name: value for name, value in _without_legacy(cache_config).items() if name != "backend"}
+    own = {name: value for name, value in without_legacy(cache_config).items() if name != "backend"}
     get_backend(backend).config_class.check_names(own)
     if not model._supports_default_dynamic_cache():  # transformers then ignores `cache_implementation`
         raise ValueError(
@@ -138,11 +145,7 @@ def _names_another(cache_config: Any) -> bool:
 def _is_own_choice(model: Any, cache_config: Mapping[Any, Any]) -> bool:
     """Whether a `cache_config` is that of the model's own configuration, and not of the call."""
     own: Any = own_choice(model)[1]  # in copies of a configuration, dtypes are words
-    return isinstance(own, Mapping) and _without_legacy(own) == _without_legacy(cache_config)
-
-
-def _without_legacy(cache_config: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in cache_config.items() if key not in LEGACY_OPTIONS}
+    return isinstance(own, Mapping) and without_legacy(own) == without_legacy(cache_config)
 
 
 def _check_one_cache(model: Any, generation_config: Any, kv_cache: Any) -> None:
@@ -160,7 +163,7 @@ def _check_one_cache(model: Any, generation_config: Any, kv_cache: Any) -> None:
         what = f"a {type(kv_cache).__name__}"
     else:
         return
-    options = _without_legacy(cache_config)
+    options = without_legacy(cache_config)
     backend = options.pop("backend", None)
     is_same = is_ours(kv_cache) and str(backend).lower() == kv_cache.backend
     if not is_same or type(kv_cache.config).from_dict(options) != kv_cache.config:

@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from textwrap import shorten
 from typing import Any, ClassVar, TypeVar
 
-from .registry import LEGACY_OPTIONS, suggest
+from .registry import LEGACY_OPTIONS, suggest, without_legacy
 
 __all__ = [
     "KERNELS",
@@ -47,7 +47,7 @@ def drop_legacy_keys(options: Mapping[str, Any]) -> dict[str, Any]:
         warnings.warn(
             f"cache_config: {dropped} no longer mean anything for a cache and are ignored.", stacklevel=3
         )
-    return {key: value for key, value in options.items() if key not in LEGACY_OPTIONS}
+    return without_legacy(options)
 
 
 def plain(value: Any) -> Any:

@@ -13,16 +13,17 @@ import importlib
 import importlib.metadata
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from .cache import KVCache
 
 __all__ = [
     "ENTRY_POINT_GROUP",
+    "LEGACY_OPTIONS",
     "TRANSFORMERS_BACKENDS",
     "announced_by",
     "get_backend",
@@ -30,6 +31,7 @@ __all__ = [
     "loaded_backend",
     "register_backend",
     "suggest",
+    "without_legacy",
 ]
 
 ENTRY_POINT_GROUP = "kvcache_plugins.backends"
@@ -47,6 +49,11 @@ _SCORED_AFTER = ("update", "attention", "forward")
 
 _T = TypeVar("_T", bound="type[KVCache]")
 _registered: dict[str, type[KVCache]] = {}
+
+
+def without_legacy(options: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return `options` without those of `LEGACY_OPTIONS`."""
+    return {key: value for key, value in options.items() if key not in LEGACY_OPTIONS}
 
 
 def suggest(name: str, allowed: Iterable[str]) -> str:
