@@ -22,6 +22,7 @@ from ..layers.gradients import copies_to_take
 from ..layers.storing import storing
 from ..models.cache_argument import as_argument
 from ..models.frequencies import frequencies_kept, remember_frequencies
+from ..models.placement import num_processes
 from ..registry import register_backend
 
 __all__ = ["KVzipCache", "KVzipConfig", "KVzipLayer"]
@@ -124,7 +125,7 @@ class KVzipCache(TokenWatchingCache):
         return any(layer.evicts for layer in self.evicting_layers)
 
     def attach(self, model: nn.Module) -> None:
-        processes = getattr(model, "tp_size", None) or 1
+        processes = num_processes(model)
         if processes > 1 and any(layer.config.is_uneven for layer in self._zipped):
             # each would find by its own heads when to repeat, for which all are needed
             raise ValueError(

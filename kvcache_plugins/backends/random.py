@@ -12,6 +12,7 @@ from ..device_dtypes import doubled
 from ..eviction.cache import EvictingCache
 from ..eviction.layer import EvictingLayer
 from ..eviction.options import EvictingConfig
+from ..models.placement import num_processes
 from ..registry import register_backend
 
 __all__ = ["RandomCache", "RandomConfig", "RandomLayer"]
@@ -77,7 +78,7 @@ class RandomCache(EvictingCache):
     layer_class = RandomLayer
 
     def attach(self, model: nn.Module) -> None:
-        processes = getattr(model, "tp_size", None) or 1
+        processes = num_processes(model)
         for layer in self.evicting_layers:
             assert isinstance(layer, RandomLayer)
             layer.process = torch.distributed.get_rank() % processes if processes > 1 else 0

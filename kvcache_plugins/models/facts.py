@@ -14,6 +14,7 @@ from torch import nn
 from .decoder import decoder_config, decoder_of, split_model_or_config
 from .layer_plan import LayerPlan, caches_latents, key_value_heads
 from .origins import forward_names, is_of_family, modeling_files
+from .placement import num_processes
 from .rotary import Rotary, find_rotary, modeling_module, names_rotation
 
 __all__ = [
@@ -132,7 +133,7 @@ def refuse_split_heads(model: nn.Module, backend: str, *, has_artifact: bool = F
     Raises:
         ValueError: Naming both.
     """
-    processes = getattr(model, "tp_size", None) or 1
+    processes = num_processes(model)
     if processes > 1:
         does = "has an artifact for" if has_artifact else "judges a token by"
         others = (

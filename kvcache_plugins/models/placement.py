@@ -1,4 +1,4 @@
-"""Where the layers of a model lie, which may be spread over several devices."""
+"""Where the layers of a model lie, which may be spread over several devices, or processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from .decoder import decoder_of
 
-__all__ = ["layer_devices"]
+__all__ = ["layer_devices", "num_processes"]
 
 
 def layer_devices(model: nn.Module | None, count: int) -> list[torch.device | None]:
@@ -33,6 +33,11 @@ def layer_devices(model: nn.Module | None, count: int) -> list[torch.device | No
     own = getattr(model, "device", None)
     own = None if own is None or own.type == "meta" else own
     return [found.get(layer_idx) or own for layer_idx in range(count)]
+
+
+def num_processes(model: Any) -> int:
+    """Return over how many processes `tp_plan` has spread the heads of a model."""
+    return getattr(model, "tp_size", None) or 1
 
 
 def _device_of(module: nn.Module) -> torch.device | None:
