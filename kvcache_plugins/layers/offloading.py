@@ -2,12 +2,12 @@
 
 What a model needs on the GPU is then two layers of its cache and not all of them. Codes are moved, so a step
 moves a quarter of the bytes that transformers' offloaded cache moves at 4 bits; and they are moved in one
-direction, because a token's codes never change: blocks that the host lacks stay on the GPU, and it is brought
-up to date when they have become many.
+direction, because a token's codes never change: dirty blocks, which the host lacks, stay on the GPU, and are
+written back when they have become many.
 
 Everything that reads records asks them for `data`, which is where they arrive. From the order in which layers
 were asked, a shelf learns which will be next, and copies it on a stream of its own while the model works on
-the layer before. So no verb of a layer, and no attention function, knows of any of this.
+the layer before (double buffering). So no verb of a layer, and no attention function, knows of any of this.
 
 Memory may run out at any of these moves, and users interrupt them. So what records are is changed by single
 statements, with nothing to call among them: before one they are what they were, after it they are what they
@@ -34,8 +34,8 @@ from .storing import storing
 
 __all__ = ["SLOTS", "OffloadedRecords", "Shelf", "make_records"]
 
-_YOUNG_BLOCKS = 16
-"""Blocks that the host may lack, 1024 tokens of one layer: bringing it up to date copies all of a layer."""
+_MOST_DIRTY_BLOCKS = 16
+"""Blocks that the host may lack, 1024 tokens of one layer: writing them back copies all of a layer."""
 SLOTS = 2
 """Layers that lie on a device: the one at work, and the next."""
 
@@ -190,7 +190,7 @@ class OffloadedRecords(Records):
         self._here: Tensor | None = None
         self._host: Tensor | None = None
         self._slot: _Slot | None = None
-        self._young: tuple[int, Tensor] | None = None  # the first of the blocks that the host lacks, and they
+        self._dirty: tuple[int, Tensor] | None = None  # the first of the blocks that the host lacks, and they
         self._changed = (0, 0)
         super().__init__(layout, batch_size, num_heads, device)
 
@@ -206,7 +206,7 @@ class OffloadedRecords(Records):
     def data(self, data: Tensor) -> None:
         host = None if self._host is None or self._host.shape != data.shape else self._host
         changed = 0, data.shape[2]
-        self._here, self._slot, self._host, self._young, self._changed = data, None, host, None, changed
+        self._here, self._slot, self._host, self._dirty, self._changed = data, None, host, None, changed
         if not self.shelf.is_latest(self):  # else others may come to where the old bytes are still read
             self.shelf.enter(self)
 
@@ -230,7 +230,7 @@ class OffloadedRecords(Records):
         """Whether it is there that they lie."""
         return self._slot is slot
 
-    def touch(self, start: int, stop: int) -> None:
+    def mark_dirty(self, start: int, stop: int) -> None:
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
         low, high = self._changed
         self._changed = (first, last) if low == high else (min(low, first), max(high, last))
@@ -246,27 +246,27 @@ class OffloadedRecords(Records):
             self.fetch(slot)
         if self._slot is not None:
             self._slot.wait()
-        if self._young is not None:
-            low, blocks = self._young
+        if self._dirty is not None:
+            low, blocks = self._dirty
             self._blocks(low, low + blocks.shape[2]).copy_(blocks)
-            self._young = None
+            self._dirty = None
 
     def leave(self) -> None:
         """Make room on the device: only what the host lacks stays, unless that is much."""
         if self._here is None:
             return
-        young = self._young  # if they never arrived, what the host lacks lies where it was
+        dirty = self._dirty  # if they never arrived, what the host lacks lies where it was
         with storing():
             low, high = self._changed
             if self._slot is not None and high > low:
                 self._slot.wait()  # a step that failed may have left them on their way
-            if young is not None:
+            if dirty is not None:
                 pass
-            elif self._host is None or high - low > _YOUNG_BLOCKS:
-                self._bring_up_to_date()
+            elif self._host is None or high - low > _MOST_DIRTY_BLOCKS:
+                self._write_back()
             elif high > low:
-                young = low, self._blocks(low, high).clone()
-        self._here, self._slot, self._young = None, None, young
+                dirty = low, self._blocks(low, high).clone()
+        self._here, self._slot, self._dirty = None, None, dirty
 
     def to(self, device: torch.device) -> None:
         if device != self.device:
@@ -275,7 +275,7 @@ class OffloadedRecords(Records):
 
     def tensors(self) -> dict[str, Tensor]:
         found = {"records": self._host, "records_here": self._here if self.is_loose else None}
-        found["records_young"] = None if self._young is None else self._young[1]
+        found["records_dirty"] = None if self._dirty is None else self._dirty[1]
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def at_rest(self) -> Tensor:
@@ -283,10 +283,10 @@ class OffloadedRecords(Records):
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         assert self._host is not None
-        if self._young is not None:
-            low, blocks = self._young
+        if self._dirty is not None:
+            low, blocks = self._dirty
             self._host[:, :, low : low + blocks.shape[2]] = blocks
-            self._young, self._changed = None, (0, 0)
+            self._dirty, self._changed = None, (0, 0)
         return self._host
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedRecords:
@@ -301,7 +301,7 @@ class OffloadedRecords(Records):
         self.__dict__.update(state)
         with storing():  # what pickle brings is not pinned, and what a copy is made of is another's
             self._host = _pinned_like(state["_host"], self.device).copy_(state["_host"])
-        self.successor = self._here = self._slot = self._young = None
+        self.successor = self._here = self._slot = self._dirty = None
         self._changed = (0, 0)
 
     def _blocks(self, low: int, high: int) -> Tensor:
@@ -309,7 +309,7 @@ class OffloadedRecords(Records):
         assert self._here is not None
         return self._here[:, :, low:high]
 
-    def _bring_up_to_date(self) -> None:
+    def _write_back(self) -> None:
         """Let the host have all of it, as soon as the device comes to it."""
         here = self._here
         assert here is not None

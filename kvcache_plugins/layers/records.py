@@ -121,14 +121,14 @@ class Records:
         """Blocks there is room for."""
         return self.shape[2]
 
-    def touch(self, start: int, stop: int) -> None:
+    def mark_dirty(self, start: int, stop: int) -> None:
         """Take notice that blocks of the tokens `[start, stop)` are about to be written."""
 
     def load(self, blocks: Tensor) -> None:
         """Take over the first blocks, `(B, H, n, record_bytes)`; there will be room for them."""
         count = blocks.shape[2] * BLOCK_TOKENS
         self.ensure(count)
-        self.touch(0, count)
+        self.mark_dirty(0, count)
         self.data[:, :, : blocks.shape[2]] = blocks
 
     def select_rows(self, indices: Tensor) -> None:

@@ -271,7 +271,7 @@ class Stream:
 
     def reserve(self, stop: int) -> None:
         """Make room for the codes of the tokens up to `stop`, which will be written."""
-        self.records.touch(self.packed_length, stop)
+        self.records.mark_dirty(self.packed_length, stop)
         if stop > self.records.num_blocks * BLOCK_TOKENS:
             final = self.spec.packed_length(self.final_length) if self.final_length else None
             with storing():
@@ -380,7 +380,7 @@ class Stream:
 
     def _clear(self, length: int) -> None:
         """Zero the codes of tokens from `length` on, as a later bitwise or expects."""
-        self.records.touch(length, self.packed_length)
+        self.records.mark_dirty(length, self.packed_length)
         first, used = length // BLOCK_TOKENS, -(-self.packed_length // BLOCK_TOKENS)
         partial = length % BLOCK_TOKENS
         if partial:

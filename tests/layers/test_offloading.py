@@ -60,14 +60,14 @@ def _write(records: Records, first: int, count: int, seed: int) -> None:
     """Append blocks of noise, as packing tokens does."""
     stop = first + count
     records.ensure(stop * BLOCK_TOKENS)
-    records.touch(first * BLOCK_TOKENS, stop * BLOCK_TOKENS)
+    records.mark_dirty(first * BLOCK_TOKENS, stop * BLOCK_TOKENS)
     noise = torch.Generator().manual_seed(seed)
     part = records.data[:, :, first:stop]
     part.copy_(torch.randint(0, 255, part.shape, dtype=torch.uint8, generator=noise))
 
 
 def _clear(records: Records, first: int) -> None:
-    records.touch(first * BLOCK_TOKENS, records.num_blocks * BLOCK_TOKENS)
+    records.mark_dirty(first * BLOCK_TOKENS, records.num_blocks * BLOCK_TOKENS)
     records.data[:, :, first:].zero_()
 
 
@@ -96,7 +96,7 @@ def test_bytes_are_those_of_records_that_stay(steps: list[tuple[int, str, int]],
     """A few layers, asked in any order, while copies arrive as late as they may."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offloading, "_Copies", LateCopies)
-        patch.setattr(offloading, "_YOUNG_BLOCKS", 6)
+        patch.setattr(offloading, "_MOST_DIRTY_BLOCKS", 6)
         shelf = Shelf()
         moved: list[Any] = [OffloadedRecords(_layout(), 2, 1, CPU, shelf) for _ in range(LAYERS)]
         plain = [Records(_layout(), 2, 1, CPU) for _ in range(LAYERS)]
@@ -178,7 +178,7 @@ MOVES: dict[str, Callable[[list[Any], int], Any]] = {
 def test_moves_that_are_interrupted(move: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever that is, it has happened to all the bytes or to none, and all can be asked for again."""
     monkeypatch.setattr(offloading, "_Copies", LateCopies)
-    monkeypatch.setattr(offloading, "_YOUNG_BLOCKS", 3)
+    monkeypatch.setattr(offloading, "_MOST_DIRTY_BLOCKS", 3)
     for start in range(4):  # layers at work, on their way, away with what the host lacks, away
         for layer in range(LAYERS):
             line, was_interrupted = 0, True
@@ -234,7 +234,7 @@ def test_what_is_copied_at_a_step() -> None:
             _write(records, 0, 100, 0)
             records.ensure(200 * BLOCK_TOKENS)
         changes = []
-        for step in range(1, 3 * offloading._YOUNG_BLOCKS):
+        for step in range(1, 3 * offloading._MOST_DIRTY_BLOCKS):
             before = len(copied)
             for records in layers:
                 _write(records, 99 + step, 1, step)
@@ -242,7 +242,7 @@ def test_what_is_copied_at_a_step() -> None:
             assert step < 3 or len(copied) - before == LAYERS
             changes.append(layers[0]._changed)
         # one more block a step, until the host gets them
-        most = offloading._YOUNG_BLOCKS
+        most = offloading._MOST_DIRTY_BLOCKS
         lengths = [high - low for low, high in changes]
         assert lengths == [step % (most + 1) for step in range(1, 3 * most)]
 
@@ -257,8 +257,8 @@ def test_only_two_layers_lie_on_the_device() -> None:
     size = layers[0].data.numel()
     assert [slot.buffer is not None and slot.buffer.numel() for slot in slots] == [size, size]
     owned = shelf.tensors() + [tensor for records in layers for tensor in records.tensors().values()]
-    young = sum(0 if records._young is None else records._young[1].numel() for records in layers)
-    assert sum(tensor.numel() for tensor in owned) == (LAYERS + 2) * size + young
+    dirty = sum(0 if records._dirty is None else records._dirty[1].numel() for records in layers)
+    assert sum(tensor.numel() for tensor in owned) == (LAYERS + 2) * size + dirty
     assert [tensor.numel() for records in layers if (tensor := records._host) is not None] == [size] * LAYERS
 
 
