@@ -39,8 +39,19 @@ def cropped(layer: Any, tokens_to_remove: int) -> dict[str, Any]:
     """Return the attributes that a layer has after its `crop`, and leave it as it is.
 
     Raises:
-        UnsupportedOperationError: If it refuses, as those with a window do that forget what leaves it.
+        UnsupportedOperationError: If it refuses, as those with a window do that forget what leaves it, or
+            has recurrent states, which hold no token apart from the others.
     """
+    has_states = isinstance(layer, LinearAttentionCacheLayerMixin)
+    if has_states and tokens_to_remove < 0 and any(layer.is_recurrent_states_initialized.values()):
+        raise UnsupportedOperationError(
+            f"crop({tokens_to_remove}): a {type(layer).__name__} of this cache has recurrent states, from "
+            "which no token can be taken back. Allowed is a copy of the cache, made before these tokens were "
+            "read."
+        )
+    is_empty = has_states and not any(layer.is_conv_states_initialized.values())
+    if is_empty or (tokens_to_remove == 0 and not getattr(layer, "record_past", False)):
+        return dict(vars(layer))
     trial = copy.copy(layer)
     for name, value in vars(layer).items():  # `crop` replaces these and their items, and writes to no tensor
         if isinstance(value, dict):

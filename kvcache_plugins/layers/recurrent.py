@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from .base import PackedLayer
+from .dense import cropped
 from .extending import extended
 
 __all__ = ["BranchedLayer", "load_recurrent_state", "recurrent_state", "with_recurrent_branch"]
@@ -75,9 +76,20 @@ class BranchedLayer(PackedLayer):
         super().activate_past_recording()
         self.branch.activate_past_recording()
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        super().check_crop(tokens_to_remove)
+        cropped(self.branch, int(tokens_to_remove))
+
     def crop(self, tokens_to_remove: int) -> None:
-        self.branch.crop(int(tokens_to_remove))  # first: it may refuse
+        """Remove the newest `-tokens_to_remove` tokens, of the branch too.
+
+        Raises:
+            UnsupportedOperationError: If the branch has recurrent states, or has not recorded its past.
+        """
+        self.check_crop(tokens_to_remove)
+        branch = cropped(self.branch, int(tokens_to_remove))
         super().crop(tokens_to_remove)
+        vars(self.branch).update(branch)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)

@@ -107,12 +107,44 @@ def test_after_a_reset_there_may_be_other_rows(model: Any, rows: int) -> None:
     assert torch.equal(step(model, filled(model, cache, rows=rows), rows), expected)
 
 
-def test_a_recurrent_state_cannot_be_cropped(model: Any) -> None:
-    cache = filled(model, kvp.build_cache(model, NEVER_PACKED))
-    assert not cache.layers[0].is_croppable
-    with pytest.raises(RuntimeError, match="does not track past states"):
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next"])
+@pytest.mark.parametrize("options", [NEVER_PACKED, {"backend": "streaming_llm", "budget": 1000}])
+def test_a_recurrent_state_cannot_be_cropped(family: str, options: dict[str, Any], recorded: bool) -> None:
+    """Beside keys and values, or of a layer of its own; nothing is changed then."""
+    model = tiny_model(family)
+    cache = kvp.build_cache(model, options)
+    if recorded:
+        cache.activate_past_recording()
+    filled(model, cache)
+    assert not cache.is_croppable
+    untouched = copy.deepcopy(cache)
+    with pytest.raises(kvp.UnsupportedOperationError, match=r"crop\(-2\): .* Allowed is a copy of the cache"):
         cache.crop(-2)
     assert cache.get_seq_length() == 81
+    cache.crop(0)
+    assert torch.equal(step(model, cache), step(model, untouched))
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next"])
+def test_a_cache_that_holds_nothing_can_be_cropped(family: str) -> None:
+    model = tiny_model(family)
+    cache = kvp.build_cache(model, NEVER_PACKED)
+    for recorded in (False, True):
+        if recorded:
+            cache.activate_past_recording()
+        cache.crop(-3)
+    assert cache.get_seq_length() == 0
+
+
+def test_convolution_states_that_were_not_recorded_cannot_be_cropped() -> None:
+    layer = kvp.build_cache(tiny_model("falcon_h1"), NEVER_PACKED).layers[0]
+    states, keys = torch.randn(1, 8, 10), torch.randn(1, 2, 10, 16)
+    layer.update_conv_state(states, conv_kernel_size=4)
+    layer.update(keys, keys)
+    with pytest.raises(kvp.UnsupportedOperationError, match="Call `activate_past_recording` before"):
+        layer.crop(-3)
+    assert layer.get_seq_length() == 10 and torch.equal(layer.conv_states[0], states[..., 6:])
 
 
 def test_convolution_states_alone_can_be_cropped() -> None:
