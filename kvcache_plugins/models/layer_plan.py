@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .loops import repeated_layers
+from .origins import is_of_family
 
 __all__ = [
     "LayerPlan",
@@ -211,14 +212,16 @@ def key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
         rotates = getattr(layer, "no_rope_layers", None) or {layer_idx: True}
         return 1, layer.kv_lora_rank, layer.qk_rope_head_dim if rotates[layer_idx] else 0
     heads = query_heads(config, layer_idx)
-    kv_heads = getattr(layer, "num_key_value_heads", None)
+    kv_heads = _size(config, layer_idx, "num_key_value_heads")
     if getattr(layer, "new_decoder_architecture", False):
         kv_heads = heads  # Falcon 40B repeats its heads before it caches them
     elif kv_heads is None and getattr(layer, "multi_query", False):
         kv_heads = 1
-    # relatives of T5 have a name of their own for it, which not all of them tell transformers
-    head_dim = getattr(layer, "head_dim", None) or getattr(layer, "d_kv", None) or layer.hidden_size // heads
-    return kv_heads or heads, head_dim, getattr(layer, "v_head_dim", None) or head_dim
+    # relatives of T5, and CPM-Ant, have names of their own for it, which not all of them tell transformers
+    names = ("head_dim", "d_kv", "dim_head")
+    head_dim = next(filter(None, (_size(config, layer_idx, name) for name in names)), None)
+    head_dim = head_dim or layer.hidden_size // heads
+    return kv_heads or heads, head_dim, _size(config, layer_idx, "v_head_dim") or head_dim
 
 
 def encoder_key_value_heads(config: Any, layer_idx: int) -> tuple[int, int, int]:
@@ -255,7 +258,7 @@ def query_heads(config: Any, layer_idx: int) -> int:
         ValueError: If the configuration knows no attention heads (state-space models).
     """
     layer = _of_layer(config, layer_idx)
-    heads: int | None = getattr(layer, "num_attention_heads", None) or getattr(layer, "n_head", None)
+    heads: int | None = _size(config, layer_idx, "num_attention_heads") or getattr(layer, "n_head", None)
     if heads is None:
         raise ValueError(f"{type(config).__name__} has no attention heads, so no keys and values to keep.")
     return heads
@@ -271,3 +274,20 @@ def _sharing_mode(config: Any, layer_idx: int) -> str | None:
 def _of_layer(config: Any, layer_idx: int) -> Any:
     """The configuration of one layer, where layers differ."""
     return config.per_layer_config[layer_idx] if getattr(config, "is_heterogeneous", False) else config
+
+
+def _size(config: Any, layer_idx: int, name: str) -> int | None:
+    """A size of one layer by its name; `None` if the configuration has none.
+
+    Layers of Inkling that have a window have sizes of their own, and those of MiMo twice as many heads of keys.
+    """
+    layer = _of_layer(config, layer_idx)
+    size: int | None = getattr(layer, name, None)
+    own: int | None = getattr(layer, f"swa_{name}", None)
+    if size and name == "num_key_value_heads" and is_of_family(config, {"mimo_v2_flash"}):
+        own = 2 * size
+    if own is None:
+        return size
+    served = [*range(config.num_hidden_layers), *repeated_layers(config)]
+    is_windowed = config.layer_types[served[layer_idx]] in ("hybrid_sliding", "sliding_attention")
+    return own if is_windowed else size

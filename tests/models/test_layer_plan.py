@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     DynamicCache,
     FalconConfig,
     GPTBigCodeConfig,
@@ -19,6 +20,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins import build_cache, estimate
 from kvcache_plugins.layers.base import PackedLayer
+from kvcache_plugins.layers.counting import bytes_of, owned_tensors
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.decoder import decoder_config
 from kvcache_plugins.models.facts import describe_layers
@@ -129,6 +131,19 @@ def test_a_model_without_attention_is_refused(name: str) -> None:
         key_value_heads(model.config, 0)
 
 
+def sized_model(name: str) -> Any:
+    """One whose windowed layers have heads of another number and size than the others."""
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this release has no {name}")
+    own = {"swa_num_attention_heads": 8, "swa_num_key_value_heads": 4, "swa_head_dim": 32}
+    return small_model(name, **(own if "inkling" in name else {}))
+
+
+def states_beside(layer: Any) -> list[Any]:
+    """Those of branches, which no estimate counts."""
+    return [state for state in getattr(layer, "conv_states", {}).values() if state is not None]
+
+
 def test_layers_with_heads_of_their_own() -> None:
     # Gemma 4's full attention has heads of another size than its sliding windows, and so another rotation.
     model = tiny_model("gemma4_text")
@@ -140,9 +155,12 @@ def test_layers_with_heads_of_their_own() -> None:
     assert rotary is not None and rotary.rotary_dim <= key_dim
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+WITH_SIZES_OF_THEIR_OWN = ["cpmant", "inkling2_loop_text", "inkling2_text", "inkling_text", "mimo_v2_flash"]
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *WITH_SIZES_OF_THEIR_OWN])
 def test_key_value_heads_are_what_arrives(name: str) -> None:
-    model = tiny_model(name)
+    model = tiny_model(name) if name in ARCHITECTURES else sized_model(name)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.randint(3, 100, (1, 5)), **as_argument(cache))
@@ -153,6 +171,24 @@ def test_key_value_heads_are_what_arrives(name: str) -> None:
             assert key_value_heads(decoder_config(model.config), index) == arrived
             checked += 1
     assert checked > 0
+
+
+@pytest.mark.parametrize("config", [{"backend": "dense"}, {"backend": "int8"}], ids=lambda c: c["backend"])
+@pytest.mark.parametrize("name", [name for name in WITH_SIZES_OF_THEIR_OWN if name != "cpmant"])
+def test_estimate_knows_sizes_of_their_own(name: str, config: dict[str, Any]) -> None:
+    """But for CPM-Ant, which reads tokens of its own before a prompt."""
+    model = sized_model(name)
+    is_dense = config["backend"] == "dense"
+    cache = DynamicCache(config=model.config) if is_dense else build_cache(model, config)
+    prompt = torch.randint(3, 100, (1, 100))
+    model.generate(prompt, **as_argument(cache), max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    held = bytes_of(
+        tensor
+        for layer in cache.layers
+        for tensor in owned_tensors(layer)
+        if not any(tensor is state for state in states_beside(layer))
+    )
+    assert held == estimate(model, config, tokens=100, new_tokens=3)
 
 
 @pytest.mark.parametrize(
