@@ -25,6 +25,7 @@ from .layers.base import PackedLayer
 from .layers.compiled import CompiledLayers
 from .layers.counting import bytes_of, dense_size, host_tensors, owned_tensors, tensors_beside
 from .layers.crossing import with_cross_attention
+from .layers.dense import forget_past
 from .layers.gradients import copies_to_take
 from .layers.indexed import with_indexer
 from .layers.moving import follow_model
@@ -241,8 +242,7 @@ class KVCache(SavedCache, CacheVerbs):
         pads, columns = left_padding(attention_mask)
         follow_model(self.layers, model)
         for layer_idx, layer in enumerate(self.layers):
-            if hasattr(layer, "record_past"):
-                layer.record_past = False  # of an earlier call, whose drafts have been judged
+            forget_past(layer)  # of an earlier call
             if isinstance(layer, PackedLayer):
                 layer.bind(facts[layer_idx], pads, max_cache_length, columns)
                 layer.prompt_dtype = prompt_dtype(model, layer.config.kernel)

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ..errors import UnsupportedOperationError
 
-__all__ = ["cropped", "repeat_rows", "select_rows", "tokens_seen"]
+__all__ = ["cropped", "forget_past", "repeat_rows", "select_rows", "tokens_seen", "working_states"]
 
 
 def tokens_seen(layers: Iterable[Any]) -> set[int]:
@@ -63,6 +64,32 @@ def cropped(layer: Any, tokens_to_remove: int) -> dict[str, Any]:
             f"crop({tokens_to_remove}): a {type(layer).__name__} of this cache: {error}"
         ) from error
     return dict(vars(trial))
+
+
+def forget_past(layer: Any) -> None:
+    """End what `activate_past_recording` began, after the drafts of a call have been judged."""
+    if hasattr(layer, "record_past"):
+        layer.record_past = False
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        layer.conv_states.update(working_states(layer))
+
+
+def working_states(layer: Any) -> dict[int, Tensor]:
+    """Return convolution states `(B, channels, taps)` by their numbers, as layers that record nothing need.
+
+    It writes over as many as its kernel has taps. Those that were recorded are as many as there are tokens,
+    more or fewer; what is before the first token is zero.
+
+    Args:
+        layer (`LinearAttentionLayer`): Which has them.
+    """
+    missing = {
+        index: layer.conv_kernel_size[index] - state.shape[-1]
+        for index, state in layer.conv_states.items()
+        if state is not None
+    }
+    states = layer.conv_states
+    return {index: F.pad(states[index], (n, 0)) if n else states[index] for index, n in missing.items()}
 
 
 def select_rows(layer: Any, rows: Tensor) -> None:

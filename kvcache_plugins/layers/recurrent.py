@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from .base import PackedLayer
-from .dense import cropped
+from .dense import cropped, working_states
 from .extending import extended
 
 __all__ = ["BranchedLayer", "load_recurrent_state", "recurrent_state", "with_recurrent_branch"]
@@ -100,7 +100,7 @@ class BranchedLayer(PackedLayer):
                     states[index] = state[indices.to(state.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = next((len(state) for state in recurrent_state(self.branch)[0].values()), 0)
+        rows = next((len(state) for state in _states_by_name(self.branch).values()), 0)
         if self.is_initialized or not rows:
             super().batch_repeat_interleave(repeats)
         else:
@@ -115,7 +115,7 @@ class BranchedLayer(PackedLayer):
         self.branch.prefetch()
 
     def beside(self) -> dict[str, Tensor]:
-        return _branch_names(recurrent_state(self.branch)[0])
+        return _branch_names(_states_by_name(self.branch))
 
     def tensors(self) -> dict[str, Tensor]:
         return super().tensors() | self.beside()
@@ -147,13 +147,12 @@ def with_recurrent_branch(layer_class: type[PackedLayer]) -> type[BranchedLayer]
 
 
 def recurrent_state(layer: LinearAttentionLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the states of a layer by name, and plain facts: what [`load_recurrent_state`] takes."""
-    tensors = {
-        f"{kind}.{index}": state
-        for kind in _KINDS
-        for index, state in getattr(layer, kind).items()
-        if state is not None
-    }
+    """Return the states of a layer by name, and plain facts: what [`load_recurrent_state`] takes.
+
+    Without what was recorded to be taken back: a layer that takes them over records nothing.
+    """
+    working = {f"{_KINDS[0]}.{index}": state for index, state in working_states(layer).items()}
+    tensors = _states_by_name(layer) | working
     return tensors, {"has_previous_state": [bool(flag) for flag in layer.has_previous_state.values()]}
 
 
@@ -179,6 +178,15 @@ def load_recurrent_state(layer: Any, tensors: dict[str, Tensor], facts: dict[str
         if flag and f"conv_states.{index}" not in tensors:
             raise KeyError(f"conv_states.{index}")
         layer.has_previous_state[index] = flag
+
+
+def _states_by_name(layer: LinearAttentionLayer) -> dict[str, Tensor]:
+    return {
+        f"{kind}.{index}": state
+        for kind in _KINDS
+        for index, state in getattr(layer, kind).items()
+        if state is not None
+    }
 
 
 def _branch_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -279,7 +279,7 @@ def _of_layer(config: Any, layer_idx: int) -> Any:
 def _size(config: Any, layer_idx: int, name: str) -> int | None:
     """A size of one layer by its name; `None` if the configuration has none.
 
-    Layers of Inkling that have a window have sizes of their own, and those of MiMo twice as many heads of keys.
+    Layers of Inkling that have a window have sizes of their own, and those of MiMo twice the heads of keys.
     """
     layer = _of_layer(config, layer_idx)
     size: int | None = getattr(layer, name, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import kvcache_plugins as kvp
 from kvcache_plugins.layers.recurrent import BranchedLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
+from tests.models.families import small_model
 
 NEVER_PACKED = {"backend": "int4", "residual_length": 1024}
 
@@ -157,6 +159,42 @@ def test_convolution_states_alone_can_be_cropped() -> None:
     layer.crop(-3)
     assert torch.equal(layer.conv_states[0], states[..., 3:7])
     assert layer.get_seq_length() == 7
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_a_text_may_be_shorter_than_a_kernel(length: int, saved: bool, tmp_path: Path) -> None:
+    """Drafts, whose convolution states are recorded, and a turn without."""
+    model: Any = small_model("lfm2", conv_L_cache=7)
+    tokens = torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(length))
+    told = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    answers = []
+    for cache in (DynamicCache(config=model.config), kvp.build_cache(model, NEVER_PACKED)):
+        first = model.generate(tokens, **as_argument(cache), **told, prompt_lookup_num_tokens=3)
+        if saved and isinstance(cache, kvp.KVCache):
+            cache.save_pretrained(tmp_path)
+            cache = kvp.KVCache.from_pretrained(tmp_path, model)
+        more = torch.cat([first, torch.tensor([[7, 8]])], dim=1)
+        answers.append(model.generate(more, **as_argument(cache), **told | {"max_new_tokens": 5}))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("length", [2, 9])
+def test_what_was_recorded_is_put_in_the_form_of_a_state(model: Any, length: int) -> None:
+    cache = kvp.build_cache(model, NEVER_PACKED)
+    layer: Any = cache.layers[0]
+    states = torch.randn(1, 8, length)
+    cache.activate_past_recording()
+    layer.update_conv_state(states, conv_kernel_size=4)
+    saved, _ = layer.state()
+    expected = torch.cat([torch.zeros(1, 8, 4), states], dim=-1)[..., -4:]
+    assert torch.equal(layer.conv_states[0], states)
+    assert torch.equal(saved["branch.conv_states.0"], expected)
+    cache.bind(model)
+    assert torch.equal(layer.conv_states[0], expected)
+    following = torch.randn(1, 8, 1)
+    layer.update_conv_state(following, conv_kernel_size=4)
+    assert torch.equal(layer.conv_states[0], torch.cat([expected[..., 1:], following], dim=-1))
 
 
 @pytest.mark.parametrize("options", [{"positions": "compact"}, {"storage": {"backend": "int8"}}])
