@@ -25,7 +25,7 @@ from .layers.base import PackedLayer
 from .layers.compiled import CompiledLayers
 from .layers.counting import bytes_of, dense_size, host_tensors, owned_tensors, tensors_beside
 from .layers.crossing import with_cross_attention
-from .layers.dense import forget_past
+from .layers.dense import check_states_are_here, forget_past
 from .layers.gradients import copies_to_take
 from .layers.indexed import with_indexer
 from .layers.moving import follow_model
@@ -157,6 +157,7 @@ class KVCache(SavedCache, CacheVerbs):
         return self.longest_call if self.reads_long_text else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        check_states_are_here("copy.deepcopy", self.layers)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         memo |= copies_to_take(tensor for layer in self.layers for tensor in tensors_beside(layer))

@@ -36,6 +36,7 @@ from .encoder_decoder import KVEncoderDecoderCache, halves_of, layers_of
 from .errors import ArtifactError, UnsupportedOperationError
 from .layers.base import PackedLayer
 from .layers.counting import tensors_in
+from .layers.dense import check_states_are_here
 from .layers.indexed import indexed_state, is_indexed, load_indexed_state
 from .layers.recurrent import load_recurrent_state, recurrent_state
 from .layers.storing import storing
@@ -58,13 +59,16 @@ def save_cache(cache: KVCache | KVEncoderDecoderCache, directory: str | os.PathL
     Of an encoder-decoder model the layers of the text come first, then those of what the encoder has read.
 
     Raises:
-        UnsupportedOperationError: If a layer of transformers' own is of a kind whose state is not known here.
+        UnsupportedOperationError: If a layer of transformers' own is of a kind whose state is not known here,
+            or the model keeps states in its own modules.
         ValueError: If `directory` is empty, or a forward did not come to its end.
         OSError: If it cannot be written.
     """
     if not os.fspath(directory):
         raise ValueError("save_pretrained needs the path of a directory, got ''.")
-    halves_of(cache)[0].check_in_step()  # before it takes the place of a whole one
+    text = halves_of(cache)[0]
+    text.check_in_step()  # before it takes the place of a whole one
+    check_states_are_here("save_pretrained", text.layers)
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any]] = []
     for layer_idx, layer in enumerate(layers_of(cache)):

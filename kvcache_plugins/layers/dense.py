@@ -13,7 +13,15 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from ..errors import UnsupportedOperationError
 
-__all__ = ["cropped", "forget_past", "repeat_rows", "select_rows", "tokens_seen", "working_states"]
+__all__ = [
+    "check_states_are_here",
+    "cropped",
+    "forget_past",
+    "repeat_rows",
+    "select_rows",
+    "tokens_seen",
+    "working_states",
+]
 
 
 def tokens_seen(layers: Iterable[Any]) -> set[int]:
@@ -34,6 +42,36 @@ def tokens_seen(layers: Iterable[Any]) -> set[int]:
 def _keeps_indexer_alone(layer: Any) -> bool:
     """Whether transformers' own layer holds keys of an indexer, and no keys and values."""
     return getattr(layer, "indexer_keys", None) is not None and not layer.is_initialized
+
+
+def check_states_are_here(verb: str, layers: Iterable[Any]) -> None:
+    """Refuse what would leave states behind that a model keeps in its own modules (RecurrentGemma).
+
+    Args:
+        verb (`str`): What is about to be done.
+        layers (`Iterable[CacheLayerMixin | LinearAttentionLayer]`): All layers of a cache.
+
+    Raises:
+        UnsupportedOperationError: If a layer for such states was given none with the tokens of the others.
+    """
+    layers = list(layers)
+    lacking = [index for index, layer in enumerate(layers) if _lacks_states(layer)]
+    seen = max(tokens_seen(layers), default=0) if lacking else 0
+    if seen:
+        raise UnsupportedOperationError(
+            f"{verb}: layers {lacking} of this cache are for states of linear attention, and have been given "
+            f"none with {seen} tokens: the model keeps them in its own modules, as RecurrentGemma does, and "
+            "there this would leave them. Allowed are going on with this text, and reading it again."
+        )
+
+
+def _lacks_states(layer: Any) -> bool:
+    """Whether a layer is for states alone, and has none."""
+    holds_keys = isinstance(layer, CacheLayerMixin)
+    if holds_keys or not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return False
+    flags = (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized)
+    return not any(flag for initialized in flags for flag in initialized.values())
 
 
 def cropped(layer: Any, tokens_to_remove: int) -> dict[str, Any]:

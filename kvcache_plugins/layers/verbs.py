@@ -13,7 +13,7 @@ from ..compilation import outside_graphs
 from .base import PackedLayer
 from .checking import changing, check_in_step
 from .compiled import CompiledUpdates
-from .dense import cropped, repeat_rows, select_rows
+from .dense import check_states_are_here, cropped, repeat_rows, select_rows
 from .rows import chosen_rows, num_rows
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class CacheVerbs(CompiledUpdates):
             UnsupportedOperationError: If a layer has forgotten what would have to be there then.
             ValueError: If the number is positive.
         """
+        check_states_are_here(f"crop({tokens_to_remove})", self.layers)
         for layer in self.packed_layers:
             layer.check_crop(tokens_to_remove)
         after = [(layer, cropped(layer, int(tokens_to_remove))) for layer in self._dense_text_layers]
@@ -86,7 +87,9 @@ class CacheVerbs(CompiledUpdates):
         Raises:
             IndexError: If there is no such row. Indices on a GPU, which would have to be waited for at every
                 step, are not looked at.
+            UnsupportedOperationError: If the model keeps states in its own modules; so do the other verbs.
         """
+        check_states_are_here("reorder_cache", self.layers)
         if not isinstance(beam_idx, Tensor) or beam_idx.is_cpu:
             beam_idx = chosen_rows(beam_idx, self._num_rows)
         with changing(*self.packed_layers):
@@ -104,6 +107,7 @@ class CacheVerbs(CompiledUpdates):
         """
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise ValueError(f"batch_repeat_interleave: repeats must be an integer >= 1, got {repeats!r}.")
+        check_states_are_here("batch_repeat_interleave", self.layers)
         with changing(*self.packed_layers):
             for layer in self.packed_layers:
                 layer.batch_repeat_interleave(repeats)
@@ -116,6 +120,7 @@ class CacheVerbs(CompiledUpdates):
         Raises:
             IndexError: If there is no such row.
         """
+        check_states_are_here("batch_select_indices", self.layers)
         rows = chosen_rows(indices, self._num_rows)
         with changing(*self.packed_layers):
             for layer in self.packed_layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.short_windows import ShortWindowLayer
 from kvcache_plugins.testing import tiny_model
 from tests.models.encoders import encoder_decoder, source
+from tests.models.families import small_model
 
 SKIPPED = {"backend": "int8", "skip_layers": [-1]}
 LENGTH = 200
@@ -101,6 +103,30 @@ def test_a_layer_is_not_changed_by_the_crop_that_is_tried() -> None:
     assert torch.equal(layer.conv_states[0], states)
     assert torch.equal(attributes["conv_states"][0], states[..., 3:7])
     assert tokens_seen([layer]) == set()  # it counts none
+
+
+KEPT_ELSEWHERE: dict[str, Callable[[KVCache, Path], Any]] = {
+    "copy.deepcopy": lambda cache, _: copy.deepcopy(cache),
+    "save_pretrained": lambda cache, folder: cache.save_pretrained(folder),
+    "crop(-1)": lambda cache, _: cache.crop(-1),
+    "reorder_cache": lambda cache, _: cache.reorder_cache(torch.tensor([1, 0])),
+    "batch_select_indices": lambda cache, _: cache.batch_select_indices(torch.tensor([1])),
+    "batch_repeat_interleave": lambda cache, _: cache.batch_repeat_interleave(2),
+}
+
+
+@pytest.mark.parametrize("verb", KEPT_ELSEWHERE)
+def test_states_that_a_model_keeps_itself_are_not_left_behind(verb: str, tmp_path: Path) -> None:
+    model = small_model("recurrent_gemma", attention_window_size=512)
+    cache = build_cache(model, {"backend": "int8"})
+    assert isinstance(copy.deepcopy(cache), KVCache)  # which has read nothing
+    cache.activate_past_recording()
+    read(model, cache, ids(9))
+    with pytest.raises(UnsupportedOperationError) as refused:
+        KEPT_ELSEWHERE[verb](cache, tmp_path)
+    assert str(refused.value).startswith(f"{verb}: layers [0, 1] of this cache are for states of linear")
+    assert cache.layers[2].records.shape[0] == 2 and cache.get_seq_length() == 9
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("prompt", [True, False])
