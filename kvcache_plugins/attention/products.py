@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compilation import outside_graphs
 from ..kernels.cuda_inputs import on_device
 from ..kernels.layout import dense_rows
 from ..kernels.ops import multiply_keys, multiply_values
@@ -35,12 +36,14 @@ _TILES = "the model multiplies keys and values itself: they are decoded tile by 
 
 
 @intercept(torch.matmul, Tensor.matmul, torch.bmm, Tensor.bmm)
+@outside_graphs
 def _matmul(rows: Any, states: Any) -> Any:
     view = _multiplied(rows, states)
     return NotImplemented if view is None else _refusing(multiply(rows, view), rows, view)
 
 
 @intercept(torch.baddbmm, Tensor.baddbmm)
+@outside_graphs
 def _baddbmm(added: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     view = _multiplied(batch1, batch2)
     if view is None or isinstance(added, LazyTensor) or batch1.dim() != 3:

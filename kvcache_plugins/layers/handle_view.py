@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..compilation import outside_graphs
 from .handle import KVHandle
 from .lazy import LazyTensor, intercept
 from .view import StreamView
@@ -55,6 +56,15 @@ class Seen:
         return (*rows[self.form], *matrix)
 
 
+@outside_graphs
+def _make_view(cls: type[HandleView], handle: KVHandle, seen: Seen) -> HandleView:
+    view: HandleView = Tensor._make_wrapper_subclass(
+        cls, seen.shape(handle), dtype=seen.dtype, device=handle.tokens.segments[-1].device
+    )
+    view.handle, view.seen = handle, seen
+    return view
+
+
 class HandleView(LazyTensor):
     """A handle in another shape or dtype, of which nothing has been decoded.
 
@@ -68,11 +78,7 @@ class HandleView(LazyTensor):
 
     @staticmethod
     def __new__(cls, handle: KVHandle, seen: Seen) -> HandleView:
-        view: HandleView = Tensor._make_wrapper_subclass(
-            cls, seen.shape(handle), dtype=seen.dtype, device=handle.tokens.segments[-1].device
-        )
-        view.handle, view.seen = handle, seen
-        return view
+        return _make_view(cls, handle, seen)
 
     @property
     def tokens(self) -> StreamView:

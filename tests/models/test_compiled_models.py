@@ -143,6 +143,18 @@ def test_whatever_ends_a_graph_reads_the_same(
     assert_same(compiled, plain)
 
 
+def test_attention_that_is_written_out_is_compiled_for_all_lengths() -> None:
+    model, graphs = tiny_model("bloom"), Graphs()
+    cache = build_cache(model, INT8).bind(model)
+    model.compile(backend=graphs)
+    read: list[int] = []
+    with torch.no_grad():
+        for tokens in (prompt(length=40), *prompt(length=6).split(1, dim=1)):
+            model(tokens, **as_argument(cache))
+            read.append(len(graphs.made))
+    assert read[-1] == read[-3] > 0
+
+
 def test_a_graph_that_ends_behind_an_update_knows_what_was_held_before_it() -> None:
     """T5 asks how many tokens there are, updates its layer, and then looks at the shape of the keys."""
     given = source("t5")
