@@ -52,11 +52,13 @@ def check_states_are_here(verb: str, layers: Iterable[Any]) -> None:
         layers (`Iterable[CacheLayerMixin | LinearAttentionLayer]`): All layers of a cache.
 
     Raises:
-        UnsupportedOperationError: If a layer for such states was given none with the tokens of the others.
+        UnsupportedOperationError: If no layer for such states was given any with the tokens of the others.
+            Some never are: older releases of transformers have them for layers without states (Nemotron-H).
     """
     layers = list(layers)
     lacking = [index for index, layer in enumerate(layers) if _lacks_states(layer)]
-    seen = max(tokens_seen(layers), default=0) if lacking else 0
+    has_any = len(lacking) < sum(map(_is_for_states, layers))
+    seen = max(tokens_seen(layers), default=0) if lacking and not has_any else 0
     if seen:
         raise UnsupportedOperationError(
             f"{verb}: layers {lacking} of this cache are for states of linear attention, and have been given "
@@ -65,10 +67,15 @@ def check_states_are_here(verb: str, layers: Iterable[Any]) -> None:
         )
 
 
+def _is_for_states(layer: Any) -> bool:
+    """Whether a layer is for states alone."""
+    holds_keys = isinstance(layer, CacheLayerMixin)
+    return isinstance(layer, LinearAttentionCacheLayerMixin) and not holds_keys
+
+
 def _lacks_states(layer: Any) -> bool:
     """Whether a layer is for states alone, and has none."""
-    holds_keys = isinstance(layer, CacheLayerMixin)
-    if holds_keys or not isinstance(layer, LinearAttentionCacheLayerMixin):
+    if not _is_for_states(layer):
         return False
     flags = (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized)
     return not any(flag for initialized in flags for flag in initialized.values())

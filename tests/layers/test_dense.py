@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from kvcache_plugins import KVCache, UnsupportedOperationError, build_cache
 from kvcache_plugins.layers.base import PackedLayer
-from kvcache_plugins.layers.dense import cropped, tokens_seen
+from kvcache_plugins.layers.dense import check_states_are_here, cropped, tokens_seen
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.short_windows import ShortWindowLayer
 from kvcache_plugins.testing import tiny_model
@@ -127,6 +127,13 @@ def test_states_that_a_model_keeps_itself_are_not_left_behind(verb: str, tmp_pat
     assert str(refused.value).startswith(f"{verb}: layers [0, 1] of this cache are for states of linear")
     assert cache.layers[2].records.shape[0] == 2 and cache.get_seq_length() == 9
     assert not list(tmp_path.iterdir())
+
+
+def test_a_layer_without_states_beside_others_that_have_them_leaves_none_behind() -> None:
+    model = small_model("qwen3_next")
+    cache = build_cache(model, {"backend": "int8"})
+    read(model, cache, ids(9))
+    check_states_are_here("copy.deepcopy", [*cache.layers, LinearAttentionLayer()])
 
 
 @pytest.mark.parametrize("prompt", [True, False])
