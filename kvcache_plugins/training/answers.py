@@ -7,7 +7,6 @@ a cache has forgotten, or has rounded away.
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,11 +14,12 @@ from typing import Any
 
 import torch
 
-from ..artifacts.files import naming
+from ..artifacts.files import write_json, write_tensors
 from ..evaluation.caches import why_unavailable
 from ..evaluation.perplexity.scoring import Reference, Schedule, score_window
 from ..evaluation.perplexity.summary import summarize
 from ..retaining.heads import RetainingHeads
+from ..retaining.loading import CONFIG_FILE, WEIGHTS_FILE
 from ..runs.failures import Failures
 from ..runs.labels import cache_label, dense_first
 from ..runs.progress import ProgressBar, no_bar
@@ -66,13 +66,19 @@ def check_caches(
     skipped = []
     with tempfile.TemporaryDirectory() as folder:
         if any(_is_without_heads(cache_config) for cache_config in cache_configs):
-            with naming(Path(folder)):
-                copy.deepcopy(heads).bfloat16().save_pretrained(folder)
+            _write(heads, Path(folder))
         for cache_config in cache_configs:
             reason = why_unavailable(model_config, with_heads(cache_config, folder))
             if reason is not None:
                 skipped.append({"cache_config": cache_config, "reason": reason})
     return skipped
+
+
+def _write(heads: RetainingHeads, folder: Path) -> None:
+    """Write heads for this process: `save_pretrained` writes those of the first of several alone."""
+    weights = {name: weight.bfloat16() for name, weight in heads.state_dict().items()}
+    write_json(folder / CONFIG_FILE, heads.config.to_dict())
+    write_tensors(folder / WEIGHTS_FILE, weights)
 
 
 def score_answers(

@@ -128,7 +128,9 @@ def test_a_step_has_no_more_prompts_than_an_epoch(text: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("layerwise", [pytest.param("false", marks=pytest.mark.in_depth), "true"])
 def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise: str) -> None:
     steps = ("--max_steps", "2", "--learning_rate", "1e-3", "--layerwise_backward", layerwise)
-    steps += ("--save_strategy", "steps", "--save_steps", "1", "--cache_config", '{"backend": "int8"}')
+    own = {"backend": "locret", "budget": 48, "chunk_size": 32, "local_length": 4, "stabilizer_length": 4}
+    caches = ("--cache_config", '{"backend": "int8"}', json.dumps(own))  # of which every process builds each
+    steps += ("--save_strategy", "steps", "--save_steps", "1", *caches)
     steps += ("--per_device_eval_batch_size", "2")  # of three examples: one is read twice
     batch = "--per_device_train_batch_size"
     assert main(["train-locret", *arguments(text, tmp_path / "alone", *steps, batch, "2"), "--no_plots"]) == 0
@@ -143,7 +145,8 @@ def test_two_processes_are_a_batch_of_two(text: Path, tmp_path: Path, layerwise:
     )
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert recalls[0] == pytest.approx(recalls[1], abs=0.02)
-    assert likely[0] == pytest.approx(likely[1], abs=1e-6) and len(likely[0]) == 2, "dense and int8"
+    assert likely[0][:2] == pytest.approx(likely[1][:2], abs=1e-6), "dense and int8"
+    assert [len(each) for each in likely] == [3, 3], "and locret, whose keys may be others where scores tie"
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="of a machine without a GPU")
