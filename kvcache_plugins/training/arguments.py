@@ -10,7 +10,7 @@ from torch._inductor import list_mode_options
 from transformers import SchedulerType, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from ..runs.options import check_choice, check_count, check_unused
+from ..runs.options import check_amount, check_choice, check_count, check_unused
 
 __all__ = ["WITHOUT_USE", "LocretTrainingArguments"]
 
@@ -31,6 +31,8 @@ WITHOUT_USE = {
 """Options of the Trainer that would fail later or do nothing, and why."""
 _JSON_OR_FILE = ("accelerator_config", "deepspeed", "fsdp_config")
 _MOST_SEED = 2**32 - 1  # numpy's
+_MOST_EPOCHS = 10**9  # more than anybody trains, and their steps can be counted
+_COUNTS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass
@@ -82,12 +84,7 @@ class LocretTrainingArguments(TrainingArguments):
             check_unused(self, uploads, "needs --push_to_hub true")
         if not self.fsdp:
             check_unused(self, ("fsdp_config",), "needs --fsdp")
-        for name in (
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "gradient_accumulation_steps",
-        ):
-            check_count(name, getattr(self, name))
+        self._check_numbers()
         self._check_words()
         # Unless told that this is a run of CPUs, accelerate looks for accelerators alone, finds none, and
         # leaves every process to itself.
@@ -95,6 +92,21 @@ class LocretTrainingArguments(TrainingArguments):
         super().__post_init__()  # type: ignore[no-untyped-call]  # transformers annotates none
         if not self.clip_value >= 0:
             raise ValueError(f"--clip_value must be at least 0 (0: no clipping), got {self.clip_value!r}.")
+
+    def _check_numbers(self) -> None:
+        """Check what transformers would make a training of no steps of.
+
+        Raises:
+            ValueError: Naming the option, the value and what is allowed.
+        """
+        for name in _COUNTS:
+            check_count(name, getattr(self, name))
+        if self.max_steps != -1 and self.max_steps < 1:
+            raise ValueError(
+                "--max_steps must be an integer >= 1, or -1 for a training that ends with its "
+                f"--num_train_epochs, got {self.max_steps!r}."
+            )
+        check_amount("num_train_epochs", self.num_train_epochs, _MOST_EPOCHS)
 
     def _check_words(self) -> None:
         """Check what transformers refuses as well, in messages that do not say which option is meant."""

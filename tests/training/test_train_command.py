@@ -575,6 +575,21 @@ def test_wrong_arguments(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("given", ["0", "-3", "nan", "inf", "1e308"])
+def test_a_training_has_steps(given: str) -> None:
+    """One of none would replace trained heads by others that are not."""
+    common = ["--model", "m", "--output", "x", "--dataset", "a/b"]
+    got = re.escape(f", got {float(given)!r}.")
+    for more in ([], ["--max_steps", "7"]):
+        with pytest.raises(ValueError, match=f"^--num_train_epochs must be a number above 0 .*{got}$"):
+            parse_arguments([*common, f"--num_train_epochs={given}", *more])
+    if given in ("0", "-3"):
+        with pytest.raises(ValueError, match=rf"^--max_steps must be an integer >= 1, or -1 .*, got {given}"):
+            parse_arguments([*common, f"--max_steps={given}"])
+    assert parse_arguments([*common, "--max_steps", "-1"])[1].max_steps == -1
+    assert parse_arguments([*common, "--num_train_epochs", "0.01"])[1].num_train_epochs == 0.01
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
