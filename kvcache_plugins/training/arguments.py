@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +33,7 @@ WITHOUT_USE = {
 _JSON_OR_FILE = ("accelerator_config", "deepspeed", "fsdp_config")
 _MOST_SEED = 2**32 - 1  # numpy's
 _MOST_EPOCHS = 10**9  # more than anybody trains, and their steps can be counted
+_NOT_NEGATIVE = ("logging_steps", "save_steps", "eval_steps", "warmup_steps", "weight_decay")
 _COUNTS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 
 
@@ -94,19 +96,25 @@ class LocretTrainingArguments(TrainingArguments):
             raise ValueError(f"--clip_value must be at least 0 (0: no clipping), got {self.clip_value!r}.")
 
     def _check_numbers(self) -> None:
-        """Check what transformers would make a training of no steps of.
+        """Check what transformers would fail on, or make a training of no steps of.
 
         Raises:
             ValueError: Naming the option, the value and what is allowed.
         """
         for name in _COUNTS:
             check_count(name, getattr(self, name))
+        if self.eval_accumulation_steps is not None:
+            check_count("eval_accumulation_steps", self.eval_accumulation_steps)
         if self.max_steps != -1 and self.max_steps < 1:
             raise ValueError(
                 "--max_steps must be an integer >= 1, or -1 for a training that ends with its "
                 f"--num_train_epochs, got {self.max_steps!r}."
             )
         check_amount("num_train_epochs", self.num_train_epochs, _MOST_EPOCHS)
+        for name in _NOT_NEGATIVE:
+            given = getattr(self, name)
+            if given is not None and not 0 <= given < math.inf:  # eval_steps may be left out
+                raise ValueError(f"--{name} must be a finite number of at least 0, got {given!r}.")
 
     def _check_words(self) -> None:
         """Check what transformers refuses as well, in messages that do not say which option is meant."""

@@ -546,6 +546,10 @@ def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             ["--model", "m", "--output", "x", "--gradient_accumulation_steps", "0"],
             "--gradient_accumulation_steps must be an integer >= 1, got 0.",
         ),
+        (
+            ["--model", "m", "--output", "x", "--eval_accumulation_steps", "0"],
+            "--eval_accumulation_steps must be an integer >= 1, got 0.",
+        ),
         (["--model", "m", "--output", "x", "--torch_compile_mode", "no"], "--torch_compile_mode must be one"),
         (["--model", "m", "--output", "x", "--accelerator_config", "no.json"], "The Trainer cannot have"),
         (
@@ -588,6 +592,18 @@ def test_a_training_has_steps(given: str) -> None:
             parse_arguments([*common, f"--max_steps={given}"])
     assert parse_arguments([*common, "--max_steps", "-1"])[1].max_steps == -1
     assert parse_arguments([*common, "--num_train_epochs", "0.01"])[1].num_train_epochs == 0.01
+
+
+@pytest.mark.parametrize(
+    "name", ["logging_steps", "save_steps", "eval_steps", "warmup_steps", "weight_decay"]
+)
+@pytest.mark.parametrize("given", ["nan", "inf", "-5"])
+def test_numbers_are_finite_and_not_negative(name: str, given: str) -> None:
+    every = ("--eval_strategy", "steps", "--save_strategy", "steps", "--logging_strategy", "steps")
+    said = f"--{name} must be a finite number of at least 0, got {float(given)!r}."
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        parse_arguments(["--model", "m", "--output", "x", *every, f"--{name}={given}"])
+    parse_arguments(["--model", "m", "--output", "x", *every, f"--{name}=0.5"])
 
 
 @pytest.mark.parametrize(
