@@ -94,6 +94,8 @@ class KVCache(SavedCache, CacheVerbs):
     """Devices of which kernels read the codes, as tables say; codecs of this package are served by them
     whatever stands here."""
 
+    is_bound_by_call = False
+    """Whether a call of `generate()` has bound it, and has yet to read."""
     reads_long_text = False
     """Whether a model with two sets of rotary frequencies is to use those of long texts."""
     whole_prompt_reason: str | None = None

@@ -32,8 +32,6 @@ _OF_FURTHER_CALLS = {
     "each of them if it is given cache_implementation='quantized' instead."
 }
 """What to say to users of models whose `generate()` makes several calls of that of transformers."""
-_NOTED = "_is_known_to_kvcache_plugins"
-"""Attribute of a call's own generation configuration, once its cache has been told what there is to tell."""
 
 
 @contextmanager
@@ -85,7 +83,6 @@ def bind_cache(
             if it has nothing that the cache has not seen, or the cache would not be used.
         IncompatibleTransformersError: If the cache that was asked for is not among the arguments.
     """
-    setattr(generation_config, _NOTED, True)
     kv_cache = given_cache(model_kwargs)
     if kv_cache is None or not is_ours(kv_cache):
         _check_found(generation_config)
@@ -115,6 +112,7 @@ def bind_cache(
         max_cache_length=max_cache_length,
         prompt_length=prompt_length or None,
     )
+    kv_cache.is_bound_by_call = True
     kv_cache.is_compiled = getattr(generation_config, "compile_config", None) is not None
     if is_assistant:
         kv_cache.activate_past_recording()  # which transformers did before, and `bind` has undone
@@ -185,12 +183,13 @@ def check_prepared(model: Any, input_ids: Any, generation_config: Any, model_kwa
     """
     kv_cache = given_cache(model_kwargs)
     if kv_cache is not None and is_ours(kv_cache):
-        _check_told(model, generation_config, kv_cache)
+        _check_told(model, kv_cache)
     if kv_cache is not None and is_ours(kv_cache) and not getattr(generation_config, "is_assistant", False):
         if holds_both(kv_cache):
             length = begin_text(model, kv_cache, input_ids, model_kwargs)
             _check_news(kv_cache, length, _OF_FURTHER_CALLS.get(model.config.model_type, ""))
         else:
+            kv_cache.is_bound_by_call = False
             _see_that_images_match(model, kv_cache, input_ids, generation_config, model_kwargs)
     if asks_for_ours(generation_config) and kv_cache is None:
         raise ValueError(
@@ -200,10 +199,10 @@ def check_prepared(model: Any, input_ids: Any, generation_config: Any, model_kwa
         )
 
 
-def _check_told(model: Any, generation_config: Any, kv_cache: Any) -> None:
+def _check_told(model: Any, kv_cache: Any) -> None:
     """Refuse a cache that a model has made, or taken, in a method of its own which told it nothing."""
     prepares = type(model)._prepare_cache_for_generation.__qualname__
-    if not prepares.startswith("GenerationMixin.") and not getattr(generation_config, _NOTED, False):
+    if not prepares.startswith("GenerationMixin.") and not kv_cache.is_bound_by_call:
         raise ValueError(
             f"{type(model).__name__} prepares its caches in a method of its own, so that this one of the "
             f"backend {kv_cache.backend!r} was not told of padding and much else. Allowed for this model's "
