@@ -133,6 +133,7 @@ def bind_cache(
         is_first=is_first,
         prompt_length=prompt_length,
         generation_mode=generation_mode,
+        returns_states=_returns_states(generation_config),
     )
     if reason is None:
         generation_config.prefill_chunk_size = wanted  # this object is the call's own copy
@@ -146,6 +147,12 @@ def _countable(length: Any) -> int | None:
     """What transformers makes of a `max_length`, which may be no integer, as a number of tokens."""
     is_count = length is not None and 1 <= length < math.inf
     return math.ceil(length) if is_count else None
+
+
+def _returns_states(generation_config: Any) -> bool:
+    """Whether a call hands out hidden states, those of the prompt first."""
+    needed = ("output_hidden_states", "return_dict_in_generate")
+    return all(getattr(generation_config, name, None) for name in needed)
 
 
 def _guides_by_a_second_pass(model: Any, generation_config: Any) -> bool:

@@ -43,6 +43,7 @@ def why_read_whole(
     is_first: bool,
     prompt_length: int | None = None,
     generation_mode: Any = None,
+    returns_states: bool = False,
 ) -> str | None:
     """Say why this prompt is not split; `None` if transformers can, and what it computes stays what it is.
 
@@ -52,11 +53,14 @@ def why_read_whole(
         is_first (`bool`): Whether nothing has been read before.
         prompt_length (`int`, *optional*): Tokens that will have been read then, if known.
         generation_mode (`GenerationMode`, *optional*): What transformers calls this way of generating.
+        returns_states (`bool`): Whether the call is to hand out the prompt's hidden states.
     """
     from .models.origins import is_of_family
 
     if getattr(generation_mode, "value", None) == _DRAFTING:
         return "the call that reads it verifies drafted tokens as well"
+    if returns_states:  # by which other models may go on, as the talkers of Qwen-Omni do
+        return "output_hidden_states would be those of its last chunk alone"
     if soft_prompt_kind(model) is not None:
         return "PEFT takes every call after a soft prompt's first for a step of one token"
     if _is_activated_within(model):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from tests.models.showing import noise
-from tests.models.speaking import kyutai
+from tests.models.speaking import kyutai, qwen3_omni
+
+
+def asking(cache_config: dict[str, Any]) -> dict[str, Any]:
+    return {"cache_implementation": "quantized", "cache_config": dict(cache_config)}
 
 
 @pytest.mark.skipif("kyutai_speech_to_text" not in CONFIG_MAPPING, reason="this transformers has no Kyutai")
@@ -18,3 +26,35 @@ def test_a_configuration_that_will_be_saved_is_given_no_name() -> None:
     model.generate(input_values=noise(2, 1, 80 * 20 * 8), max_new_tokens=4)
     assert own.cache_implementation == "dynamic"  # so it was the one
     assert set(vars(own)) == names
+
+
+@pytest.mark.skipif("qwen3_omni_moe" not in CONFIG_MAPPING, reason="this transformers has no Qwen3-Omni")
+def test_a_talker_goes_on_from_the_states_of_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of a last chunk and of as many generated tokens are as long, and were taken for them."""
+    model, heard = qwen3_omni(), []
+    generate = model.talker.generate
+
+    def listening(**arguments: Any) -> Any:
+        heard.append(arguments["inputs_embeds"].clone())
+        return generate(**arguments)
+
+    monkeypatch.setattr(model.talker, "generate", listening)
+    tokens = torch.randint(20, 90, (1, 60), generator=torch.Generator().manual_seed(0))
+    tokens[0, [0, 1, -4, -3, -2]] = torch.tensor([16, 15, 17, 16, 18])  # a user speaks, then an assistant
+
+    def told_the_talker(**cache: Any) -> Tensor:
+        model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            thinker_max_new_tokens=60,
+            thinker_do_sample=False,
+            thinker_eos_token_id=None,
+            talker_max_new_tokens=3,
+            talker_do_sample=False,
+            **cache,
+        )
+        return heard.pop()
+
+    expected = told_the_talker()
+    got = told_the_talker(**asking({"backend": "knorm", "budget": 40, "chunk_size": 32}))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
