@@ -17,7 +17,7 @@ from .cache_requests import asks_for_ours, check_request, check_use, is_ours, ow
 from .encoder_calls import begin_text, bind_both, placed
 from .errors import IncompatibleTransformersError
 from .models.cache_argument import CACHE_NAMES, cache_name, given_cache, holds_both
-from .prompt_chunks import check_drafting, why_not_filled, why_read_whole
+from .prompt_chunks import check_drafting, why_not_cut, why_not_filled, why_read_whole
 
 __all__ = [
     "bind_cache",
@@ -178,10 +178,12 @@ def check_prepared(model: Any, input_ids: Any, generation_config: Any, model_kwa
     Nor with one that nothing was told, by a model that prepares its caches in a method of its own.
 
     A prompt whose images its tokens do not match is read whole: its model says then what it thinks of that.
+    So is one whose tokens are several codes each.
 
     Args:
         model (`PreTrainedModel`): What generates, and may have left out what prepares a cache.
         input_ids (`torch.Tensor` of shape `(B, T)`): The prompt; of a model with an encoder, its decoder's.
+            `(B, T, codes)` where every token is several.
         generation_config (`GenerationConfig`): The call's own copy; may lose its `prefill_chunk_size`.
         model_kwargs (`dict`): The call's arguments; may be given a mask of the decoder's text.
 
@@ -197,7 +199,7 @@ def check_prepared(model: Any, input_ids: Any, generation_config: Any, model_kwa
             _check_news(kv_cache, length, _OF_FURTHER_CALLS.get(model.config.model_type, ""))
         else:
             kv_cache.is_bound_by_call = False
-            _see_that_images_match(model, kv_cache, input_ids, generation_config, model_kwargs)
+            _see_that_chunks_serve(model, kv_cache, input_ids, generation_config, model_kwargs)
     if asks_for_ours(generation_config) and kv_cache is None:
         raise ValueError(
             f"{type(model).__name__} prepares no cache before it generates: cache_config with "
@@ -217,17 +219,17 @@ def _check_told(model: Any, kv_cache: Any) -> None:
         )
 
 
-def _see_that_images_match(
+def _see_that_chunks_serve(
     model: Any, kv_cache: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> None:
-    """Have a prompt read whole, whoever wanted chunks, if some of its images would be mistaken for others."""
+    """Have a prompt read whole, whoever wanted chunks, if they would be of codes, or mistake its images."""
     wanted, encoded = generation_config.prefill_chunk_size, model_kwargs.get("mm_encoder_outputs")
-    if wanted is None or not encoded:
+    if wanted is None:
         return
     length = _prompt_length(generation_config, model_kwargs)
     is_whole_text = length == input_ids.shape[1]  # and not the new tokens alone
     unread = input_ids[:, kv_cache.get_seq_length() :] if is_whole_text else input_ids
-    reason = why_not_filled(model.config, unread, encoded)
+    reason = why_not_cut(unread) or why_not_filled(model.config, unread, encoded or {})
     if reason is None:
         return
     _check_whole(model, kv_cache, length, model_kwargs, reason)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_drafting", "soft_prompt_kind", "why_not_filled", "why_read_whole"]
+__all__ = ["check_drafting", "soft_prompt_kind", "why_not_cut", "why_not_filled", "why_read_whole"]
 
 _SPLIT_WITH_THE_TEXT = frozenset(
     {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
@@ -115,6 +115,16 @@ def _splits_features(config: Any, modality: str, encoded: Any) -> bool:
     names = {name for name, value in encoded.items() if value is not None}
     finds_tokens = isinstance(getattr(config, f"{modality}_token_id", None), int)
     return finds_tokens and names <= _SPLIT_FEATURES and _num_features(encoded) is not None
+
+
+def why_not_cut(token_ids: Tensor) -> str | None:
+    """Say why transformers cannot cut a prompt's tokens apart; `None` if it can.
+
+    Args:
+        token_ids (`torch.Tensor` of shape `(B, T)`): The tokens; `(B, T, codes)` if each is several codes, as
+            CSM's are where it has sounds for a prompt.
+    """
+    return "transformers would split the codes of its tokens, not the tokens" if token_ids.ndim > 2 else None
 
 
 def why_not_filled(config: Any, token_ids: Tensor, encoded: Mapping[str, Any]) -> str | None:

@@ -67,6 +67,42 @@ def kyutai() -> PreTrainedModel:
     return _build(KyutaiSpeechToTextForConditionalGeneration, config)
 
 
+def csm() -> PreTrainedModel:
+    """A model that speaks in frames of four codes, and whose prompts may be such frames."""
+    from transformers import CsmForConditionalGeneration
+
+    sizes = {
+        "num_codebooks": 4,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 64,
+    }
+    config = CONFIG_MAPPING["csm"](
+        **sizes,
+        intermediate_size=128,
+        text_vocab_size=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        audio_token_id=5,
+        audio_eos_token_id=6,
+        codebook_eos_token_id=62,
+        codebook_pad_token_id=63,
+        depth_decoder_config={
+            **sizes,
+            "intermediate_size": 64,
+            "backbone_hidden_size": 64,
+            "max_position_embeddings": 5,
+        },
+        codec_config=MIMI,
+    )
+    model = _build(CsmForConditionalGeneration, config)
+    model.depth_decoder.generation_config.update(min_new_tokens=3, max_new_tokens=3, do_sample=False)
+    return model
+
+
 def qwen3_omni() -> PreTrainedModel:
     """A thinker that hears, and a talker that goes on from its hidden states; codes are waves as they are."""
     from transformers import Qwen3OmniMoeForConditionalGeneration

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
+from kvcache_plugins.models.cache_argument import cache_of
 from tests.models.showing import noise
-from tests.models.speaking import kyutai, qwen3_omni
+from tests.models.speaking import csm, kyutai, qwen3_omni
 
 
 def asking(cache_config: dict[str, Any]) -> dict[str, Any]:
@@ -58,3 +59,32 @@ def test_a_talker_goes_on_from_the_states_of_the_whole_prompt(monkeypatch: pytes
     expected = told_the_talker()
     got = told_the_talker(**asking({"backend": "knorm", "budget": 40, "chunk_size": 32}))
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif("csm" not in CONFIG_MAPPING, reason="this transformers has no CSM")
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("options", [{"chunk_size": 16}, {"chunk_size": 2}, {}], ids=["16", "2", "1024"])
+def test_a_prompt_of_codes_is_read_whole(options: dict[str, Any], is_padded: bool) -> None:
+    model = csm()
+    codes = torch.randint(0, 60, (2, 50, 4), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 50, dtype=torch.long)
+    mask[1, : 9 * is_padded] = 0
+
+    def first(**cache: Any) -> tuple[Any, Tensor]:
+        output = model.generate(
+            input_ids=codes,
+            attention_mask=mask,
+            max_new_tokens=4,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **cache,
+        )
+        return output, output.logits[0]
+
+    _, expected = first()
+    output, logits = first(**asking({"backend": "snapkv", "budget": 20, "window_length": 4, **options}))
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    report = cache_of(output).report()
+    assert report.tokens_held < report.tokens_seen == 53
+    assert ("the codes of its tokens" in str(report.whole_prompt_reason)) == ("chunk_size" in options)
