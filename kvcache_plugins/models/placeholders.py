@@ -20,11 +20,13 @@ def find_placeholder(config: Any, token_ids: Tensor) -> str | None:
 
     Args:
         config (`PreTrainedConfig`): Of the model.
-        token_ids (`torch.Tensor` of shape `(B, n)`): Tokens. A single one is not looked at: it was generated,
-            and not worth waiting for a device at every step.
+        token_ids (`torch.Tensor` of shape `(B, n)`): Tokens; `(B, n, codes)` of sounds that are nothing else.
+            A single one is not looked at: it was generated, and not worth waiting for a device at every step.
     """
     if token_ids.shape[1] == 1:
         return None
+    if token_ids.ndim > 2:
+        return f"tokens of {token_ids.shape[2]} codes"
     parts = (config, *(getattr(config, name, None) for name in ("vision_config", "audio_config")))
     for name, part in product(_NAMES, parts):
         placeholder = getattr(part, name, None)

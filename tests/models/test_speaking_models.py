@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
+from kvcache_plugins.errors import UnsupportedOperationError
 from kvcache_plugins.models.cache_argument import cache_of
 from tests.models.showing import noise
 from tests.models.speaking import csm, kyutai, qwen3_omni
@@ -88,3 +89,14 @@ def test_a_prompt_of_codes_is_read_whole(options: dict[str, Any], is_padded: boo
     report = cache_of(output).report()
     assert report.tokens_held < report.tokens_seen == 53
     assert ("the codes of its tokens" in str(report.whole_prompt_reason)) == ("chunk_size" in options)
+
+
+@pytest.mark.skipif("csm" not in CONFIG_MAPPING, reason="this transformers has no CSM")
+@pytest.mark.parametrize("backend", ["kvzip", "sirllm"])
+@pytest.mark.parametrize("lowest", [0, 20], ids=["as of a placeholder", "other"])
+def test_what_reads_text_refuses_codes(backend: str, lowest: int) -> None:
+    """Whether or not one of them is the number of a token that stands for sounds."""
+    model = csm()
+    codes = torch.arange(2 * 30 * 4).view(2, 30, 4) % 40 + lowest
+    with pytest.raises(UnsupportedOperationError, match="has tokens of 4 codes, which stand for"):
+        model.generate(codes, max_new_tokens=2, **asking({"backend": backend, "budget": 20}))
