@@ -5,6 +5,7 @@
   fails.
 * `GenerationMixin._prepare_cache_for_generation`: after it, the cache is told what it never sees by itself:
   padding, final length, rotary parameters.
+* `generate` of Janus, which makes images past that: before it, a cache of ours is built, and told the same.
 * `init_continuous_batching` and `generate_batch`: before them, a cache of ours is refused.
 * The attention functions, and `AttentionInterface.get_interface`, by which models ask for their own `eager`
   one: a handle goes to us, anything else straight through; and our own function is registered.
@@ -204,6 +205,22 @@ def _check_batching_before(cls: type, name: str) -> None:
     _undo.append(lambda: delattr(cls, name))
 
 
+def _image_seam(module: ModuleType) -> None:
+    """Install into `transformers.models.janus.modeling_janus`."""
+    cls = _expect(module, "JanusForConditionalGeneration")
+    original = _expect(cls, "generate")
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache_for_image = importlib.import_module(f"{__package__}.image_calls").cache_for_image
+        mask = signature.bind(self, *args, **kwargs).arguments.get("attention_mask")
+        return original(self, *args, **{**kwargs, **cache_for_image(self, mask, kwargs)})
+
+    cls.generate = generate
+    _undo.append(lambda: setattr(cls, "generate", original))
+
+
 def _attention_seam(module: ModuleType) -> None:
     """Install into `transformers.modeling_utils`."""
     interface = _expect(module, "AttentionInterface")
@@ -245,6 +262,7 @@ _SEAMS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.cache_utils": _quantized_cache_seam,
     "transformers.generation.utils": _generation_seam,
     "transformers.masking_utils": _mask_seam,
+    "transformers.models.janus.modeling_janus": _image_seam,
     "transformers.modeling_utils": _attention_seam,
 }
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, DynamicCache, LlamaForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, DynamicCache, LlamaForCausalLM, PreTrainedModel, StaticCache
 
-from kvcache_plugins import build_cache, estimate
-from kvcache_plugins.models.cache_argument import as_argument, cache_name
+import kvcache_plugins as kvp
+from kvcache_plugins import KVCache, build_cache, estimate
+from kvcache_plugins.errors import UnsupportedOperationError
+from kvcache_plugins.models.cache_argument import as_argument, cache_name, cache_of
 from kvcache_plugins.testing.generation import padded_prompt
 from kvcache_plugins.testing.models import tiny_model
-from tests.models.showing import TEXT
+from tests.models.showing import START, TEXT, TOWER, make
 
 INT8 = {"backend": "int8"}
 EVICTING = {"backend": "streaming_llm", "budget": 40}
@@ -123,3 +125,109 @@ def test_a_cache_that_nothing_was_told_is_refused() -> None:
     cache = build_cache(adding, INT8)
     generate(adding, **as_argument(cache))
     assert cache.packed_layers[0].padding is not None and cache.get_seq_length() == 20 + NEW - 1
+
+
+def janus() -> PreTrainedModel:
+    """A model that makes images of 16 tokens."""
+    tower = {name: value for name, value in TOWER.items() if name != "intermediate_size"}
+    config = CONFIG_MAPPING["janus"](
+        text_config={**TEXT, "model_type": "llama"},
+        vision_config={**tower, "projection_dim": 64, "num_image_tokens": 16},
+        vq_config={
+            "embed_dim": 8,
+            "num_embeddings": 64,
+            "latent_channels": 32,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+            "num_patches": 4,
+            "projection_dim": 64,
+            "image_token_embed_dim": 64,
+        },
+    )
+    model = make(config)
+    model.generation_config.bos_token_id = 1
+    model.generation_config.generation_kwargs = {"boi_token_id": START}
+    return model
+
+
+def image(model: PreTrainedModel, prompt: dict[str, torch.Tensor], **options: Any) -> Any:
+    """An image for every row, each compared with one of a row that says nothing."""
+    given = {"do_sample": False, "guidance_scale": 3.0, "return_dict_in_generate": True, **options}
+    return model.generate(**prompt, generation_mode="image", **given)
+
+
+class TestImages:
+    """Janus makes them in a loop of its own, which asks nobody for a cache."""
+
+    model = staticmethod(janus)
+    prompt = staticmethod(lambda: padded_prompt((40, 31)))
+
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_what_is_asked_for_is_built_and_told_of_pads(self, count: int) -> None:
+        model = self.model()
+        sampled = {"do_sample": True, "num_return_sequences": count}
+        exact = {"backend": "int4", "residual_length": 1024}
+        dense = DynamicCache(config=model.config.get_text_config())
+        torch.manual_seed(0)
+        expected = image(model, self.prompt(), **sampled, **as_argument(dense))
+        torch.manual_seed(0)
+        got = image(model, self.prompt(), **sampled, **asking(exact))
+        assert torch.equal(got.sequences, expected.sequences)
+        cache = cache_of(got)
+        assert isinstance(cache, KVCache)
+        assert cache.get_seq_length() == 40 + 15
+        assert cache.packed_layers[0].padding.lengths.tolist() == [*[0] * count, *[9] * count] * 2
+
+    @pytest.mark.parametrize("is_given", [False, True])
+    @pytest.mark.parametrize("backend", ["h2o", "streaming_llm"])
+    def test_a_padded_row_keeps_what_it_keeps_alone(self, backend: str, is_given: bool) -> None:
+        model, together = self.model(), self.prompt()
+        alone = {name: value[1:, 9:] for name, value in together.items()}
+        config = {"backend": backend, "budget": 20, "chunk_size": 16}
+        outputs = []
+        for prompt in (together, alone):
+            cache = as_argument(build_cache(model, config)) if is_given else asking(config)
+            outputs.append(image(model, prompt, **cache))
+        assert torch.equal(outputs[0].sequences[1], outputs[1].sequences[0])
+        kept = [cache_of(output).kept_positions()[0] for output in outputs]
+        assert torch.equal(kept[0][1], kept[1][0] + 9)
+        assert "loop of the model's own" in str(cache_of(outputs[0]).report().whole_prompt_reason)
+
+    def test_what_does_not_serve_is_refused(self) -> None:
+        model, prompt = self.model(), self.prompt()
+        with pytest.raises(ValueError, match="Unknown cache backend 'nonsense'"):
+            image(model, prompt, **asking({"backend": "nonsense"}))
+        with pytest.raises(UnsupportedOperationError, match="needs `input_ids`, got `inputs_embeds`"):
+            image(model, prompt, **asking({"backend": "kvzip", "budget": 20}))
+        cache = build_cache(model, INT8)
+        image(model, prompt, **as_argument(cache))
+        with pytest.raises(ValueError, match=r"has seen 55 tokens. Allowed are a new one"):
+            image(model, prompt, **as_argument(cache))
+        cache.reset()
+        image(model, prompt, **as_argument(cache))
+
+    @pytest.mark.allow_deprecation(
+        "Passing .generation_config. together", reason="Janus passes its text on in this way"
+    )
+    def test_other_caches_and_texts_are_as_they_were(self) -> None:
+        model, prompt = self.model(), self.prompt()
+        options = {"max_new_tokens": NEW, "return_dict_in_generate": True}
+        assert isinstance(cache_of(model.generate(**prompt, **options, **asking(INT8))), kvp.Int8Cache)
+        dense = DynamicCache(config=model.config.get_text_config())
+        assert cache_of(image(model, prompt, **as_argument(dense))) is dense
+        try:
+            made = cache_of(image(model, prompt))
+        except TypeError:
+            pytest.skip("this transformers' Janus cannot make the static cache of its images")
+        assert isinstance(made, StaticCache)
+
+    def test_the_method_is_put_back(self) -> None:
+        cls = type(self.model())
+        wrapped = cls.generate
+        kvp.uninstall()
+        try:
+            assert cls.generate is wrapped.__wrapped__
+        finally:
+            kvp.install()
+        assert cls.generate.__wrapped__ is wrapped.__wrapped__
