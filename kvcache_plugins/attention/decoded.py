@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.layout import Side, dense_rows
+from ..kernels.layout import Side
 from ..kernels.ops import decode_tokens
 from ..layers.view import StreamView
 
@@ -61,7 +61,7 @@ class DecodedView:
         for segment in self.side.segments:
             end = begin + segment.shape[2]
             if begin <= start and stop <= end:
-                return dense_rows(segment[:, :, start - begin : stop - begin].to(dtype))
+                return segment[:, :, start - begin : stop - begin].to(dtype)
             begin = end
         return self._decode(start, stop, dtype)
 

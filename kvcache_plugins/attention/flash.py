@@ -13,6 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..kernels.layout import dense_rows
+
 __all__ = ["attend_flash", "why_no_flash"]
 
 _logger = logging.getLogger(__name__)
@@ -25,6 +27,9 @@ def attend_flash(
 ) -> tuple[Tensor, Tensor]:
     """Attend from rows to a tile.
 
+    Strides may be any: torch's operators are given a copy of what has the channels of a token apart. That of
+    CPUs reads them as neighbours all the same, and that of GPUs refuses them.
+
     Args:
         query (`torch.Tensor` of shape `(B, H, n, D)`): Rows.
         key (`torch.Tensor` of shape `(B, H, t, D)`): In the dtype of the rows.
@@ -36,6 +41,7 @@ def attend_flash(
         `tuple[torch.Tensor, torch.Tensor]`: Outputs `(B, H, n, D)` and log-sum-exps `(B, H, n)` in fp32. Rows
             that see nothing hold anything.
     """
+    query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
     if query.is_cpu:
         output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, attn_mask=mask, scale=scaling

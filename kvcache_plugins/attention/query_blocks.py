@@ -82,7 +82,7 @@ def attend_query_blocks(query: Tensor, keys: Tensor, values: Tensor, options: At
     scaling = options.scaling if options.scaling is not None else head_dim**-0.5
     mask = None if options.mask is None else four_dimensional(options.mask.detach(), length)
     width = max(head_dim, value_dim)  # flash attention wants one
-    keys, values = (_rows_dense(widened(states.to(query.dtype), width)) for states in (keys, values))
+    keys, values = (widened(states.to(query.dtype), width) for states in (keys, values))
     grouped = widened(query, width).unflatten(1, (kv_heads, -1))
     sinks = None if options.sink_logits is None else sink_column(options.sink_logits.detach().float())
     output = query.new_zeros(batch_size, query_heads, query_length, value_dim)
@@ -97,10 +97,6 @@ def attend_query_blocks(query: Tensor, keys: Tensor, values: Tensor, options: At
                 part = part * torch.sigmoid(total[..., None] - own)
             output[:, :, queries] = part[..., :value_dim]
     return output
-
-
-def _rows_dense(states: Tensor) -> Tensor:
-    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _blocks(options: AttentionOptions, length: int, query_length: int) -> Iterator[_Block]:

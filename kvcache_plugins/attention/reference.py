@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.layout import dense_rows
 from .limits import GPU_TILES, TILE_SCORES
 
 __all__ = [
@@ -88,8 +87,8 @@ class DenseView:
         return self.states[:, :, start:stop]
 
     def read_as(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Tokens `[start, stop)` in `dtype`, the last dimension dense."""
-        return dense_rows(self.read(start, stop).to(dtype))
+        """Tokens `[start, stop)` in `dtype`."""
+        return self.read(start, stop).to(dtype)
 
 
 @dataclass(slots=True)  # not frozen: see `layers.view`

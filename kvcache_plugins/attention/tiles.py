@@ -53,7 +53,7 @@ class TileSource(Protocol):
         ...
 
     def read_as(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Tokens `[start, stop)`: `(B, H, stop - start, D)`, the last dimension dense."""
+        """Tokens `[start, stop)`: `(B, H, stop - start, D)`."""
         ...
 
 

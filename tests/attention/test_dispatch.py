@@ -76,6 +76,22 @@ def test_sdpa_as_models_call_it_at_decode(layer: PackedLayer, masked: bool) -> N
     assert layer.fallback_reads == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("count", [4, 20])
+def test_queries_whose_channels_lie_apart(count: int, masked: bool, dtype: torch.dtype) -> None:
+    cache = kvp.build_cache(tiny_model("llama", num_key_value_heads=4), {"backend": "int8"})
+    cache.update(*torch.randn(2, 1, 4, 100, 16).to(dtype), 0)
+    handles = cache.update(*torch.randn(2, 1, 4, count, 16).to(dtype), 0)
+    query = torch.randn(1, 4, count, 16).to(dtype)
+    apart = query.mT.contiguous().mT
+    mask = torch.rand(1, 1, count, 100 + count) > 0.5 if masked else None
+    with torch.no_grad():
+        found = F.scaled_dot_product_attention(apart, *handles, attn_mask=mask)
+        expected = F.scaled_dot_product_attention(query, *handles, attn_mask=mask)
+    assert apart.stride(3) == count and torch.equal(found, expected)
+
+
 # -- handles that something else has had before
 
 

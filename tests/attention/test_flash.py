@@ -15,6 +15,28 @@ def some_states() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(2, 3, 40, 64), torch.randn(2, 3, 300, 64), torch.randn(2, 3, 300, 64)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("apart", ["query", "key", "value"])
+def test_strides_may_be_any(apart: str, dtype: torch.dtype) -> None:
+    given = {name: x.to(dtype) for name, x in zip(("query", "key", "value"), some_states(), strict=True)}
+    expected = flash.attend_flash(**given, mask=None, scaling=0.2)
+    given[apart] = given[apart].mT.contiguous().mT
+    assert given[apart].stride(3) > 1
+    for found, right in zip(flash.attend_flash(**given, mask=None, scaling=0.2), expected, strict=True):
+        assert torch.equal(found, right)
+
+
+def test_what_lies_side_by_side_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in some_states())
+    assert not query.is_contiguous()
+
+    def copied(states: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a copy")
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", copied)
+    flash.attend_flash(query, key, value, None, 0.2)
+
+
 @pytest.mark.parametrize("scores", [1, 1 << 26])
 def test_masked_rows(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_SCORES", scores)  # 64 slots at a time, and all of them

@@ -142,6 +142,21 @@ def test_windows_and_causality_by_name(size: int | None, is_also_masked: bool) -
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("kv_heads", [KV_HEADS, HEADS])
+@pytest.mark.parametrize("apart", ["query", "key", "value"])
+def test_channels_that_lie_apart(apart: str, kv_heads: int, dtype: torch.dtype) -> None:
+    # the last of 129 queries is a block, whose heads are rows of one view whatever their strides
+    shapes = {"query": (HEADS, 129), "key": (kv_heads, 200), "value": (kv_heads, 200)}
+    given = [numbers(2, *shape, DIM, seed=seed).to(dtype) for seed, shape in enumerate(shapes.values())]
+    options = AttentionOptions(scaling=0.3, is_causal=True)
+    expected = attend_query_blocks(*given, options)
+    place = list(shapes).index(apart)
+    given[place] = given[place].mT.contiguous().mT
+    assert given[place].stride(3) > 1
+    assert torch.equal(attend_query_blocks(*given, options), expected)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("hidden", ["least", "-inf"])
 @pytest.mark.parametrize("mask_of", [window, pads, images, by_head], ids=lambda f: f.__name__)
 def test_masks_that_are_added(mask_of: Callable[[int, int], Tensor], hidden: str, dtype: torch.dtype) -> None:

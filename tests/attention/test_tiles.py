@@ -82,6 +82,19 @@ def test_queries_as_models_make_them() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
+def test_queries_whose_channels_lie_apart(group: int, dtype: torch.dtype) -> None:
+    # 513: the last part is one query, whose heads are rows of one view whatever their strides
+    for query_length in (20, 513):
+        query, *handles = step(build_layer(CASES["int8-default"], 200, dtype=dtype), query_length, group)
+        apart = query.mT.contiguous().mT
+        assert apart.stride(3) == query_length
+        options = AttentionOptions(is_causal=True)
+        expected = attend_handles(query, *handles, options)
+        assert torch.equal(attend_handles(apart, *handles, options), expected)
+
+
 def test_sinks_kept_exact_with_padding() -> None:
     for name in ("int4-sinks", "kivi-sinks"):
         layer = build_layer(CASES[name], 200, padding=PADS)

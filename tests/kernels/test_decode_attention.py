@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvcache_plugins.artifacts.scales import Scales, save_scales
+from kvcache_plugins.attention import native
+from kvcache_plugins.attention.native import attend_handles
 from kvcache_plugins.attention.reference import AttentionOptions, attend
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.testing.comparison import relative_rms
@@ -99,6 +101,20 @@ def test_group_ratios(isa: str, group: int, query_length: int) -> None:
     for name in ("kivi-default", "int8-default"):
         layer = build_layer(CASES[name], 200)
         check(*step(layer, query_length, group), AttentionOptions(is_causal=query_length > 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("query_length", [2, 20])
+def test_queries_whose_channels_lie_apart(
+    isa: str, query_length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "has_fast_passes", lambda dtype: True)
+    for group in (1, 3):
+        query, *handles = step(build_layer(CASES["int8-default"], 200, dtype=dtype), query_length, group)
+        apart, options = query.mT.contiguous().mT, AttentionOptions(is_causal=True)
+        assert apart.stride(3) == query_length
+        expected = attend_handles(query, *handles, options)
+        assert torch.equal(attend_handles(apart, *handles, options), expected)
 
 
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 80, 96, 112, 128, 192, 256, 320, 512])
