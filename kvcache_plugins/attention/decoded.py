@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels.layout import Side
 from ..kernels.ops import decode_tokens
 from ..layers.view import StreamView
+from ..quantizers.half_range import kept_finite
 
 __all__ = ["DecodedView"]
 
@@ -61,7 +62,7 @@ class DecodedView:
         for segment in self.side.segments:
             end = begin + segment.shape[2]
             if begin <= start and stop <= end:
-                return segment[:, :, start - begin : stop - begin].to(dtype)
+                return kept_finite(segment[:, :, start - begin : stop - begin], dtype).to(dtype)
             begin = end
         return self._decode(start, stop, dtype)
 

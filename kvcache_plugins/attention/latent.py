@@ -22,6 +22,7 @@ from ..kernels.selection import UNREADABLE, native_is_unavailable, why_no_kernel
 from ..layers.expanded import Expansion
 from ..layers.view import StreamView
 from ..models.latent import LatentProjection
+from ..quantizers.half_range import kept_finite
 from .bias import LogitBias, logit_bias, row_bias, sinks_for_kernels
 from .cuda import can_attend_tiles_on_device
 from .decoded import DecodedView
@@ -130,7 +131,7 @@ class _ExpandedSide(_MadeOfLatents):
 def _read_as(part: TokenView, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     if isinstance(part, DecodedView) and dtype in KERNEL_DTYPES:
         return part.read_as(start, stop, dtype)
-    return part.read(start, stop).to(dtype)
+    return kept_finite(part.read(start, stop), dtype).to(dtype)
 
 
 def latent_keys(expansion: Expansion, parts: tuple[TokenView, TokenView] | None = None) -> LatentKeys:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..quantizers.half_range import kept_finite
 from .decoding import attend_dense, decode_side, measure_dense
 from .gathering import gather_records
 from .layout import Side, SideLayout
@@ -122,7 +123,9 @@ def _decode_tokens(
 ) -> Tensor:
     side = Side.from_op(layout, segments, extras)
     states = decode_side(side, records, is_key=is_key, sink_start=sink_start)
-    return states[:, :, start:stop].to(dtype, memory_format=torch.contiguous_format, copy=True)
+    return kept_finite(states[:, :, start:stop], dtype).to(
+        dtype, memory_format=torch.contiguous_format, copy=True
+    )
 
 
 def _decode_tokens_shape(records: Tensor, *args: object) -> Tensor:

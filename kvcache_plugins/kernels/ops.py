@@ -212,7 +212,8 @@ def decode_tokens(
         is_key (`bool`): Whether codes are in key order.
         start (`int`): First slot.
         stop (`int`): Slot after the last; `0 <= start <= stop <= T`.
-        dtype (`torch.dtype`): fp32, bf16 or fp16; numbers are rounded from fp32.
+        dtype (`torch.dtype`): fp32, bf16 or fp16; numbers are rounded from fp32, and finite ones stay so in
+            fp16.
         sink_start (`torch.Tensor` of shape `(B,)`, *optional*): int64, slot of the first sink of every row.
 
     Returns:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..quantizers.half_range import kept_finite
 from ..quantizers.packing import (
     BLOCK_TOKENS,
     pack_keys,
@@ -169,7 +170,8 @@ class Stream:
             self.tail.truncate(self.length - length)
             return
         kept = length // self.codec.unit_tokens * self.codec.unit_tokens
-        survivors = self.decode(kept, length).to(self.tail.buffer.dtype) if kept < length else None
+        dtype = self.tail.buffer.dtype
+        survivors = kept_finite(self.decode(kept, length), dtype).to(dtype) if kept < length else None
         self._clear(kept)
         self.packed_length = kept
         empty = self.tail.buffer[:, :, :0]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..quantizers.half_range import kept_finite
 from .gradients import refusing_gradients
 
 if TYPE_CHECKING:
@@ -77,15 +78,15 @@ class StreamView:
         return torch.cat([part.float() if part.dtype != torch.float64 else part for part in parts], dim=2)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Materialise everything as one tensor `(B, H, length, D)`, block by block."""
+        """Materialise all as one tensor `(B, H, length, D)`, block by block; finite numbers stay so."""
         first = self.segments[0]
         out = first.new_empty(first.shape[0], first.shape[1], self.length, first.shape[3], dtype=dtype)
         step = self.stream.slab_tokens
         for start in range(0, self.packed_length, step):
             stop = min(start + step, self.packed_length)
-            out[:, :, start:stop] = self._decode(start, stop)
+            out[:, :, start:stop] = kept_finite(self._decode(start, stop), dtype)
         for segment, stop in zip(self.segments, self.boundaries[1:], strict=True):
-            out[:, :, stop - segment.shape[2] : stop] = segment
+            out[:, :, stop - segment.shape[2] : stop] = kept_finite(segment, dtype)
         return out
 
     def without_oldest(self, count: int) -> StreamView:

@@ -17,6 +17,7 @@ from kvcache_plugins.layers.codec import Float8Codec
 from kvcache_plugins.layers.handle import KVHandle
 from kvcache_plugins.layers.stream import StreamSpec
 from kvcache_plugins.quantizers.granularity import per_token_head
+from kvcache_plugins.quantizers.half_range import kept_finite
 from tests.kernels.decode_cases import CASES, WIDE, build_layer, isa, library, states, step
 
 __all__ = ["isa", "library"]  # fixtures
@@ -155,10 +156,40 @@ def test_rounding_is_to_nearest_even(isa: str, dtype: torch.dtype) -> None:
     for is_key in (True, False):
         side = Side(SideLayout(0, 8, 1, 64, 1, 1, 2, 0, 0, 0), [tokens])
         got = decode_tokens(records, side, is_key=is_key, start=0, stop=tokens.shape[2], dtype=dtype)
-        expected = tokens.to(dtype)
+        expected = kept_finite(tokens, dtype).to(dtype)
         assert torch.equal(got.isnan(), expected.isnan())
         kept = ~expected.isnan()
         assert torch.equal(got[kept].view(torch.int16), expected[kept].view(torch.int16))
+
+
+def handles_of_large_numbers(name: str) -> tuple[KVHandle, KVHandle]:
+    """Keys and values in fp16 of 301 tokens, of which some are its largest numbers throughout."""
+    layer = build_layer(CASES[name], 0, dtype=torch.float16)
+    keys, values = states(2, 2, 300, 64, None, torch.float16)
+    for given in (keys, values):
+        given[:, :, 20::50, ::2], given[:, :, 20::50, 1::2] = 65504.0, -65504.0
+    layer.update(keys, values)
+    return step(layer, 1, 1)[1:]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_largest_numbers_of_fp16_stay_finite(isa: str, name: str) -> None:
+    for handle in handles_of_large_numbers(name):
+        records, side, is_key, sink_start = side_of(handle)
+        got = decode_tokens(
+            records, side, is_key=is_key, start=0, stop=301, dtype=torch.float16, sink_start=sink_start
+        )
+        expected = handle.tokens.dense(torch.float32).clamp(-65504, 65504)
+        assert got.isfinite().all()
+        torch.testing.assert_close(got.float(), expected, rtol=1e-3, atol=65504 * 2e-6)
+        assert torch.equal(handle.tokens.dense(torch.float16), expected.half())
+
+
+def test_codes_stand_for_more_than_fp16_holds() -> None:
+    """Without which the test before would show nothing."""
+    for name in ("int8-default", "float8-default", "float8-e5m2", "kivi-default", "kvquant-default"):
+        most = max(float(each.tokens.dense(torch.float32).max()) for each in handles_of_large_numbers(name))
+        assert most >= 65520
 
 
 def test_threads_change_nothing(isa: str) -> None:

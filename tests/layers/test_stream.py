@@ -472,6 +472,18 @@ def test_tokens_cut_and_fed_again_are_as_if_never_cut(cut: int) -> None:
     assert torch.equal(read[:, :, stable + 16 :], want[:, :, stable + 16 :])
 
 
+def test_the_largest_numbers_of_fp16_are_finite_when_they_are_exact_again() -> None:
+    layer = int8(granularity="tensor", kernel="torch")
+    states = torch.randn(1, 2, 200, 48).half()
+    states[:, :, 70] = 65504.0
+    layer.update(states, states)
+    assert float(layer.key_stream_.decode(64, 128).max()) > 65520
+    layer.crop(-100)
+    assert layer.key_stream_.packed_length == 64
+    kept = layer.key_stream_.tail.view()
+    assert kept.dtype == torch.float16 and kept[:, :, 6].eq(65504.0).all()
+
+
 class Broken(AffineCodec):
     """A codec that makes something else than it has announced."""
 

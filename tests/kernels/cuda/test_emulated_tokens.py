@@ -16,10 +16,11 @@ from kvcache_plugins.kernels.layout import Side, SideLayout
 from kvcache_plugins.layers import native_encoding, stepping
 from kvcache_plugins.layers.field_layout import side_layout
 from kvcache_plugins.layers.handle import KVHandle
+from kvcache_plugins.quantizers.half_range import kept_finite
 from tests.kernels import test_encode_tokens as encoding
 from tests.kernels.append_cases import CODES, Case
 from tests.kernels.decode_cases import CASES, WIDE, build_layer, step
-from tests.kernels.test_decode_tokens import side_of
+from tests.kernels.test_decode_tokens import handles_of_large_numbers, side_of
 from tests.kernels.test_encode_tokens import BLOCK, LENGTHS, rotary, states
 from tests.kernels.test_gather_tokens import CASES as GATHERABLE
 from tests.kernels.test_gather_tokens import LENGTH, blank, layouts, packed, some_slots
@@ -265,6 +266,14 @@ def check_decoded(name: str, head_dims: tuple[int, ...], start: int, stop: int, 
                 assert torch.equal(decoded(handle, start, stop, dtype), exact.to(dtype))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_largest_numbers_of_fp16_stay_finite(name: str) -> None:
+    for handle in handles_of_large_numbers(name):
+        exact, got = (decoded(handle, 0, 301, dtype) for dtype in (torch.float32, torch.float16))
+        assert got.isfinite().all()
+        assert torch.equal(got, exact.clamp(-65504, 65504).half())
+
+
 def test_heads_of_more_channels_are_refused() -> None:
     emulated = torch.ops.kvcache_emulated
     layer = packed(GATHERABLE["int8"], 64)
@@ -316,7 +325,7 @@ def test_rounding_is_to_nearest_even(dtype: torch.dtype) -> None:
         torch.zeros(1, 1, 0, 64, dtype=torch.uint8), side.segments, side.extras, None,
         side.layout.integers(), True, 0, tokens.shape[2], dtype,
     )  # fmt: skip
-    expected = tokens.to(dtype)
+    expected = kept_finite(tokens, dtype).to(dtype)
     kept = ~expected.isnan()
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(got[kept].view(torch.int16), expected[kept].view(torch.int16))

@@ -2,8 +2,9 @@
 //
 // A block of 64 slots at a time is brought into a tile of fp32 (portable_decoding.inl). Keys lie there as
 // [channel][token] and are turned over, a square of one vector's width at a time; rows are then rounded to the dtype
-// asked for. Bound: the tile stays in the first-level cache, so one decoding operation per vector and the write of the
-// result; the attention that reads the result does hundreds of operations per number.
+// asked for. Finite ones stay so: rounded scales make codes stand for a little more than what was encoded, which may be
+// the largest number of fp16. Bound: the tile stays in the first-level cache, so one decoding operation per vector and
+// the write of the result; the attention that reads the result does hundreds of operations per number.
 #pragma once
 
 #include "decode_tokens.h"
@@ -24,7 +25,7 @@ void write_row(const float* from, int64_t count, int32_t dtype, void* to, int64_
   uint16_t* out = static_cast<uint16_t*>(to) + offset;
   for (int64_t i = 0; i < count; i += kLanes) {
     const Floats v = load<Floats>(from + i);
-    const Words words = dtype == kBFloat16 ? narrow_to_bfloat16(v) : narrow_to_half(v);
+    const Words words = dtype == kBFloat16 ? narrow_to_bfloat16(v) : narrow_finite_to_half(v);
     const Halves halves = __builtin_convertvector(words, Halves);
     __builtin_memcpy(out + i, &halves, sizeof(uint16_t) * smaller(kLanes, count - i));
   }

@@ -42,5 +42,13 @@ inline __attribute__((always_inline)) Words narrow_to_half(Floats v) {
   return (bits >> 31 << 15) | (number & ~is_nan) | (is_nan & 0x7e00u);
 }
 
+// The same, but a finite number beyond the largest fp16 one becomes that.
+inline __attribute__((always_inline)) Words narrow_finite_to_half(Floats v) {
+  const Words half = narrow_to_half(v);
+  const Words is_infinite = (Words)((half & 0x7fffu) == 0x7c00u);
+  const Words was_finite = (Words)((bits_of(v) & 0x7fffffffu) < 0x7f800000u);
+  return half - (is_infinite & was_finite & 1u);
+}
+
 }  // namespace
 }  // namespace kvcache

@@ -5,6 +5,17 @@
 
 namespace kvcache {
 
+namespace {
+
+// A number that is finite in `dtype`, too, where it is: rounded scales make codes stand for a little more than what was
+// encoded, which may be the largest number of fp16.
+KVCACHE_DEVICE float kept_finite(float value, int dtype) {
+  const bool may_overflow = dtype == kFloat16 && fabsf(value) < infinity();
+  return may_overflow ? fminf(fmaxf(value, -65504.0f), 65504.0f) : value;
+}
+
+}  // namespace
+
 KVCACHE_KERNEL(256, 2) decode_kernel(const DecodeArguments a) {
   KVCACHE_SHARED(shared);
   float* tile = reinterpret_cast<float*>(shared);
@@ -22,7 +33,7 @@ KVCACHE_KERNEL(256, 2) decode_kernel(const DecodeArguments a) {
   const int numbers = static_cast<int>(high - low) * dim;
 #pragma unroll 4
   for (int i = static_cast<int>(threadIdx.x); i < numbers; i += static_cast<int>(blockDim.x))
-    write_number(a.output, a.dtype, row * dim + i, first[i / dim * stride + i % dim]);
+    write_number(a.output, a.dtype, row * dim + i, kept_finite(first[i / dim * stride + i % dim], a.dtype));
 }
 
 int decode_slots(const DecodeArguments& a, int batch, void* stream) {
