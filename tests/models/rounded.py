@@ -30,10 +30,11 @@ class Rounded(DynamicCache):
 
 
 def flipped(layers: list[PackedLayer], rounded: Rounded) -> int:
-    """Count the codes of a cache that are others than those of a rounding one.
+    """Count the tokens of a cache, by head, some of whose codes are others than those of a rounding one.
 
     What two ways of attending give differs in its last digits, and of what is made of it in the next layer
-    lies now and then a number just so between two codes.
+    lies now and then a number just so between two codes, or a token's scale between two of fp16, by which
+    several of its codes tip over at once.
 
     Args:
         layers (`list[PackedLayer]`): Of int8, with nothing in their exact windows.
@@ -46,5 +47,5 @@ def flipped(layers: list[PackedLayer], rounded: Rounded) -> int:
             assert stream.packed_length == expected.shape[2]
             step = expected.abs().amax(-1, keepdim=True) / 127
             apart = (stream.decode(0, stream.packed_length) - expected).abs()
-            count += int((apart > 0.5 * step).sum())
+            count += int((apart > 0.5 * step).any(-1).sum())
     return count
