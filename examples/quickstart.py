@@ -37,7 +37,6 @@ import kvcache_plugins as kvp
 from kvcache_plugins.cli.display import show
 from kvcache_plugins.cli.options import OUTPUT, add_cache_config_option
 from kvcache_plugins.cli.preparing import output_directory, prepare_transformers
-from kvcache_plugins.errors import NotFiniteError
 from kvcache_plugins.evaluation.caches import cache_bytes, generate, new_cache, split_available
 from kvcache_plugins.evaluation.perplexity.scoring import (
     Schedule,
@@ -53,6 +52,7 @@ from kvcache_plugins.models.decoder import decoder_only_config
 from kvcache_plugins.models.pretrained import load_config, load_model, load_tokenizer
 from kvcache_plugins.registry import TRANSFORMERS_BACKENDS
 from kvcache_plugins.runs.cache_words import parse_cache_configs
+from kvcache_plugins.runs.failures import Failures
 from kvcache_plugins.runs.file_digests import artifact_digests, digest_words, model_settings
 from kvcache_plugins.runs.footnotes import other_work
 from kvcache_plugins.runs.labels import cache_label, dense_first
@@ -319,9 +319,10 @@ def measure_all(
     args: argparse.Namespace,
     tokenizer: Any,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a row for every cache, the dense one first, and entries for those that failed."""
+    """Return a row for every cache, the dense one first, and entries for those whose failure ends no run."""
     results: list[dict[str, Any]] = []
     failures: list[dict[str, Any]] = []
+    noted = Failures()
     dense: Measured | None = None
     with progress_bar(len(cache_configs)) as progress:
         for cache_config in cache_configs:
@@ -330,14 +331,10 @@ def measure_all(
             try:
                 measured = measure(model, scorer, token_ids, cache_config, args)
             except Exception as error:
-                # A combination that transformers' own class cannot serve (a head dimension its groups do not
-                # divide, say) is shown in the table, and so is any cache with which the model predicts no
-                # numbers; one of ours that fails otherwise is a bug and stops the run.
-                is_found = isinstance(error, NotFiniteError) and dense is not None
-                if cache_config["backend"] not in TRANSFORMERS_BACKENDS and not is_found:
-                    raise
-                message = " ".join(str(error).split())[:200]
-                entry = {"cache_config": cache_config, "reason": f"failed: {message}"}
+                entry = {
+                    "cache_config": cache_config,
+                    "reason": f"failed: {noted.note(cache_config, error)[:200]}",
+                }
                 failures.append(entry | {"is_failure": True})
             else:
                 dense = dense or measured  # the dense cache comes first

@@ -116,6 +116,23 @@ def bind_cache(
     kv_cache.is_compiled = getattr(generation_config, "compile_config", None) is not None
     if is_assistant:
         kv_cache.activate_past_recording()  # which transformers did before, and `bind` has undone
+    _choose_chunks(model, generation_config, model_kwargs, generation_mode, kv_cache, prompt_length)
+
+
+def _choose_chunks(
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    kv_cache: Any,
+    prompt_length: int | None,
+) -> None:
+    """Have a prompt read in chunks of the size that the cache wants, or whole where that changes the answer.
+
+    Raises:
+        ValueError: If the caller's chunks are larger than the model can take, or a prompt that has to be read
+            whole cannot be.
+    """
     given = getattr(generation_config, "prefill_chunk_size", None)
     if given is not None and kv_cache.reads_long_text and given > kv_cache.longest_call:
         raise ValueError(
@@ -126,11 +143,10 @@ def bind_cache(
     wanted = kv_cache.prefill_chunk_size
     if given is not None or wanted is None:
         return
-    is_first = kv_cache.get_seq_length() == 0
     reason = why_read_whole(
         model,
         model_kwargs,
-        is_first=is_first,
+        is_first=kv_cache.get_seq_length() == 0,
         prompt_length=prompt_length,
         generation_mode=generation_mode,
         returns_states=_returns_states(generation_config),

@@ -11,9 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, cache_utils
 
+from kvcache_plugins import registry
 from kvcache_plugins.evaluation.caches import new_cache
+from kvcache_plugins.eviction.cache import EvictingCache
+from kvcache_plugins.eviction.layer import EvictingLayer
+from kvcache_plugins.eviction.options import EvictingConfig
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.runs.language_reference import read_language_reference
 from tests.evaluation.drawn_figures import draw
@@ -214,6 +219,36 @@ def test_a_failure_of_transformers_own_cache_is_a_row(
     assert document["skipped"] == [{"cache_config": {"backend": "hqq"}, "reason": reason, "is_failure": True}]
     assert f"hqq: {reason}" in capsys.readouterr().out
     assert (tmp_path / "quickstart.png").exists()
+
+
+def test_a_mistake_of_a_third_party_is_a_row(
+    quickstart: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class TheirLayer(EvictingLayer):
+        def score(self, keys: Tensor, values: Tensor) -> Tensor:
+            raise ArithmeticError("a budget of nothing")
+
+    monkeypatch.setattr(registry, "_registered", registry._registered.copy())
+
+    @registry.register_backend("theirs")
+    class TheirCache(EvictingCache):
+        config_class, layer_class = EvictingConfig, TheirLayer
+
+    theirs = {"backend": "theirs", "budget": 48, "chunk_size": 16, "stabilizer_length": 4, "local_length": 8}
+    sizes = ["--prompt_tokens", "100", "--new_tokens", "8", "--score_tokens", "16"]
+    wanted = ["--cache_config", json.dumps(theirs), '{"backend": "int8"}']
+    assert quickstart.main([*sizes, *wanted, "--output", str(tmp_path)]) == 0
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert [row["label"] for row in document["results"]] == ["dense", "int8"]
+    [entry] = document["skipped"]
+    assert entry["cache_config"] == theirs and entry["is_failure"] is True
+    assert entry["reason"] == "failed: ArithmeticError: a budget of nothing"
+    shown = capsys.readouterr()
+    assert "in score" in shown.err, "its author wants to know where"
+    assert entry["reason"] in shown.out
 
 
 @pytest.mark.parametrize(("spoilt", "status"), [(("int8",), 0), (("dense", "int8"), 2)])

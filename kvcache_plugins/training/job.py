@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,61 @@ def train_locret(
         return _train(options, options.model, args, output, progress_bar)
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What is known of a training before its model is loaded."""
+
+    config: Any
+    source: dict[str, Any]
+    """Where configuration, tokenizer and model are read from, beside the model's name."""
+    heads_config: RetainingHeadsConfig
+    facts: dict[str, Any]
+    checkpoint: str | None
+    push_to: str | None
+    data: dict[str, Any]
+    """What a Trainer is given of the data."""
+
+
 def _train(
     options: LocretOptions, model: str, args: LocretTrainingArguments, output: Path, progress_bar: ProgressBar
 ) -> dict[str, Any] | None:
+    job = _prepare(options, model, args, output)
+    set_seed(args.seed)
+    heads = RetainingHeads(job.heads_config)
+    _check_trainer(copy.deepcopy(heads), args, job.data)
+    skipped = check_caches(job.config, heads, options.cache_config or ())
+    base_model = _load_base(job.config, options, job.source)
+    # a Trainer that has evaluated would not average gradients over processes when it trains after that
+    recalls = _measure(LocretTrainer(copy.deepcopy(heads), base_model, args, **job.data), "untrained")
+    _check_numbers(recalls["untrained"]["loss"], base_model)
+    trainer = LocretTrainer(heads, base_model, args, job.facts, **job.data)
+    seconds = _run(trainer, job.checkpoint, args, output)
+    heads.to(getattr(torch, DTYPES[options.heads_dtype]))  # measured as they will be used
+    if not all(bool(weight.isfinite().all()) for weight in heads.parameters()):
+        raise ValueError("The training diverged: the heads are not finite. Try a lower --learning_rate.")
+    recalls = {"trained": _measure(trainer, "trained")["trained"]} | recalls
+    if not trainer.is_world_process_zero():
+        return None
+    inputs = {"model": job.facts["model_digest"], "data": job.facts["data_digest"]}
+    document, card_facts = write_heads(output, trainer, options, inputs, recalls, seconds)
+    if options.cache_config:
+        left_out = [entry["cache_config"] for entry in skipped]
+        caches = [with_heads(each, str(output)) for each in options.cache_config if each not in left_out]
+        examples = [job.data["eval_dataset"][index] for index in range(options.eval_examples)]
+        results, failed = score_answers(base_model, examples, caches, progress_bar)
+        add_answers(output, document, card_facts, recalls, results, [*skipped, *failed])
+    if job.push_to is not None:
+        _push(output, job.push_to, args)
+    return document
+
+
+def _prepare(options: LocretOptions, model: str, args: LocretTrainingArguments, output: Path) -> _Job:
+    """Check what can be wrong with options, place and data, and read what is small.
+
+    Raises:
+        ValueError: If the model or the data cannot be trained with, or a checkpoint is of another training.
+        OSError: If something cannot be read.
+    """
     if options.dataset == SYNTHETIC and args.max_steps < 1:
         raise ValueError(
             f"--max_steps must be at least 1 for synthetic tasks, which have no end, got {args.max_steps}."
@@ -100,53 +153,37 @@ def _train(
     positions = getattr(decoder_only_config(config), "max_position_embeddings", None)
     data_seed = args.seed if args.data_seed is None else args.data_seed
     train, held_out = build_datasets(options, tokenizer, positions=positions, seed=data_seed)
-
-    set_seed(args.seed)
-    heads = RetainingHeads(heads_config)
-    data: dict[str, Any] = {
+    data = {
         "train_dataset": train,
         "eval_dataset": held_out,
         "data_collator": Collator(tokenizer.pad_token_id or 0),
     }
-    _check_trainer(copy.deepcopy(heads), args, data)
-    skipped = check_caches(config, heads, options.cache_config or ())
-    base_model = _load_base(config, options, source)
-    # a Trainer that has evaluated would not average gradients over processes when it trains after that
-    recalls = _measure(LocretTrainer(copy.deepcopy(heads), base_model, args, **data), "untrained")
-    _check_numbers(recalls["untrained"]["loss"], base_model)
-    trainer = LocretTrainer(heads, base_model, args, facts, **data)
+    return _Job(config, source, heads_config, facts, checkpoint, push_to, data)
+
+
+def _run(
+    trainer: LocretTrainer, checkpoint: str | None, args: LocretTrainingArguments, output: Path
+) -> float:
+    """Train from a checkpoint or from the start, and return the seconds that all of it took."""
     if checkpoint is not None and is_finished(checkpoint, args):  # of which the Trainer would make one more
         print(f"{checkpoint} has all of its steps; --max_steps {args.max_steps} asks for no more")
         trainer.restore(checkpoint)
     else:
         with naming(output):  # where its checkpoints go
             trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = trainer.seconds
-    heads.to(getattr(torch, DTYPES[options.heads_dtype]))  # measured as they will be used
-    if not all(bool(weight.isfinite().all()) for weight in heads.parameters()):
-        raise ValueError("The training diverged: the heads are not finite. Try a lower --learning_rate.")
-    recalls = {"trained": _measure(trainer, "trained")["trained"]} | recalls
-    if not trainer.is_world_process_zero():
-        return None
-    inputs = {"model": facts["model_digest"], "data": facts["data_digest"]}
-    document, card_facts = write_heads(output, trainer, options, inputs, recalls, seconds)
-    if options.cache_config:
-        left_out = [entry["cache_config"] for entry in skipped]
-        caches = [with_heads(each, str(output)) for each in options.cache_config if each not in left_out]
-        examples = [held_out[index] for index in range(options.eval_examples)]
-        results, failed = score_answers(base_model, examples, caches, progress_bar)
-        add_answers(output, document, card_facts, recalls, results, [*skipped, *failed])
-    if push_to is not None:
-        files = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, RESULTS_FILE, PICTURE_FILE)
-        push(
-            output,
-            files,
-            push_to,
-            private=args.hub_private_repo,
-            token=args.hub_token,
-            revision=args.hub_revision,
-        )
-    return document
+    return trainer.seconds
+
+
+def _push(output: Path, push_to: str, args: LocretTrainingArguments) -> None:
+    """Upload the files of trained heads."""
+    push(
+        output,
+        (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, RESULTS_FILE, PICTURE_FILE),
+        push_to,
+        private=args.hub_private_repo,
+        token=args.hub_token,
+        revision=args.hub_revision,
+    )
 
 
 def _check_layers(model: str, config: Any) -> None:
