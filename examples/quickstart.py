@@ -59,7 +59,7 @@ from kvcache_plugins.runs.labels import cache_label, dense_first
 from kvcache_plugins.runs.language_reference import read_language_reference
 from kvcache_plugins.runs.options import DTYPES, MOST_THREADS, check_count, check_model
 from kvcache_plugins.runs.other_work import OtherWork
-from kvcache_plugins.runs.plot_labels import LabelledPoint, place_labels
+from kvcache_plugins.runs.plot_labels import LabeledPoint, place_labels
 from kvcache_plugins.runs.plotting import pyplot, save_figure, scale_divergences
 from kvcache_plugins.runs.progress import progress_bar
 from kvcache_plugins.runs.results import build_document, write_results
@@ -459,20 +459,20 @@ def beginning(text: str) -> str:
 
 def save_picture(document: dict[str, Any], path: Path) -> None:
     """Draw quality against memory, and the time per token."""
-    colours = {"dense": "#555555", "kvcache_plugins": "#1f6fb4", "transformers": "#d9822b"}
+    colors = {"dense": "#555555", "kvcache_plugins": "#1f6fb4", "transformers": "#d9822b"}
     names = {"kvcache_plugins": "kvcache_plugins", "transformers": "transformers' own"}
     settings, results = document["settings"], document["results"]
     results = [{**row, "label": label} for row, label in zip(results, short_labels(results), strict=True)]
     packed = [row for row in results if owner(row) != "dense"]
     figure, (quality, speed) = pyplot().subplots(1, 2, figsize=(13, 5.2), layout="constrained")
 
-    points: list[LabelledPoint] = []
+    points: list[LabeledPoint] = []
     for name, label in names.items():
         rows = [row for row in packed if owner(row) == name]
         heights = [row["kl_to_dense"] for row in rows]
-        quality.scatter([r["bits_per_value"] for r in rows], heights, s=55, color=colours[name], label=label)
+        quality.scatter([r["bits_per_value"] for r in rows], heights, s=55, color=colors[name], label=label)
         points += [
-            LabelledPoint(row["bits_per_value"], height, row["label"], colours[name])
+            LabeledPoint(row["bits_per_value"], height, row["label"], colors[name])
             for row, height in zip(rows, heights, strict=True)
         ]
     if points:
@@ -488,10 +488,10 @@ def save_picture(document: dict[str, Any], path: Path) -> None:
     bars = speed.barh(
         [row["label"] for row in rows],
         [row["ms_per_token"] for row in rows],
-        color=[colours[owner(row)] for row in rows],
+        color=[colors[owner(row)] for row in rows],
         height=0.65,
     )
-    speed.axvline(results[0]["ms_per_token"], color=colours["dense"], linestyle=":", linewidth=1, zorder=0)
+    speed.axvline(results[0]["ms_per_token"], color=colors["dense"], linestyle=":", linewidth=1, zorder=0)
     for text in speed.bar_label(bars, fmt="%.1f", padding=3, fontsize=9):
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
     speed.margins(x=0.12)

@@ -7,7 +7,7 @@
 * A deprecation that Transformers announces, by warning or by log, fails the test in which it appears: the
   host's changes are to reach us as red tests. What we cannot change yet is listed in `ALLOWED_DEPRECATIONS`,
   with the reason.
-* Memory that `kvcache_plugins` allocates without initialising it is filled with NaN (floats) or 0xAB bytes
+* Memory that `kvcache_plugins` allocates without initializing it is filled with NaN (floats) or 0xAB bytes
   (integers), so that reading it before writing it shows. `@pytest.mark.no_poison` switches this off for one
   test (one that compiles a function which calls `Tensor.new_empty` needs it: the compiler cannot look through
   the replacement of a method).
@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "begun_first: takes so long that a worker would end alone with it")
     config.addinivalue_line("markers", "in_depth: takes long, and is run where -m names it")
-    config.addinivalue_line("markers", "no_poison: leave uninitialised memory of kvcache_plugins as it is")
+    config.addinivalue_line("markers", "no_poison: leave uninitialized memory of kvcache_plugins as it is")
     config.addinivalue_line(
         "markers",
         "allow_deprecation(regex, reason): a deprecation message of Transformers this test may cause",
@@ -266,7 +266,7 @@ def eager_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_multiplied", lambda *_: None)
 
 
-# -- uninitialised memory
+# -- uninitialized memory
 
 
 def _poison(tensor: torch.Tensor) -> None:

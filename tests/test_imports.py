@@ -61,7 +61,7 @@ def test_a_second_copy_of_the_package_replaces_the_first(before: str) -> None:
     assert printed.splitlines()[-3:] == ["Int8Cache", "True", "False"]
 
 
-def test_importing_second_adds_nothing_heavy_and_does_not_initialise_cuda() -> None:
+def test_importing_second_adds_nothing_heavy_and_does_not_initialize_cuda() -> None:
     printed = run(
         "import torch; torch.cuda._lazy_init = lambda: print('touched');"
         "import sys, transformers.generation.utils; before = set(sys.modules);"

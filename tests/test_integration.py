@@ -790,7 +790,7 @@ def test_a_call_without_drafts_packs_again_after_one_with_them(model: Any, backe
     drafted, plain = two_turns(prompt_lookup_num_tokens=3), two_turns()
     assert drafted.get_seq_length() == plain.get_seq_length()
     for one, other in zip(drafted.packed_layers, plain.packed_layers, strict=True):
-        assert one.key_stream_.packed_length == other.key_stream_.packed_length > 0
+        assert one.stored_keys.packed_length == other.stored_keys.packed_length > 0
         assert one.held_length == other.held_length
 
 

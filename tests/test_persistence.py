@@ -124,7 +124,7 @@ def test_wide_metadata_stays_wide(tmp_path: Path) -> None:
     loaded = KVCache.from_pretrained(tmp_path, model)
     for one, other in zip(cache.packed_layers, loaded.packed_layers, strict=True):
         assert other.records.layout.metadata_bytes == 4
-        assert torch.equal(one.key_stream_.decode(0, 70), other.key_stream_.decode(0, 70))
+        assert torch.equal(one.stored_keys.decode(0, 70), other.stored_keys.decode(0, 70))
 
 
 def test_the_dtype_is_the_models(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_what_a_short_row_keeps_from_being_packed_is_told(options: dict[str, Any
         for _ in range(awaited):
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             model(torch.randint(3, 120, (2, 1)), attention_mask=mask, **as_argument(cache))
-    assert cache.report().exact_layers == {} and cache.packed_layers[0].key_stream_.packed_length > 0
+    assert cache.report().exact_layers == {} and cache.packed_layers[0].stored_keys.packed_length > 0
 
 
 def test_what_is_not_yet_due_is_no_exception() -> None:

@@ -120,7 +120,7 @@ class ExpectedAttentionLayer(AccumulatingLayer):
 
     def _summed_up(self) -> StreamView:
         """What is summed up by weights."""
-        return StreamView.of(self.key_stream_ if self.holds_latents else self.value_stream_)
+        return StreamView.of(self.stored_keys if self.holds_latents else self.stored_values)
 
     def _count(self, query: Tensor, newer: int = 0) -> None:
         """Add queries `(B, Hq, n, D)`, as the model rotated them, of the newest tokens but `newer`."""

@@ -26,7 +26,7 @@ class KeyDiffLayer(EvictingLayer):
     """Worth of a token: minus the cosine of its key with the mean direction of all keys held."""
 
     def ranks(self) -> Tensor:
-        stream = self.key_stream_
+        stream = self.stored_keys
         tokens = StreamView.of(stream)
         step = stream.slab_tokens
         runs = [(start, min(start + step, tokens.length)) for start in range(0, tokens.length, step)]

@@ -41,8 +41,8 @@ class KnormCache(EvictingCache):
     Paper: A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430.
     Deviates: evicts in every layer; sinks and the newest tokens are protected.
     Cost: 8 bytes per token and head beside the storage.
-    Limits: no regard for what is asked; a norm says little in models that normalise their keys (Qwen 3) or
-        cache normalised latents (DeepSeek-V3). The rotary embedding keeps norms, so equal tokens have equal
+    Limits: no regard for what is asked; a norm says little in models that normalize their keys (Qwen 3) or
+        cache normalized latents (DeepSeek-V3). The rotary embedding keeps norms, so equal tokens have equal
         keys' norms in the first layer, and which of them stay is decided by rounding: it may differ with the
         length of a call and the size of a batch.
     """

@@ -121,7 +121,7 @@ class KVQuantLayer(PackedLayer):
                 bits,
                 normal_float_codebook(bits),
                 None,
-                self._side(head_dim),
+                self._per_side(head_dim),
                 fraction=self.config.outlier_share,
                 warmup_tokens=_WARMUP_TOKENS,
             )
@@ -130,7 +130,7 @@ class KVQuantLayer(PackedLayer):
                 bits,
                 found.key_codebook,
                 found.key_levels,
-                self._side(head_dim),
+                self._per_side(head_dim),
                 found.key_lower,
                 found.key_upper,
             )
@@ -143,19 +143,19 @@ class KVQuantLayer(PackedLayer):
         found = self._codebooks()
         codebook = normal_float_codebook(bits) if found is None else found.value_codebook
         levels = None if found is None else found.value_levels
-        codec = TokenNonUniformCodec(bits, codebook, levels, self._side(head_dim))
+        codec = TokenNonUniformCodec(bits, codebook, levels, self._per_side(head_dim))
         return StreamSpec(codec, BLOCK_TOKENS, self.config.residual_length)
 
-    def _side(self, head_dim: int) -> int:
+    def _per_side(self, head_dim: int) -> int:
         fraction, values = self.config.outlier_share, self.num_heads * head_dim
-        side, most = outliers_per_side(fraction, values), MAX_CAPACITY // (2 * BLOCK_TOKENS)
-        if side > most:
+        per_side, most = outliers_per_side(fraction, values), MAX_CAPACITY // (2 * BLOCK_TOKENS)
+        if per_side > most:
             raise ValueError(
                 f"KVQuantConfig.outlier_fraction must be at most {2 * most / values:.6f} in layer "
                 f"{self.layer_idx}, whose tokens have {self.num_heads} heads of {head_dim} channels: the "
                 f"list of a block holds {2 * most} outliers of each of them; got {fraction}."
             )
-        return side
+        return per_side
 
     def _codebooks(self) -> LayerCodebooks | None:
         config, found = self.config, self.config.artifact

@@ -13,7 +13,7 @@ from ..quantizers.kmeans import optimal_kmeans
 from .histograms import Histogram
 from .statistics import Statistics
 
-__all__ = ["fit_codebook", "fit_layers", "normalised_levels"]
+__all__ = ["fit_codebook", "fit_layers", "normalized_levels"]
 
 
 def fit_layers(statistics: Statistics, nbits: Sequence[int], *, q_norm: bool) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def fit_layers(statistics: Statistics, nbits: Sequence[int], *, q_norm: bool) ->
                 codebook = fit_codebook(histogram, bits)
                 tensors[f"{prefix}.{side}_codebook_{bits}"] = torch.from_numpy(codebook).float()
                 if q_norm:
-                    levels = normalised_levels(histogram, codebook)
+                    levels = normalized_levels(histogram, codebook)
                     tensors[f"{prefix}.{side}_levels_{bits}"] = torch.from_numpy(levels).float()
     return tensors
 
@@ -51,7 +51,7 @@ def fit_codebook(histogram: Histogram, nbits: int) -> NDArray[np.float64]:
     return np.clip(optimal_kmeans(*histogram.points(), 2**nbits), -1.0, 1.0)
 
 
-def normalised_levels(histogram: Histogram, codebook: NDArray[np.float64]) -> NDArray[np.float64]:
+def normalized_levels(histogram: Histogram, codebook: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return levels that give decoded numbers the mean and deviation of the exact ones (Q-Norm).
 
     `levels = (s1 / s2) codebook + m1 - m2 s1 / s2`, where `m1`, `s1` are mean and deviation of the exact
@@ -66,8 +66,8 @@ def normalised_levels(histogram: Histogram, codebook: NDArray[np.float64]) -> ND
     mean = histogram.count_first.sum() / total
     deviation = np.sqrt(max(histogram.count_second.sum() / total - mean**2, 0.0))
     used = histogram.count > 0
-    centres = histogram.count_first[used] / histogram.count[used]
-    decoded = codebook[np.searchsorted((codebook[1:] + codebook[:-1]) / 2, centres)]
+    centers = histogram.count_first[used] / histogram.count[used]
+    decoded = codebook[np.searchsorted((codebook[1:] + codebook[:-1]) / 2, centers)]
     share = histogram.count[used] / total
     decoded_mean = float((share * decoded).sum())
     decoded_deviation = np.sqrt((share * (decoded - decoded_mean) ** 2).sum())

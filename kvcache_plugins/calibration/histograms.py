@@ -1,4 +1,4 @@
-"""Numbers normalised as the cache will, counted in fine bins with the weights of their errors."""
+"""Numbers normalized as the cache will, counted in fine bins with the weights of their errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..device_dtypes import doubled
 
-__all__ = ["NUM_BINS", "Histogram", "Normalised", "normalise_keys", "normalise_values", "squared_gradient"]
+__all__ = ["NUM_BINS", "Histogram", "Normalized", "normalize_keys", "normalize_values", "squared_gradient"]
 
 NUM_BINS = 16384
 """Bins on `[-1, 1]`. A bin stands for its numbers by their exact mean; a boundary between two levels can only
@@ -21,7 +21,7 @@ _NEGLIGIBLE = 2.0**-50
 
 
 @dataclass(frozen=True)
-class Normalised:
+class Normalized:
     """Numbers in units of their vector's range.
 
     Args:
@@ -35,13 +35,13 @@ class Normalised:
     inside: Tensor
 
 
-def normalise_keys(keys: Tensor, lower: Tensor, upper: Tensor) -> Normalised:
-    """Normalise keys `(H, T, D)`, fp32, by the static range `(H, D)` of their channel."""
-    return _normalise(keys, lower[:, None].to(keys.device), upper[:, None].to(keys.device))
+def normalize_keys(keys: Tensor, lower: Tensor, upper: Tensor) -> Normalized:
+    """Normalize keys `(H, T, D)`, fp32, by the static range `(H, D)` of their channel."""
+    return _normalize(keys, lower[:, None].to(keys.device), upper[:, None].to(keys.device))
 
 
-def normalise_values(values: Tensor, outliers: int) -> Normalised:
-    """Normalise values `(H, T, D)`, fp32, by the range of their token over all heads.
+def normalize_values(values: Tensor, outliers: int) -> Normalized:
+    """Normalize values `(H, T, D)`, fp32, by the range of their token over all heads.
 
     Args:
         values (`torch.Tensor`): Values.
@@ -50,15 +50,15 @@ def normalise_values(values: Tensor, outliers: int) -> Normalised:
     vectors = values.transpose(0, 1).flatten(1)  # (T, H * D)
     upper = vectors.topk(outliers + 1, dim=-1).values[:, -1]
     lower = vectors.topk(outliers + 1, dim=-1, largest=False).values[:, -1]
-    return _normalise(values, lower[None, :, None], upper[None, :, None])
+    return _normalize(values, lower[None, :, None], upper[None, :, None])
 
 
-def _normalise(states: Tensor, lower: Tensor, upper: Tensor) -> Normalised:
+def _normalize(states: Tensor, lower: Tensor, upper: Tensor) -> Normalized:
     scale, offset = (upper - lower) / 2, (upper + lower) / 2
     # a vector without a range needs no levels
     inside = (states >= lower) & (states <= upper) & (scale > 0)
     numbers = ((states - offset) / scale).clamp(-1.0, 1.0)  # an end may come out a rounding beyond
-    return Normalised(numbers, scale, inside)
+    return Normalized(numbers, scale, inside)
 
 
 def _bins() -> NDArray[np.float64]:
@@ -82,16 +82,16 @@ class Histogram:
     count_first: NDArray[np.float64] = field(default_factory=_bins)
     count_second: NDArray[np.float64] = field(default_factory=_bins)
 
-    def add(self, normalised: Normalised, weights: Tensor) -> None:
+    def add(self, normalized: Normalized, weights: Tensor) -> None:
         """Count the numbers inside of their ranges.
 
         Args:
-            normalised (`Normalised`): Numbers.
+            normalized (`Normalized`): Numbers.
             weights (`torch.Tensor`): fp64, not negative, of their shape.
         """
-        inside = normalised.inside
+        inside = normalized.inside
         # on the CPU and in fp64: sums in a fixed order, the same in every run
-        numbers = doubled(normalised.numbers[inside]).cpu().numpy()
+        numbers = doubled(normalized.numbers[inside]).cpu().numpy()
         chosen = weights[inside.to(weights.device)].cpu().numpy()
         bins = np.minimum(((numbers + 1) * (NUM_BINS / 2)).astype(np.int64), NUM_BINS - 1)
         for sums, parts in (

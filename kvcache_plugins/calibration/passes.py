@@ -1,4 +1,4 @@
-"""The two passes over the samples: ranges of keys, then histograms of what is normalised by them.
+"""The two passes over the samples: ranges of keys, then histograms of what is normalized by them.
 
 Nothing of the size of tokens times channels is kept from one sample to the next, and of a backward pass only
 the gradient of the layer it has reached.
@@ -18,7 +18,7 @@ from ..layers.nonuniform import outliers_per_side
 from ..models.cache_argument import as_argument
 from ..models.decoder import decoder_only_config
 from ..runs.progress import Progress, silent
-from .histograms import Normalised, normalise_keys, normalise_values, squared_gradient
+from .histograms import Normalized, normalize_keys, normalize_values, squared_gradient
 from .recording import CalibratedLayer, RecordingCache
 from .statistics import Statistics
 
@@ -93,7 +93,7 @@ def observe_weights(
     sink_length: int,
     weight: str,
 ) -> None:
-    """Second pass over a sample `(1, T)`: normalised keys and values with the weights of their errors.
+    """Second pass over a sample `(1, T)`: normalized keys and values with the weights of their errors.
 
     The loss is the sum of the tokens', not their mean, so that the gradients of fp16 do not vanish; a common
     factor of all weights has no effect.
@@ -107,12 +107,12 @@ def observe_weights(
             gradient = None if gradient is None else layers[layer_idx].unrotate(gradient)
         states = states[0, :, sink_length:].float()
         if side == "key":
-            normalised = normalise_keys(states, *layer.key_range.bounds())
+            normalized = normalize_keys(states, *layer.key_range.bounds())
         else:
             size = states.shape[0] * states.shape[-1]
-            normalised = normalise_values(states, outliers_per_side(outlier_fraction, size))
+            normalized = normalize_values(states, outliers_per_side(outlier_fraction, size))
         cut = None if gradient is None else gradient[0, :, sink_length:]
-        layer.histograms[side].add(normalised, _weights(normalised, cut, weight))
+        layer.histograms[side].add(normalized, _weights(normalized, cut, weight))
 
     def observe(layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if layer_idx not in layers:
@@ -140,12 +140,12 @@ def observe_weights(
             nn.functional.cross_entropy(logits.float(), targets, reduction="sum").backward()
 
 
-def _weights(normalised: Normalised, gradient: Tensor | None, weight: str) -> Tensor:
+def _weights(normalized: Normalized, gradient: Tensor | None, weight: str) -> Tensor:
     """fp64 weights of the numbers: what an error of one unit of `u` costs the loss, to second order."""
     if gradient is None:
-        return doubled(torch.ones_like(normalised.numbers))
+        return doubled(torch.ones_like(normalized.numbers))
     fisher = squared_gradient(gradient)
-    return fisher * doubled(normalised.scale) ** 2 if weight == "fisher_scale" else fisher
+    return fisher * doubled(normalized.scale) ** 2 if weight == "fisher_scale" else fisher
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class LayerStatistics:
         key_range (`StreamingRange`): Of the channels of its keys before the rotary embedding.
         absmax (`dict[str, torch.Tensor]`): fp32 `(H,)` by `"key"` and `"value"`: largest magnitudes of keys
             after the rotary embedding, and of values.
-        histograms (`dict[str, Histogram]`): Normalised keys and values by `"key"` and `"value"`.
+        histograms (`dict[str, Histogram]`): Normalized keys and values by `"key"` and `"value"`.
     """
 
     key_range: StreamingRange

@@ -23,7 +23,7 @@ def show(tables: Iterable[Any], lines: Iterable[str] = ()) -> None:
     Args:
         tables (`Iterable[rich.table.Table]`): One below the other. Of one that is too wide, text folds and
             numbers do not: its columns make several tables if need be.
-        lines (`Iterable[str]`): Footnotes and the places of files; never wrapped, coloured or marked up.
+        lines (`Iterable[str]`): Footnotes and the places of files; never wrapped, colored or marked up.
     """
     from rich.console import Console
 

@@ -86,7 +86,7 @@ class AccumulatingLayer(HeadwiseLayer):
     @property
     def query_dim(self) -> int:
         """Channels of a query: of its keys, or of latents and of rotated keys."""
-        return self.key_stream_.head_dim + (self.value_stream_.head_dim if self.holds_latents else 0)
+        return self.stored_keys.head_dim + (self.stored_values.head_dim if self.holds_latents else 0)
 
     def keys_as_met(self) -> StreamView:
         """All keys that are held, as queries meet them."""

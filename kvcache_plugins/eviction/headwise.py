@@ -228,7 +228,7 @@ class HeadwiseLayer(EvictingLayer):
     def stored_length(self) -> int:
         """Tokens stored per row, of the head that holds most."""
         if not self.parts:  # written out: a compiler does not find properties by `super`
-            return self.key_stream_.length if self.is_initialized else 0
+            return self.stored_keys.length if self.is_initialized else 0
         return max(layer.stored_length for _, layer in self.parts)
 
     @property
@@ -299,6 +299,6 @@ class HeadwiseLayer(EvictingLayer):
 
     def _let_go(self) -> None:
         """Hold nothing by itself any more."""
-        for name in ("records", "key_stream_", "value_stream_", "ledger"):
+        for name in ("records", "stored_keys", "stored_values", "ledger"):
             self.__dict__.pop(name, None)
         self.companions = {}

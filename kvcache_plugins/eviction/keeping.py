@@ -37,10 +37,10 @@ def keep_slots(layer: EvictingLayer, index: Tensor) -> None:
     if keys.packed_length:
         records = _gathered_records(layer, index[:, :, : count - keys.tail.length])
     layer.padding, layer.records = padding, records
-    layer.key_stream_ = keys.gathered(index, records, padding)
-    layer.value_stream_ = values.gathered(index, records, padding)
+    layer.stored_keys = keys.gathered(index, records, padding)
+    layer.stored_values = values.gathered(index, records, padding)
     if layer.config.positions == "compact" and layer.facts.rotary is not None:
-        turned, packed_length = layer.key_stream_, layer.key_stream_.packed_length
+        turned, packed_length = layer.stored_keys, layer.stored_keys.packed_length
         if turned.tail is keys.tail:  # as it is, views of the old stream still read it
             turned.tail = copy.deepcopy(keys.tail)
         moved = index[:, :, packed_length:]
@@ -49,7 +49,7 @@ def keep_slots(layer: EvictingLayer, index: Tensor) -> None:
 
 
 def _gathered_records(layer: EvictingLayer, index: Tensor) -> Records:
-    old, keys = layer.records, layer.key_stream_
+    old, keys = layer.records, layer.stored_keys
     batch_size, num_heads = old.data.shape[:2]
     chosen = Records(old.layout, batch_size, num_heads, old.data.device)
     final = keys.final_length

@@ -221,7 +221,7 @@ class EvictingLayer(PackedLayer):
     @property
     def exact_tail(self) -> int:
         """Newest tokens that are not packed where others are, so that no head can be without them."""
-        return self.key_stream_.tail.length if self.key_stream_.packed_length else 0
+        return self.stored_keys.tail.length if self.stored_keys.packed_length else 0
 
     def evict_due(self) -> None:
         """Evict what `update` left until the scores are known."""
@@ -384,7 +384,7 @@ class EvictingLayer(PackedLayer):
 
     def _kept_length(self, budget: int) -> int:
         """Tokens kept of `budget`: where whole blocks are packed, those and what is exact."""
-        keys = self.key_stream_
+        keys = self.stored_keys
         if not keys.packed_length:
             return budget
         return budget - (budget - keys.tail.length) % keys.codec.unit_tokens

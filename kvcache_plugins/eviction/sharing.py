@@ -76,7 +76,7 @@ def _of_heads(layer: HeadwiseLayer, group: HeadGroup, share: int) -> HeadwiseLay
     part = copy.copy(layer)
     part.parts, part.is_part, part.num_heads = (), True, len(group.heads)
     part.padding, part.records = copy.copy(layer.padding), records_of_heads(layer.records, group)
-    part.key_stream_, part.value_stream_ = (
+    part.stored_keys, part.stored_values = (
         stream_of_heads(stream, group, part.records, part.padding) for stream in layer.streams
     )
     part.ledger = layer.ledger.of_heads(group)
@@ -102,7 +102,7 @@ def _joined(pieces: Sequence[HeadPart]) -> HeadPart:
     joined = layers[0]
     if len(layers) > 1:
         joined.records = joined_records([layer.records for layer in layers])
-        joined.key_stream_, joined.value_stream_ = (
+        joined.stored_keys, joined.stored_values = (
             joined_streams(streams, joined.records, joined.padding)
             for streams in zip(*(layer.streams for layer in layers), strict=True)
         )

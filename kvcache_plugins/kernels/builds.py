@@ -2,7 +2,7 @@
 
 A build is a library named after everything it depends on: its kind, a hash of its sources and what else
 decides them, and what compiles it (a hash) or which release of nvcc and for which GPUs. Its last bytes are a
-digest of the others, so a damaged file is recognised before the dynamic linker maps it. Several processes may
+digest of the others, so a damaged file is recognized before the dynamic linker maps it. Several processes may
 need it at once: one builds under a file lock, the others wait for it. Loading a build renews its modification
 time, and whoever installs a new one removes those that nobody has loaded for 90 days, and what builds that
 were killed have left.

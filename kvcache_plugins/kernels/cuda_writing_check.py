@@ -67,7 +67,7 @@ def encoding_deviation(device: torch.device) -> str | None:
 
 def levels_deviation(device: torch.device) -> str | None:
     """Encode two blocks by non-uniform levels, and compare codes, ranges and lists, number by number."""
-    head_dim, side, start = 64, 1, BLOCK_TOKENS
+    head_dim, per_side, start = 64, 1, BLOCK_TOKENS
     rotary = Rotary(tuple(0.9**i for i in range(head_dim // 2)))
     tables = [table[None] for table in rotary.tables(torch.arange(2 * BLOCK_TOKENS))]
     for nbits in (2, 3, 4):
@@ -81,19 +81,19 @@ def levels_deviation(device: torch.device) -> str | None:
                 options |= {"cos": tables[0], "sin": tables[1]}
             records = torch.zeros(_ROWS, _HEADS, 3, size + 256, dtype=torch.uint8, device=device)
             lists = Outliers(
-                torch.zeros(_ROWS, 3, 2 * side * BLOCK_TOKENS, dtype=torch.int32, device=device),
+                torch.zeros(_ROWS, 3, 2 * per_side * BLOCK_TOKENS, dtype=torch.int32, device=device),
                 torch.zeros(_ROWS, 3, _HEADS + 1, dtype=torch.int16, device=device),
             )
             places = (-1, -1) if is_key else (size, size + 128)
             done = encode_levels(
                 records, lists, states.to(device), is_key, [nbits, 0, head_dim, 1, 1, 2, 0, 0, *places],
-                boundaries_of(book).to(device), book.to(device), side, start,
+                boundaries_of(book).to(device), book.to(device), per_side, start,
                 **{name: None if given is None else given.to(device) for name, given in options.items()},
             )  # fmt: skip
             if not done:
                 return f"encoding {nbits} bit levels was refused"
             turned = rotary.turn(states, tables[0][:, None], -tables[1][:, None]) if is_rotated else states
-            expected = _expected_levels(turned, scale, offset, book, nbits, side)
+            expected = _expected_levels(turned, scale, offset, book, nbits, per_side)
             found = [records.cpu()[:, :, 1:], *(tensor.cpu()[:, 1:] for tensor in lists)]
             if not is_rotated and not all(map(torch.equal, found, expected)):
                 return f"{nbits} bit levels of {'keys' if is_key else 'values'} differ"
@@ -103,13 +103,13 @@ def levels_deviation(device: torch.device) -> str | None:
 
 
 def _expected_levels(
-    states: Tensor, scale: Tensor | None, offset: Tensor | None, book: Tensor, nbits: int, side: int
+    states: Tensor, scale: Tensor | None, offset: Tensor | None, book: Tensor, nbits: int, per_side: int
 ) -> list[Tensor]:
     """Records and lists of whole blocks; without ranges, tokens have their own."""
     is_key, outlying = scale is not None, torch.ones_like(states, dtype=torch.bool)
     if scale is None or offset is None:
         vectors = states.transpose(1, 2).flatten(2)  # [B, T, H * D]
-        is_high, is_low = are_largest(vectors, side), are_largest(-vectors, side)
+        is_high, is_low = are_largest(vectors, per_side), are_largest(-vectors, per_side)
         high = vectors.masked_fill(is_high, -torch.inf).amax(-1, keepdim=True)
         low = vectors.masked_fill(is_low, torch.inf).amin(-1, keepdim=True)
         outlying = (is_high | is_low).unflatten(2, states.shape[1::2]).transpose(1, 2)
@@ -125,7 +125,7 @@ def _expected_levels(
         )  # [2, B, H, T, 1]
         fields = halves.unflatten(3, (-1, BLOCK_TOKENS)).contiguous().view(torch.uint8).flatten(4)
         ranges = torch.cat([*fields], dim=-1)
-    lists = choose_outliers(residuals, outlying, 2 * side * BLOCK_TOKENS)
+    lists = choose_outliers(residuals, outlying, 2 * per_side * BLOCK_TOKENS)
     return [torch.cat([packed, ranges], dim=-1), *lists]
 
 

@@ -1,6 +1,6 @@
 """Decode attention in plain torch from the description a kernel gets: what every kernel must compute.
 
-It materialises the keys and values, because it is the default of the op and the oracle of its tests, not the
+It materializes the keys and values, because it is the default of the op and the oracle of its tests, not the
 path a user takes: without a kernel, attention runs tile by tile (`attention.reference`).
 """
 

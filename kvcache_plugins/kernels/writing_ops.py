@@ -59,7 +59,7 @@ def encode_levels(
     layout: list[int],
     boundaries: Tensor,
     levels: Tensor,
-    side: int,
+    per_side: int,
     start: int,
     *,
     scale: Tensor | None = None,
@@ -72,13 +72,13 @@ def encode_levels(
 
     Args:
         records (`torch.Tensor` of shape `(B, H, N, record_bytes)`): uint8.
-        outliers (`Outliers`, *optional*): Lists of as many blocks; none if `side` is 0.
+        outliers (`Outliers`, *optional*): Lists of as many blocks; none if `per_side` is 0.
         states (`torch.Tensor` of shape `(B, H, 64 n, D)`): fp32, bf16 or fp16.
         is_key (`bool`): Whether codes go in key order, and ranges are of channels, not of tokens.
         layout (`list[int]`): See `encode_tokens`, of single tokens; `minimum_offset` is that of the offsets.
         boundaries (`torch.Tensor` of shape `(2 ** nbits - 1,)`): fp32, between the levels of the codes.
         levels (`torch.Tensor` of shape `(2 ** nbits,)`): fp32, what codes stand for.
-        side (`int`): Half of the outliers of a token; of keys, on average over a block. Up to 255.
+        per_side (`int`): Half of the outliers of a token; of keys, on average over a block. Up to 255.
         start (`int`): Slot of the first token, a multiple of 64.
         scale (`torch.Tensor` of shape `(1 or B, H, 1, D)`, *optional*): fp32, half of the ranges of keys.
         offset (`torch.Tensor` of shape `(1 or B, H, 1, D)`, *optional*): fp32, their middle.
@@ -93,7 +93,7 @@ def encode_levels(
     """
     entries, starts = (None, None) if outliers is None else outliers
     done: bool = operators.encode_levels(
-        records, entries, starts, states, is_key, layout, boundaries, levels, side, start, scale, offset,
+        records, entries, starts, states, is_key, layout, boundaries, levels, per_side, start, scale, offset,
         first_plain, cos, sin,
     )  # fmt: skip
     return done

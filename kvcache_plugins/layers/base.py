@@ -139,13 +139,13 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
         self.records = make_records(layout, batch_size, num_heads, self.device, self.shelf)
         shared = (self.records, self.padding)
         use_native = self.config.kernel != "torch"
-        self.key_stream_ = Stream(
+        self.stored_keys = Stream(
             "key", keys, *shared, key_dim, self.dtype, self.device, use_native=use_native
         )
-        self.value_stream_ = Stream(
+        self.stored_values = Stream(
             "value", values, *shared, value_dim, value_states.dtype, self.device, use_native=use_native
         )
-        self.key_stream_.final_length = self.value_stream_.final_length = self.final_length
+        self.stored_keys.final_length = self.stored_values.final_length = self.final_length
         self.is_initialized = True
 
     def update(
@@ -176,14 +176,14 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
     ) -> tuple[StreamView, StreamView]:
         """Hand the new tokens to both streams, and return what attention reads of them in this call."""
         if not defer:
-            views = take_step(self.key_stream_, self.value_stream_, key_states, value_states)
+            views = take_step(self.stored_keys, self.stored_values, key_states, value_states)
             if views is not None:
                 return views
         with storing():
             self._follow(key_states.dtype, value_states.dtype)
             return (
-                self.key_stream_.append(key_states, defer=defer),
-                self.value_stream_.append(value_states, defer=defer),
+                self.stored_keys.append(key_states, defer=defer),
+                self.stored_values.append(value_states, defer=defer),
             )
 
     def _follow(self, *dtypes: torch.dtype) -> None:
@@ -212,7 +212,7 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
     @property
     def streams(self) -> tuple[Stream, ...]:
         """The key and the value stream."""
-        return self.key_stream_, self.value_stream_
+        return self.stored_keys, self.stored_values
 
     @property
     def uniform_layers(self) -> tuple[PackedLayer, ...]:
@@ -222,17 +222,17 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """The exact, newest keys: the residual tail, not the whole history."""
-        return self.key_stream_.tail.view() if self.is_initialized else None
+        return self.stored_keys.tail.view() if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """The exact, newest values: the residual tail, not the whole history."""
-        return self.value_stream_.tail.view() if self.is_initialized else None
+        return self.stored_values.tail.view() if self.is_initialized else None
 
     @property
     def stored_length(self) -> int:
         """Tokens stored per row and head."""
-        return self.key_stream_.length if self.is_initialized else 0
+        return self.stored_keys.length if self.is_initialized else 0
 
     @property
     def held_length(self) -> int:
@@ -317,7 +317,7 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Bring everything back to the layer's device."""
-        if self.is_initialized and self.key_stream_.tail.buffer.device != self.device:
+        if self.is_initialized and self.stored_keys.tail.buffer.device != self.device:
             self._move(self.device)
 
     def beside(self) -> dict[str, Tensor]:
@@ -384,7 +384,7 @@ class PackedLayer(TellingLayer, CacheLayerMixin):
     def _forget(self) -> None:
         self.is_initialized = self.is_torn = False
         self.cumulative_length = 0
-        for name in ("records", "key_stream_", "value_stream_"):
+        for name in ("records", "stored_keys", "stored_values"):
             self.__dict__.pop(name, None)
 
     def _lose_padding(self, count: int) -> None:

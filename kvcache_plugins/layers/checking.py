@@ -61,8 +61,8 @@ def check_states(layer: PackedLayer, key_states: Tensor, value_states: Tensor) -
         batch_size, heads, *_ = layer.records.data.shape
         pads = layer.padding.lengths
         if (
-            shape == (batch_size, heads, shape[2], layer.key_stream_.head_dim)
-            and value_states.shape == (batch_size, heads, shape[2], layer.value_stream_.head_dim)
+            shape == (batch_size, heads, shape[2], layer.stored_keys.head_dim)
+            and value_states.shape == (batch_size, heads, shape[2], layer.stored_values.head_dim)
             and (pads is None or len(pads) == batch_size)
         ):
             return

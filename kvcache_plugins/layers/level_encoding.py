@@ -30,7 +30,7 @@ class LevelEncoder(NativeEncoder):
         super().__init__(codec, side, records)
         inner = codec.inner if isinstance(codec, UnrotatedCodec) else codec
         assert isinstance(inner, NonUniformCodec)
-        self.levels = inner
+        self.level_codec = inner
         _, self.head_dim = records.layout.codecs[side]
         is_known = isinstance(inner, ChannelNonUniformCodec) == self.is_key
         self.is_possible = is_known and self.head_dim <= MAX_HEAD_DIM
@@ -49,10 +49,10 @@ class LevelEncoder(NativeEncoder):
         if not self.is_possible or states.device != self.device or not self.may_encode():
             return False
         assert start % BLOCK_TOKENS == 0 and states.shape[2] % BLOCK_TOKENS == 0
-        _, levels = self.levels.books_on(self.device)
+        _, levels = self.level_codec.codebooks_on(self.device)
         options: dict[str, Tensor] = {}
-        if isinstance(self.levels, ChannelNonUniformCodec):
-            options["scale"], options["offset"] = self.levels.range_on(self.device)
+        if isinstance(self.level_codec, ChannelNonUniformCodec):
+            options["scale"], options["offset"] = self.level_codec.range_on(self.device)
         if isinstance(self.codec, UnrotatedCodec):
             options["cos"], options["sin"] = self.codec.tables(states, start)
         if start < padding.first_plain_slot:
@@ -63,9 +63,9 @@ class LevelEncoder(NativeEncoder):
             dense_rows(states),
             self.is_key,
             self.level_layout,
-            self.levels.boundaries_on(self.device),
+            self.level_codec.boundaries_on(self.device),
             levels,
-            self.levels.side,
+            self.level_codec.per_side,
             start,
             **options,
         )

@@ -38,15 +38,15 @@ class NonUniformCodec(Codec):
         nbits (`int`): Bits per code.
         codebook (`torch.Tensor` of shape `(2 ** nbits,)`): Levels by which tokens are encoded.
         levels (`torch.Tensor`, *optional*): Levels by which codes are decoded, if they differ (Q-Norm).
-        side (`int`): Half of the outliers of a token, over all heads; of keys, on average over a block.
+        per_side (`int`): Half of the outliers of a token, over all heads; of keys, on average over a block.
     """
 
-    def __init__(self, nbits: int, codebook: Tensor, levels: Tensor | None, side: int) -> None:
+    def __init__(self, nbits: int, codebook: Tensor, levels: Tensor | None, per_side: int) -> None:
         # Levels that bf16 holds exactly cost nothing in quality, and kernels read them without rounding.
         self.nbits, self.codebook = nbits, codebook.bfloat16().float()
         self.levels = self.codebook if levels is None else levels.bfloat16().float()
-        self.side = side
-        self.outlier_capacity = 2 * side * BLOCK_TOKENS
+        self.per_side = per_side
+        self.outlier_capacity = 2 * per_side * BLOCK_TOKENS
         self._boundaries: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -60,7 +60,7 @@ class NonUniformCodec(Codec):
     def static_state(self) -> dict[str, Tensor]:
         return {"levels": self.levels}
 
-    def books_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def codebooks_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The two codebooks, those to encode and those to decode by, on a device."""
         if self.codebook.device != device:
             self.codebook, self.levels = self.codebook.to(device), self.levels.to(device)
@@ -68,7 +68,7 @@ class NonUniformCodec(Codec):
 
     def boundaries_on(self, device: torch.device) -> Tensor:
         """What lies between the levels to encode by, on a device; made once."""
-        codebook, _ = self.books_on(device)
+        codebook, _ = self.codebooks_on(device)
         if self._boundaries is None or self._boundaries[0] is not codebook:
             self._boundaries = codebook, boundaries_of(codebook)
         return self._boundaries[1]
@@ -79,7 +79,7 @@ class NonUniformCodec(Codec):
     def _encode(
         self, states: Tensor, scale: Tensor, offset: Tensor, qualifies: Tensor, metadata: dict[str, Tensor]
     ) -> Encoded:
-        codebook, levels = self.books_on(states.device)
+        codebook, levels = self.codebooks_on(states.device)
         codes = quantize_nonuniform((states - offset) / scale, codebook)
         if self.outlier_capacity == 0:
             return Encoded(codes, metadata)
@@ -87,7 +87,7 @@ class NonUniformCodec(Codec):
         return Encoded(codes, metadata, choose_outliers(residuals, qualifies, self.outlier_capacity))
 
     def _decode(self, encoded: Encoded, scale: Tensor, offset: Tensor) -> Tensor:
-        _, levels = self.books_on(encoded.codes.device)
+        _, levels = self.codebooks_on(encoded.codes.device)
         states = dequantize_nonuniform(encoded.codes, levels, scale, offset)
         return states if encoded.outliers is None else add_outliers(states, encoded.outliers)
 
@@ -101,7 +101,8 @@ class ChannelNonUniformCodec(NonUniformCodec):
     are taken from its own first tokens behind its sinks.
 
     Args:
-        nbits (`int`), codebook (`torch.Tensor`), levels (`torch.Tensor`, *optional*), side (`int`): As above.
+        nbits (`int`), codebook (`torch.Tensor`), levels (`torch.Tensor`, *optional*): As above.
+        per_side (`int`): As above.
         lower (`torch.Tensor` of shape `(H, D)`, *optional*), upper (`torch.Tensor`): The ranges.
         fraction (`float`): Share of numbers outside of the ranges, where these are those of the first tokens.
         warmup_tokens (`int`): How many first tokens then.
@@ -115,13 +116,13 @@ class ChannelNonUniformCodec(NonUniformCodec):
         nbits: int,
         codebook: Tensor,
         levels: Tensor | None,
-        side: int,
+        per_side: int,
         lower: Tensor | None = None,
         upper: Tensor | None = None,
         fraction: float = 0.0,
         warmup_tokens: int = 0,
     ) -> None:
-        super().__init__(nbits, codebook, levels, side)
+        super().__init__(nbits, codebook, levels, per_side)
         self.fraction, self.warmup_tokens = fraction, warmup_tokens
         self.scale: Tensor | None = None
         self.offset: Tensor | None = None
@@ -192,8 +193,8 @@ class ChannelNonUniformCodec(NonUniformCodec):
 class TokenNonUniformCodec(NonUniformCodec):
     """Values: one range per token, over all of its heads, from the token itself (KVQuant).
 
-    The `side` largest and the `side` smallest numbers of a token are outliers, of equal ones the first; the
-    range is that of the others.
+    The `per_side` largest and the `per_side` smallest numbers of a token are outliers, of equal ones the
+    first; the range is that of the others.
     """
 
     metadata_names = ("scale", "offset")
@@ -212,7 +213,7 @@ class TokenNonUniformCodec(NonUniformCodec):
         vectors = states.transpose(1, 2).reshape(batch, tokens, heads * channels)
         usable = torch.isfinite(vectors)
         least, most = vectors.masked_fill(~usable, torch.inf), vectors.masked_fill(~usable, -torch.inf)
-        is_high, is_low = are_largest(most, self.side), are_largest(-least, self.side)
+        is_high, is_low = are_largest(most, self.per_side), are_largest(-least, self.per_side)
         high = most.masked_fill(is_high, -torch.inf).amax(dim=-1, keepdim=True)
         low = least.masked_fill(is_low, torch.inf).amin(dim=-1, keepdim=True)
         is_range = torch.isfinite(high) & torch.isfinite(low) & (high >= low)

@@ -18,12 +18,12 @@ class ShownLayer(PackedLayer):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """A handle of all keys, `(B, H, T, D)`."""
-        return self._whole(self.key_stream_) if self.is_initialized else None
+        return self._whole(self.stored_keys) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """A handle of all values, `(B, H, T, D)`."""
-        return self._whole(self.value_stream_) if self.is_initialized else None
+        return self._whole(self.stored_values) if self.is_initialized else None
 
     def _whole(self, stream: Stream) -> KVHandle:
         handle = KVHandle(self, StreamView.of(stream))

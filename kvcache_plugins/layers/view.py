@@ -78,7 +78,7 @@ class StreamView:
         return torch.cat([part.float() if part.dtype != torch.float64 else part for part in parts], dim=2)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Materialise all as one tensor `(B, H, length, D)`, block by block; finite numbers stay so."""
+        """Materialize all as one tensor `(B, H, length, D)`, block by block; finite numbers stay so."""
         first = self.segments[0]
         out = first.new_empty(first.shape[0], first.shape[1], self.length, first.shape[3], dtype=dtype)
         step = self.stream.slab_tokens

@@ -130,7 +130,7 @@ class WindowedLayer(PackedLayer):
         """No more is ever stored than a window and what may have left it."""
         if self.is_initialized and self.final_length is not None:
             most = min(self.final_length, self.window - 1 + self.unit)
-            self.key_stream_.final_length = self.value_stream_.final_length = most
+            self.stored_keys.final_length = self.stored_values.final_length = most
 
     def _leaving(self, seen: int) -> int:
         """Tokens that leave when `seen` have been given, all of them packed by then.
@@ -183,7 +183,7 @@ class WindowedLayer(PackedLayer):
     def _replace(self, padding: Padding, records: Records, streams: list[Stream]) -> None:
         """Go on with these; views of the old streams still read them."""
         self.padding, self.records = padding, records
-        self.key_stream_, self.value_stream_ = streams
+        self.stored_keys, self.stored_values = streams
 
 
 def _emptied(stream: Stream, records: Records, padding: Padding) -> Stream:

@@ -19,7 +19,7 @@ _Indices = NDArray[np.int64]
 
 
 def optimal_kmeans(points: _Floats, weights: _Floats, num_clusters: int) -> _Floats:
-    """Return the centres of the best partition of weighted points into clusters.
+    """Return the centers of the best partition of weighted points into clusters.
 
     Args:
         points (`numpy.ndarray` of shape `(n,)`): Points, in any order.
@@ -28,8 +28,8 @@ def optimal_kmeans(points: _Floats, weights: _Floats, num_clusters: int) -> _Flo
         num_clusters (`int`): Clusters, at least 1.
 
     Returns:
-        `numpy.ndarray` of shape `(num_clusters,)`: Centres in increasing order. With fewer distinct points
-        than clusters the largest centre is repeated.
+        `numpy.ndarray` of shape `(num_clusters,)`: Centers in increasing order. With fewer distinct points
+        than clusters the largest center is repeated.
 
     Raises:
         ValueError: If a weight is negative, a number is not finite, or no weight is positive.
@@ -51,8 +51,8 @@ def optimal_kmeans(points: _Floats, weights: _Floats, num_clusters: int) -> _Flo
     kept = mass > mass.sum() * 2.0**-50
     costs = _Costs(distinct[kept], mass[kept])
     bounds = _partition(costs, min(num_clusters, costs.count))
-    centres = costs.means(bounds[:-1])
-    return np.concatenate([centres, np.full(num_clusters - centres.size, centres[-1])])
+    centers = costs.means(bounds[:-1])
+    return np.concatenate([centers, np.full(num_clusters - centers.size, centers[-1])])
 
 
 class _Costs:
@@ -60,8 +60,8 @@ class _Costs:
 
     def __init__(self, points: _Floats, mass: _Floats) -> None:
         # relative to the overall mean, which keeps the difference of sums below accurate
-        self._centre = float(np.average(points, weights=mass))
-        shifted = points - self._centre
+        self._center = float(np.average(points, weights=mass))
+        shifted = points - self._center
         self.count = points.size
         self._parts = mass, mass * shifted
         self._mass, self._first, self._second = (
@@ -80,7 +80,7 @@ class _Costs:
         Differences of sums of all would leave a run of next to no weight a mean beyond its own points.
         """
         mass, first = (np.add.reduceat(part, starts) for part in self._parts)
-        return np.asarray(self._centre + first / mass)
+        return np.asarray(self._center + first / mass)
 
 
 def _partition(costs: _Costs, num_clusters: int) -> _Indices:

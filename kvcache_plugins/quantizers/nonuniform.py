@@ -42,23 +42,23 @@ def boundaries_of(codebook: Tensor) -> Tensor:
     return (codebook[1:] + codebook[:-1]) / 2
 
 
-def quantize_nonuniform(normalised: Tensor, codebook: Tensor) -> Tensor:
+def quantize_nonuniform(normalized: Tensor, codebook: Tensor) -> Tensor:
     """Return the nearest level of each number, the lower one of two equally near.
 
     Args:
-        normalised (`torch.Tensor`): fp32 `u`, of any shape; what is not a number takes the last code.
+        normalized (`torch.Tensor`): fp32 `u`, of any shape; what is not a number takes the last code.
         codebook (`torch.Tensor` of shape `(2 ** nbits,)`): fp32, increasing.
 
     Returns:
-        `torch.Tensor`: uint8 codes of the shape of `normalised`.
+        `torch.Tensor`: uint8 codes of the shape of `normalized`.
     """
     boundaries = boundaries_of(codebook)
-    if normalised.device.type != "cpu":
-        return torch.bucketize(normalised.contiguous(), boundaries).to(torch.uint8)
+    if normalized.device.type != "cpu":
+        return torch.bucketize(normalized.contiguous(), boundaries).to(torch.uint8)
     # so few that comparing with each is 3 to 10 times as fast as searching; what is no number is below none
-    codes = torch.full(normalised.shape, len(boundaries), dtype=torch.uint8, device="cpu")
+    codes = torch.full(normalized.shape, len(boundaries), dtype=torch.uint8, device="cpu")
     for boundary in boundaries.tolist():
-        codes -= (normalised <= boundary).view(torch.uint8)
+        codes -= (normalized <= boundary).view(torch.uint8)
     return codes
 
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["FOLDED_WIDTH", "LabelledPoint", "folded", "inches", "place_labels"]
+__all__ = ["FOLDED_WIDTH", "LabeledPoint", "folded", "inches", "place_labels"]
 
 FOLDED_WIDTH = 30
 """Letters a line of a folded name: the longest option of the caches in the README is one word of 29."""
@@ -57,22 +57,22 @@ def inches(labels: Iterable[str], font_size: float) -> tuple[float, float]:
     return longest * font_size * _INCHES_A_LETTER, max(map(len, lines), default=0) * 1.3 * font_size / 72
 
 
-class LabelledPoint(NamedTuple):
+class LabeledPoint(NamedTuple):
     """A point and its name.
 
     Args:
         x (`float`), y (`float`): In the data's units.
         label (`str`): Its name.
-        colour (`str`): Of the text.
+        color (`str`): Of the text.
     """
 
     x: float
     y: float
     label: str
-    colour: str = "black"
+    color: str = "black"
 
 
-def place_labels(axes: Any, points: Sequence[LabelledPoint]) -> None:
+def place_labels(axes: Any, points: Sequence[LabeledPoint]) -> None:
     """Write each label beside its point, where it covers no point, no label and nothing outside of the axes.
 
     If there is no such side, where it covers least of them; if all lead outside, on the right. The layout of
@@ -80,12 +80,12 @@ def place_labels(axes: Any, points: Sequence[LabelledPoint]) -> None:
 
     Args:
         axes (`matplotlib.axes.Axes`): With the points in it.
-        points (`Sequence[LabelledPoint]`): In the order in which they choose.
+        points (`Sequence[LabeledPoint]`): In the order in which they choose.
     """
     from matplotlib.transforms import Bbox
 
-    centres = axes.transData.transform([(point.x, point.y) for point in points]) if points else []
-    taken = [Bbox.from_bounds(x - _MARK / 2, y - _MARK / 2, _MARK, _MARK) for x, y in centres]
+    centers = axes.transData.transform([(point.x, point.y) for point in points]) if points else []
+    taken = [Bbox.from_bounds(x - _MARK / 2, y - _MARK / 2, _MARK, _MARK) for x, y in centers]
     inside = axes.get_window_extent()
     for index, point in enumerate(points):
         others = taken[:index] + taken[index + 1 :]
@@ -94,7 +94,7 @@ def place_labels(axes: Any, points: Sequence[LabelledPoint]) -> None:
             (point.x, point.y),
             textcoords="offset points",
             fontsize=9,
-            color=point.colour,
+            color=point.color,
             va="center",
             xytext=(0, 0),
         )

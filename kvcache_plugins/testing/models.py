@@ -147,10 +147,10 @@ def _config_kwargs(config_class: type, name: str, overrides: dict[str, Any]) -> 
 
 
 @torch.no_grad()
-def _initialise(model: PreTrainedModel, seed: int) -> None:
+def _initialize(model: PreTrainedModel, seed: int) -> None:
     """Overwrites the weights with a seeded draw of our own.
 
-    The families' own initialisation (std 0.02) makes such a small network a constant: the residual stream is
+    The families' own initialization (std 0.02) makes such a small network a constant: the residual stream is
     the embedding and, with tied weights, every token predicts itself. Matrices here keep the scale of what
     they multiply, so that attention moves the logits, and vectors (norm weights, biases, sink logits) are
     moved off their neutral value so that forgetting one shows.
@@ -207,6 +207,6 @@ def tiny_model(
             config, attn_implementation=attn_implementation, dtype=dtype
         )
     # Families that are the same network on paper still get different weights.
-    _initialise(model, seed + zlib.crc32(name.encode()))
+    _initialize(model, seed + zlib.crc32(name.encode()))
     model.eval()
     return model

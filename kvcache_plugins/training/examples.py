@@ -17,7 +17,7 @@ class Example:
     """One text.
 
     Args:
-        prompt_ids (`Sequence[int]`): What is read and labelled.
+        prompt_ids (`Sequence[int]`): What is read and labeled.
         answer_ids (`Sequence[int]`): What follows, whose queries say what of the prompt mattered: an answer,
             or a question the prompt does not know of and its answer.
     """

@@ -10,7 +10,7 @@ from ..runs.plotting import pyplot, save_figure
 
 __all__ = ["plot_training"]
 
-_COLOURS = {"trained": "#1b6ca8", "untrained": "#b8b8b8", "knorm": "#d9822b"}
+_COLORS = {"trained": "#1b6ca8", "untrained": "#b8b8b8", "knorm": "#d9822b"}
 _LABELS = {"trained": "trained heads", "untrained": "untrained heads", "knorm": "knorm"}
 
 
@@ -41,7 +41,7 @@ def plot_training(
         values = recall["recall_by_layer"]
         places = [layer + (index - 1) * 0.27 for layer in range(len(values))]
         label = f"{_LABELS[name]}: {recall['recall']:.2f}"
-        bars.bar(places, values, width=0.25, color=_COLOURS[name], label=label)
+        bars.bar(places, values, width=0.25, color=_COLORS[name], label=label)
     bars.set(xlabel="layer", ylim=(0, 1), title="recall@10 % on unseen text")
     bars.legend(frameon=False)
     figure.suptitle(title)

@@ -308,7 +308,7 @@ def test_per_head_and_per_tensor_differ(model: Any, prompt: Tensor, calibration:
         cache = build_cache(model, {"backend": "float8", "scale": scheme, "calibration": calibration})
         with torch.no_grad():
             model(prompt, **as_argument(cache))
-        reads.append(cache.packed_layers[0].key_stream_.decode(0, 100))
+        reads.append(cache.packed_layers[0].stored_keys.decode(0, 100))
     assert not torch.equal(*reads)
 
 

@@ -338,7 +338,7 @@ def test_sdpa_models_never_decode(name: str, pads: int) -> None:
         expected = run(reference, more, mask, copy.deepcopy(cache))
         got = run(model, more, mask, cache)
         assert_close(f"{name}, {count} tokens", expected, got, 2e-5)
-    assert cache.packed_layers[0].key_stream_.packed_length == 128
+    assert cache.packed_layers[0].stored_keys.packed_length == 128
     assert cache.report().fallback_reads == 0
 
 

@@ -307,7 +307,7 @@ def test_keys_and_values_packed_to_different_extents(held: int, query_length: in
     _, keys, values = qkv(1, held + query_length, head_dim=80, value_dim=48)
     layer.update(keys[:, :, : held - 5], values[:, :, : held - 5])
     layer.update(keys[:, :, held - 5 : held], values[:, :, held - 5 : held])
-    extents = layer.key_stream_.packed_length, layer.value_stream_.packed_length
+    extents = layer.stored_keys.packed_length, layer.stored_values.packed_length
     assert extents == (held // 32 * 32, max(0, held - 32))
     key, value = layer.update(keys[:, :, held:], values[:, :, held:])
     query = torch.randn(B, HEADS * 6, query_length, 80)

@@ -86,7 +86,7 @@ def test_a_token_is_packed_as_it_comes(config: dict[str, Any]) -> None:
     """Dynamic scales of `granularity="tensor"` wait for 64 tokens; a static one is there already."""
     keys, values = states(70)
     whole, apart = filled(config, keys, values), filled(config, keys[:, :, :5], values[:, :, :5])
-    assert apart.key_stream_.packed_length == 5 and whole.key_stream_.packed_length == 70
+    assert apart.stored_keys.packed_length == 5 and whole.stored_keys.packed_length == 70
     apart.update(keys[:, :, 5:], values[:, :, 5:])
     for one, other in zip(whole.streams, apart.streams, strict=True):
         assert torch.equal(one.decode(0, 70), other.decode(0, 70))
@@ -128,7 +128,7 @@ def test_it_is_saved_and_found_again(config: dict[str, Any], tmp_path: Path) -> 
     cache.save_pretrained(tmp_path)
     loaded = KVCache.from_pretrained(tmp_path, model)
     for one, other in zip(cache.packed_layers, loaded.packed_layers, strict=True):
-        assert torch.equal(one.key_stream_.decode(0, 70), other.key_stream_.decode(0, 70))
+        assert torch.equal(one.stored_keys.decode(0, 70), other.stored_keys.decode(0, 70))
 
 
 @pytest.mark.parametrize("granularity", ["head", "token", "tensor"])

@@ -60,7 +60,7 @@ def key_error(bias_norm: float, **options: Any) -> float:
         model(TOKENS, **as_argument(dense))
         model(TOKENS, **as_argument(cache))
     layer = cache.packed_layers[0]
-    packed = layer.key_stream_.packed_length
+    packed = layer.stored_keys.packed_length
     return float((decoded(layer)[0] - dense.layers[0].keys)[:, :, :packed].square().mean().sqrt())
 
 
@@ -130,7 +130,7 @@ def test_tables_of_a_block_are_those_of_all_layers_and_caches(kernel: str) -> No
         for tokens in torch.arange(3, 123).repeat(1, 3).split([300, 59, 1], dim=1):
             with torch.inference_mode():
                 model(tokens, **as_argument(cache))
-        assert all(layer.key_stream_.packed_length for layer in cache.packed_layers)
+        assert all(layer.stored_keys.packed_length for layer in cache.packed_layers)
     tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
     tables = [tensor for tensor in tensors if tensor.shape == (32, 22)]
     assert len(tables) == 2, "a cosine and a sine"

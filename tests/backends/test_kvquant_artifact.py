@@ -80,7 +80,7 @@ def test_the_share_of_outliers_is_the_artifacts(use: str, tmp_path: Path) -> Non
     loaded = KVCache.from_pretrained(tmp_path / "saved", model())
     assert loaded.config == found.config
     for layer, same in zip(found.packed_layers, loaded.packed_layers, strict=True):
-        assert torch.equal(layer.key_stream_.decode(0, TOKENS), same.key_stream_.decode(0, TOKENS))
+        assert torch.equal(layer.stored_keys.decode(0, TOKENS), same.stored_keys.decode(0, TOKENS))
 
 
 @pytest.mark.parametrize("use", ["cache", "storage"])
@@ -131,7 +131,7 @@ def test_outliers_make_up_for_a_sink_that_is_packed(channels: int) -> None:
         decoded = {}
         for sinks, found in read.items():
             found.layers[index].update(keys, values)
-            decoded[sinks] = found.packed_layers[index].key_stream_.decode(0, TOKENS)
+            decoded[sinks] = found.packed_layers[index].stored_keys.decode(0, TOKENS)
         assert torch.equal(decoded[1][:, :, 0], keys[:, :, 0])
         assert sqnr_db(keys[:, :, 0], decoded[0][:, :, 0]) > 20
         own = [sqnr_db(keys[:, :, 1:64], decoded[sinks][:, :, 1:64]) for sinks in (0, 1)]

@@ -99,7 +99,7 @@ class TokenKeysLayer(KVQuantLayer):
         codec = codec_of(spec)
         assert isinstance(spec.codec, UnrotatedCodec)
         spec.codec.__init__(  # type: ignore[misc]
-            TokenNonUniformCodec(codec.nbits, codec.codebook, None, codec.side),
+            TokenNonUniformCodec(codec.nbits, codec.codebook, None, codec.per_side),
             spec.codec.rotary,
             spec.codec.padding,
         )

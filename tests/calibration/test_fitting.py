@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache_plugins.calibration.fitting import fit_codebook, normalised_levels
+from kvcache_plugins.calibration.fitting import fit_codebook, normalized_levels
 from kvcache_plugins.calibration.histograms import (
     NUM_BINS,
     Histogram,
-    Normalised,
-    normalise_keys,
-    normalise_values,
+    Normalized,
+    normalize_keys,
+    normalize_values,
     squared_gradient,
 )
 
 
 def filled(numbers: torch.Tensor, weights: torch.Tensor) -> Histogram:
     histogram = Histogram()
-    normalised = Normalised(numbers, torch.ones(1), torch.ones_like(numbers, dtype=torch.bool))
-    histogram.add(normalised, weights.double())
+    normalized = Normalized(numbers, torch.ones(1), torch.ones_like(numbers, dtype=torch.bool))
+    histogram.add(normalized, weights.double())
     return histogram
 
 
@@ -35,62 +35,62 @@ def test_bins_keep_exact_means() -> None:
     assert histogram.count.sum() == 6 and histogram.mass.shape == (NUM_BINS,)
 
 
-def test_keys_are_normalised_by_their_channel() -> None:
+def test_keys_are_normalized_by_their_channel() -> None:
     keys = torch.randn(2, 40, 3) * 5
     lower, upper = torch.full((2, 3), -2.0), torch.tensor([[6.0, 6.0, 6.0], [2.0, 2.0, -2.0]])
-    normalised = normalise_keys(keys, lower, upper)
+    normalized = normalize_keys(keys, lower, upper)
     for head in range(2):
         for token in range(40):
             for channel in range(3):
                 low, high = lower[head, channel].item(), upper[head, channel].item()
                 key = keys[head, token, channel].item()
                 inside = low <= key <= high and high > low
-                assert normalised.inside[head, token, channel].item() == inside
+                assert normalized.inside[head, token, channel].item() == inside
                 if inside:
                     expected = (key - (high + low) / 2) / ((high - low) / 2)
-                    assert normalised.numbers[head, token, channel].item() == pytest.approx(
+                    assert normalized.numbers[head, token, channel].item() == pytest.approx(
                         expected, abs=1e-6
                     )
-    assert normalised.inside.any() and not normalised.inside.all()
-    assert not normalised.inside[1, :, 2].any(), "a channel without a range"
+    assert normalized.inside.any() and not normalized.inside.all()
+    assert not normalized.inside[1, :, 2].any(), "a channel without a range"
 
 
 def test_a_vector_without_a_range_needs_no_levels() -> None:
     keys = torch.randn(2, 9, 3)
     keys[0, :, 1] = 2.5
-    channels = normalise_keys(keys, keys.amin(1), keys.amax(1))
+    channels = normalize_keys(keys, keys.amin(1), keys.amax(1))
     assert not channels.inside[0, :, 1].any() and channels.inside.sum() == 5 * 9
     values = torch.randn(2, 9, 3)
     values[:, 4] = 0.0
-    tokens = normalise_values(values, 0)
+    tokens = normalize_values(values, 0)
     assert not tokens.inside[:, 4].any() and tokens.inside.sum() == 8 * 6
-    for normalised in (channels, tokens):
+    for normalized in (channels, tokens):
         histogram = Histogram()
-        histogram.add(normalised, torch.ones(2, 9, 3).double())
+        histogram.add(normalized, torch.ones(2, 9, 3).double())
         assert np.isfinite(histogram.first).all() and np.isfinite(histogram.count_second).all()
 
 
 @pytest.mark.parametrize("outliers", [0, 1, 3])
-def test_values_are_normalised_by_their_token_over_all_heads(outliers: int) -> None:
+def test_values_are_normalized_by_their_token_over_all_heads(outliers: int) -> None:
     values = torch.randn(2, 7, 8)
-    normalised = normalise_values(values, outliers)
+    normalized = normalize_values(values, outliers)
     for token in range(7):
         ordered = values[:, token].flatten().sort().values
         low, high = ordered[outliers].item(), ordered[-1 - outliers].item()
         vector = values[:, token]
-        assert torch.equal(normalised.inside[:, token], (vector >= low) & (vector <= high))
-        assert normalised.inside[:, token].sum() == 16 - 2 * outliers
+        assert torch.equal(normalized.inside[:, token], (vector >= low) & (vector <= high))
+        assert normalized.inside[:, token].sum() == 16 - 2 * outliers
         expected = (vector - (high + low) / 2) / ((high - low) / 2)
-        inside = normalised.inside[:, token]
-        torch.testing.assert_close(normalised.numbers[:, token][inside], expected[inside])
-        assert normalised.scale[0, token, 0].item() == pytest.approx((high - low) / 2)
+        inside = normalized.inside[:, token]
+        torch.testing.assert_close(normalized.numbers[:, token][inside], expected[inside])
+        assert normalized.scale[0, token, 0].item() == pytest.approx((high - low) / 2)
 
 
 def test_outliers_are_not_counted() -> None:
     numbers = torch.tensor([0.1, 0.2, 0.3])
     histogram = Histogram()
     inside = torch.tensor([True, False, True])
-    histogram.add(Normalised(numbers, torch.ones(1), inside), torch.tensor([1.0, 100.0, 2.0]).double())
+    histogram.add(Normalized(numbers, torch.ones(1), inside), torch.tensor([1.0, 100.0, 2.0]).double())
     assert histogram.mass.sum() == 3.0 and histogram.count.sum() == 2
 
 
@@ -125,8 +125,8 @@ def test_levels_are_as_good_as_those_of_the_numbers_themselves(nbits: int) -> No
 
     x, w = numbers.double().numpy(), weights.double().numpy()
 
-    def cost(centres: np.ndarray) -> float:
-        return float((w * ((x[:, None] - centres) ** 2).min(1)).sum())
+    def cost(centers: np.ndarray) -> float:
+        return float((w * ((x[:, None] - centers) ** 2).min(1)).sum())
 
     refined = levels.copy()
     for _ in range(20):
@@ -140,7 +140,7 @@ def test_q_norm_restores_mean_and_deviation() -> None:
     numbers = (torch.randn(20_000) * 0.3 + 0.2).clamp(-1, 1)
     histogram = filled(numbers, torch.rand(20_000))
     codebook = fit_codebook(histogram, 2)
-    levels = normalised_levels(histogram, codebook)
+    levels = normalized_levels(histogram, codebook)
     x = numbers.double().numpy()
     codes = np.abs(x[:, None] - codebook).argmin(1)
     assert levels[codes].mean() == pytest.approx(x.mean(), abs=1e-4)
@@ -151,5 +151,5 @@ def test_q_norm_restores_mean_and_deviation() -> None:
 
 def test_q_norm_of_numbers_that_share_a_level() -> None:
     histogram = filled(torch.tensor([0.5, 0.5, 0.5]), torch.ones(3))
-    levels = normalised_levels(histogram, np.array([-1.0, -0.5, 0.25, 1.0]))
+    levels = normalized_levels(histogram, np.array([-1.0, -0.5, 0.25, 1.0]))
     assert levels.tolist() == [-0.75, -0.25, 0.5, 1.25]

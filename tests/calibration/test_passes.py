@@ -88,7 +88,7 @@ class Oracle:
         return lower, upper
 
     def points(self, index: int, side: str, weight: str) -> tuple[Floats, Floats]:
-        """Normalised numbers within their range, and their weights."""
+        """Normalized numbers within their range, and their weights."""
         states, gradients = self.of(index, side)
         if side == "key":
             lower, upper = self.ranges(index)
@@ -153,8 +153,8 @@ def test_levels_are_those_of_the_numbers_themselves(weight: str, samples: Tensor
                 levels = tensors[f"layers.{index}.{side}_codebook_{bits}"].double().numpy()
                 exact = optimal_kmeans(numbers, weights, 2**bits)
                 cost, least = (
-                    (weights * ((numbers[:, None] - centres) ** 2).min(1)).sum()
-                    for centres in (levels, exact)
+                    (weights * ((numbers[:, None] - centers) ** 2).min(1)).sum()
+                    for centers in (levels, exact)
                 )
                 assert least <= cost <= least * 1.001
 

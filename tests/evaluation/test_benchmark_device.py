@@ -106,21 +106,21 @@ def test_calls_of_a_graph_take_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "note"),
+    ("behavior", "note"),
     [
         ({"waits": True}, "not captured: it waits for the device"),
         ({"refuses": "operation not permitted\nwhen capturing"}, "not captured: operation not permitted"),
     ],
     ids=["waits", "refused"],
 )
-def test_what_cannot_be_captured_is_timed_as_it_is(behaviour: dict[str, Any], note: str) -> None:
+def test_what_cannot_be_captured_is_timed_as_it_is(behavior: dict[str, Any], note: str) -> None:
     clock, made = [0.0], []
 
     def call() -> None:
         made.append(None)
         clock[0] += 0.004
 
-    timer = PlayedTimer(clock=clock, **behaviour)
+    timer = PlayedTimer(clock=clock, **behavior)
     recording = timer.record([call, call])
     assert (recording.is_graph, recording.calls, recording.note) == (False, 2, note)
     made.clear()

@@ -354,5 +354,5 @@ def test_tokens_that_are_all_sinks_are_in_no_codes() -> None:
     cache = kvp.build_cache(tiny_model("llama"), {"backend": "int8", "sink_length": 20})
     for layer in cache.layers:
         layer.update(*torch.randn(2, 1, 2, 10, 16))
-    assert cache.layers[0].key_stream_.packed_length == 10
+    assert cache.layers[0].stored_keys.packed_length == 10
     assert packed_shares(cache, 3) == [0.0] * 3

@@ -460,7 +460,7 @@ def test_every_cache_has_a_look_of_its_own() -> None:
     given = {(b, str(n)): book.style(b, str(n)) for b in backends for n in range(1 if b == "dense" else 6)}
     assert len(set(given.values())) == len(given)
     assert all(book.style(*cache) == style for cache, style in given.items())
-    assert given["dense", "0"].colour == "ink"
+    assert given["dense", "0"].color == "ink"
     assert {backend for (backend, _), style in given.items() if style.is_foreign} == {"quanto", "hqq"}
 
 

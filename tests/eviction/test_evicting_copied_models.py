@@ -43,7 +43,7 @@ def held(model: PreTrainedModel, name: str) -> tuple[Tensor, Tensor]:
         return_dict_in_generate=True,
     ))  # fmt: skip
     layer = cache.evicting_layers[1]
-    return layer.ledger.positions, layer.key_stream_.tail.view()
+    return layer.ledger.positions, layer.stored_keys.tail.view()
 
 
 def number_of_hooks(model: nn.Module) -> int:

@@ -47,7 +47,7 @@ def _states(total: int, batch: int = 2) -> tuple[Tensor, Tensor]:
 def _stored(layer: PackedLayer) -> dict[str, Tensor]:
     """All that stands for the packed tokens, by name, `(B, H, packed tokens, n)`."""
     found = {}
-    packed = layer.key_stream_.packed_length
+    packed = layer.stored_keys.packed_length
     blocks = packed // BLOCK_TOKENS
     assert packed % BLOCK_TOKENS == 0
     for stream in layer.streams:
@@ -139,7 +139,7 @@ def test_what_is_packed_stays_what_it_is(padding: str, kernel: str) -> None:
         _feed_rotated(layer, keys[:, :, new], values[:, :, new])
         seen += count
         evictions += layer.held_length < before + count
-        packed = layer.key_stream_.packed_length
+        packed = layer.stored_keys.packed_length
         held = layer.ledger.positions[..., :packed].long()
         was_known = is_known.gather(2, held)
         for name, got in _stored(layer).items():
@@ -208,7 +208,7 @@ def test_heads_that_choose_alike_need_longer_lists() -> None:
     values *= torch.where(is_large, 100.0, 1.0)
     keys *= torch.where(is_large, 0.1, 1.0)  # small keys are kept
     layer.update(keys, values)
-    store = layer.value_stream_.outliers
+    store = layer.stored_values.outliers
     assert store is not None and store.entries.shape[2] >= store.capacity
     counts = store.starts[..., -1]
     assert counts.max() == store.entries.shape[2] > store.capacity
@@ -229,9 +229,9 @@ def test_outliers_that_no_list_can_address_are_dropped_and_reported(kernel: str,
     values *= torch.where(is_large, 100.0, 1.0)
     keys *= torch.where(is_large, 0.1, 1.0)  # small keys are kept
     layer.update(keys, values)
-    store = layer.value_stream_.outliers
+    store = layer.stored_values.outliers
     assert store is not None and int(store.starts[..., -1].max()) == store.entries.shape[2] == 32767
-    packed = layer.ledger.positions[0, :, : layer.value_stream_.packed_length]
+    packed = layer.ledger.positions[0, :, : layer.stored_values.packed_length]
     listed = 102 * int((packed % 8 == torch.arange(8)[:, None]).sum())
     # sinks, which are exact, are listed nowhere
     assert layer.dropped_outliers == pytest.approx(listed - 3 * 32767, rel=0.01)
@@ -251,7 +251,7 @@ def _check_positions(layer: EvictingLayer, keys: Tensor) -> None:
     cos, sin = (t.view(2, 1, layer.held_length, -1) for t in layer.facts.rotary.tables(positions.flatten()))
     error = layer.facts.rotary.turn(decoded, cos, -sin) - _at(keys, layer.ledger.positions)
     is_real = (positions >= 0)[:, None].expand(-1, HEADS, -1)
-    packed = layer.key_stream_.packed_length
+    packed = layer.stored_keys.packed_length
     assert error[:, :, packed:].abs().max() < 1e-4
     is_sink = (is_real & (positions < 3)[:, None])[..., None]
     assert (error * is_sink).abs().max() < 1e-4

@@ -78,7 +78,7 @@ def test_attention_reads_what_is_stored(backend: str, kernel: str) -> None:
     dense = bound_cache(model, exact, PROMPT, mask[:, :PROMPT])
     feed(model, dense, _tokens()[:, :PROMPT], [PROMPT], mask[:, :PROMPT])
     for layer, other in zip(cache.evicting_layers, dense.evicting_layers, strict=True):
-        assert layer.key_stream_.packed_length > 0
+        assert layer.stored_keys.packed_length > 0
         for stream, states in zip(other.streams, _decoded(layer), strict=True):
             stream.tail.view().copy_(states)
     got, expected = (feed(model, c, _tokens()[:, PROMPT : PROMPT + 3], [1, 2], mask) for c in (cache, dense))
@@ -185,7 +185,7 @@ def test_crop_takes_back_what_is_still_held() -> None:
     assert cache.get_seq_length() == PROMPT
     for layer, positions in zip(cache.evicting_layers, held, strict=True):
         assert torch.equal(layer.ledger.positions, positions)
-        assert layer.key_stream_.packed_length % 64 == 0
+        assert layer.stored_keys.packed_length % 64 == 0
     assert _continued(cache).isfinite().all()
 
 

@@ -71,7 +71,7 @@ def test_scores(storage: str, pads: list[int] | None, budget: int) -> None:
         seen = layer.cumulative_length
         before = {place: layer.ledger.positions[place].tolist() if seen else [] for place in expected}
         _feed(layer, states, [count])
-        new, window = range(seen, seen + count), layer.key_stream_.tail.length
+        new, window = range(seen, seen + count), layer.stored_keys.tail.length
         evicted = layer.held_length < len(before[0, 0]) + count
         for place, partitions in expected.items():
             both = [_read(kept[i][place], states[i][place], seen + count - window) for i in (0, 1)]

@@ -156,7 +156,7 @@ def test_generated_tokens_cost_the_same_after_any_prompt(backend: str, storage: 
         for step in range(40):
             feed(model, cache, tokens[:, step : step + 1], [1])
             for index, layer in enumerate(cache.evicting_layers):
-                buffer = layer.records.data if storage else layer.key_stream_.tail.buffer
+                buffer = layer.records.data if storage else layer.stored_keys.tail.buffer
                 count += buffer.data_ptr() != pointers[index]
                 pointers[index] = buffer.data_ptr()
         held.append(cache.kv_bytes())

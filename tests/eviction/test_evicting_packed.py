@@ -60,7 +60,7 @@ def _codes(layer: PackedLayer) -> tuple[Tensor, Tensor]:
 
 def _scales(layer: PackedLayer) -> dict[str, Tensor]:
     """Every metadata field, one row per packed token: `(B, H, packed tokens, width)`."""
-    packed = layer.key_stream_.packed_length
+    packed = layer.stored_keys.packed_length
     blocks = -(-packed // BLOCK_TOKENS)
     return {
         f"{stream.side}_{name}": layer.records.metadata(stream.side, name, 0, blocks).flatten(2, 3)[
@@ -103,9 +103,9 @@ def test_survivors_keep_their_codes(storage: str, sinks: int, pads: list[int] | 
         if not grew and seen % 5:  # compare at evictions, and now and then
             continue
         held = layer.ledger.positions
-        packed = layer.key_stream_.packed_length
+        packed = layer.stored_keys.packed_length
         assert (
-            packed == layer.value_stream_.packed_length == layer.held_length - min(window, layer.held_length)
+            packed == layer.stored_values.packed_length == layer.held_length - min(window, layer.held_length)
         )
         for got, expected in zip(_decoded(layer), _decoded(never), strict=True):
             assert torch.equal(got, _at(expected, held))
@@ -134,8 +134,8 @@ def test_what_has_failed_its_check_moves_no_codes(is_trusted: bool, monkeypatch:
     asked: list[torch.device] = []
     monkeypatch.setattr(keeping.cuda_loader, "try_load", lambda device: asked.append(device) or is_trusted)
     gpu = torch.device("cuda", 0)
-    assert keeping._may_gather(layer.key_stream_, gpu) == is_trusted and asked == [gpu]
-    assert keeping._may_gather(layer.key_stream_, torch.device("cpu")) and asked == [gpu]
+    assert keeping._may_gather(layer.stored_keys, gpu) == is_trusted and asked == [gpu]
+    assert keeping._may_gather(layer.stored_keys, torch.device("cpu")) and asked == [gpu]
 
 
 @pytest.mark.parametrize(("kernel", "is_trusted"), [("torch", True), ("auto", False)])
@@ -166,7 +166,7 @@ def test_wide_heads(dims: tuple[int, int]) -> None:
         keys, values = (torch.randn(2, HEADS, 300, dim, generator=generator) for dim in dims)
         for start in range(0, 300, 100):
             layer.update(keys[:, :, start : start + 100], values[:, :, start : start + 100])
-        assert layer.held_length < 300 and layer.key_stream_.packed_length
+        assert layer.held_length < 300 and layer.stored_keys.packed_length
         for stream, dim in zip(layer.streams, dims, strict=True):
             assert keeping._may_gather(stream, keys.device) == (kernel == "auto" and dim <= 512)
         found.append(_decoded(layer))

@@ -296,7 +296,7 @@ def test_worth_in_a_model_with_latents() -> None:
             expected_weights(query[0, head, None, SINKS:], keys[0, head, SINKS:], turn, scaling)
             for head in range(query.shape[1])
         ]
-        latents = layer.key_stream_.tail.view()[0, 0, SINKS:].double()
+        latents = layer.stored_keys.tail.view()[0, 0, SINKS:].double()
         expected = torch.stack(weights).mean(0) * latents.norm(dim=-1)
         torch.testing.assert_close(layer.ranks()[0, 0, SINKS:].double(), expected, atol=1e-5, rtol=1e-3)
 
@@ -327,8 +327,8 @@ def test_bytes_are_counted_and_predicted(family: str, use_covariance: bool) -> N
         feed(model, filled, ids(90, 2) % 128, chunks_of(90, 50))
     beside = 0
     for layer in cache.evicting_layers:
-        width = layer.key_stream_.head_dim
-        width += layer.value_stream_.head_dim if family == "deepseek_v3" else 0
+        width = layer.stored_keys.head_dim
+        width += layer.stored_values.head_dim if family == "deepseek_v3" else 0
         numbers = width + width * width if use_covariance else width
         beside += 2 * (8 + 4 * (numbers + 8 * width) * model.config.num_attention_heads)
     assert cache.kv_bytes() - other.kv_bytes() == beside > 0

@@ -393,7 +393,7 @@ def test_one_part_without_a_kernel_is_told_of() -> None:
     layer = cache.evicting_layers[0]
     part = layer.parts[-1].layer
     part.kernel, part.kernel_reason = "torch", "its own"
-    layer.attended(torch.zeros(0), StreamView.of(part.key_stream_), AttentionOptions())
+    layer.attended(torch.zeros(0), StreamView.of(part.stored_keys), AttentionOptions())
     assert cache.report().kernel[0] == "torch"
     assert cache.report().kernel_reasons[0] == "its own"
 

@@ -55,7 +55,7 @@ def _run(
 
 def _stored(layer: PackedLayer) -> dict[str, Tensor]:
     """Codes, scales and decoded states, one row per token: `(B, H, tokens, ...)`."""
-    packed = layer.key_stream_.packed_length
+    packed = layer.stored_keys.packed_length
     blocks = -(-packed // BLOCK_TOKENS)
     found = {}
     for stream in layer.streams:

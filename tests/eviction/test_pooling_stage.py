@@ -123,8 +123,8 @@ def test_the_first_layer_equals_a_loop_over_chunks(
             scores[..., sinks : sinks + POOLED] = lowest
             where[..., sinks : sinks + POOLED] = -new.stop
     assert torch.equal(layer.ledger.positions, where)
-    assert torch.allclose(layer.key_stream_.tail.view(), keys, atol=1e-5)
-    assert torch.allclose(layer.value_stream_.tail.view(), values, atol=1e-5)
+    assert torch.allclose(layer.stored_keys.tail.view(), keys, atol=1e-5)
+    assert torch.allclose(layer.stored_values.tail.view(), values, atol=1e-5)
     assert torch.allclose(layer.ledger.scores, scores, atol=1e-5)
     assert int((where < 0).sum()) == (where.shape[1] * POOLED if kind == "conv" else 0)
     if sinks:
@@ -212,12 +212,12 @@ def test_later_turns_and_generation(weights_file: str, pooled: Callable[[Pooling
     assert cache.get_seq_length() == PROMPT + 89 and cache.num_held() <= BUDGET + 64
     for layer in cache.evicting_layers:
         assert int((layer.ledger.positions < 0).sum(2).min()) == POOLED
-        assert bool(layer.value_stream_.tail.view().isfinite().all())
+        assert bool(layer.stored_values.tail.view().isfinite().all())
 
 
 def test_pooling_differs_from_dropping(weights_file: str, pooled: Callable[[Pooling], None]) -> None:
     def values() -> Tensor:
-        return _read().evicting_layers[1].value_stream_.tail.view()
+        return _read().evicting_layers[1].stored_values.tail.view()
 
     dropped = values().clone()
     for pooling in (Pooling(), Pooling(weights_file, POOLED / BUDGET)):
@@ -228,7 +228,7 @@ def test_pooling_differs_from_dropping(weights_file: str, pooled: Callable[[Pool
 def test_a_prompt_that_fits_is_left_alone(pooled: Callable[[Pooling], None]) -> None:
     pooled(Pooling())
     layer = _read(budget=PROMPT).evicting_layers[0]
-    assert torch.equal(layer.value_stream_.tail.view(), _given(None)[1])
+    assert torch.equal(layer.stored_values.tail.view(), _given(None)[1])
 
 
 # ---- weights ----
@@ -392,6 +392,6 @@ def test_the_option_reaches_the_layers(weights_file: str) -> None:
         pool = {"kind": "conv", "weights": weights_file, "fraction": 0.25} if name == "conv" else name
         read[name] = _read(pool=pool)
         assert read[name].config.pooling() == given[name]
-    values = {name: cache.evicting_layers[0].value_stream_.tail.view() for name, cache in read.items()}
+    values = {name: cache.evicting_layers[0].stored_values.tail.view() for name, cache in read.items()}
     assert {len(cache.evicting_layers[0].ledger.scores[0, 0]) for cache in read.values()} == {BUDGET}
     assert not torch.equal(values[None], values["merge"]) and not torch.equal(values[None], values["conv"])

@@ -324,10 +324,10 @@ def test_kernels_that_are_not_trusted_take_no_steps(
     """As on a GPU whose kernels have failed their check: what is loaded is not called for copies either."""
     keys, values = states(64, torch.bfloat16)
     layer = fed(new_layer({"backend": "int8"}, None, None), keys, values, [100])
-    monkeypatch.setattr(layer.key_stream_.encoder, "_device_type", "cuda")
+    monkeypatch.setattr(layer.stored_keys.encoder, "_device_type", "cuda")
     monkeypatch.setattr(native_encoding.cuda_loader, "try_load", lambda device: False)
     layer.update(keys[:, :, 100:101], values[:, :, 100:101])
-    assert not steps[-1] and layer.key_stream_.packed_length == 101
+    assert not steps[-1] and layer.stored_keys.packed_length == 101
 
 
 def test_drafts_are_no_steps(steps: list[bool]) -> None:
@@ -336,7 +336,7 @@ def test_drafts_are_no_steps(steps: list[bool]) -> None:
     layer.activate_past_recording()
     del steps[:]
     layer.update(keys[:, :, 100:105], values[:, :, 100:105])
-    assert not steps and layer.key_stream_.packed_length == 100
+    assert not steps and layer.stored_keys.packed_length == 100
 
 
 def test_opcheck() -> None:

@@ -68,7 +68,7 @@ def test_lists_of_outliers(isa: str, group: int, fraction: float) -> None:
     options = CASES["kvquant-default"] | {"outlier_fraction": fraction, "residual_length": 0}
     for interleaved in (False, True):
         layer = build_layer(options, 260, head_dim=112, interleaved=interleaved)
-        lists = layer.key_stream_.outliers, layer.value_stream_.outliers
+        lists = layer.stored_keys.outliers, layer.stored_values.outliers
         longest = [int(each.starts.diff(dim=-1).max()) for each in lists if each is not None]
         assert len(longest) == 2 and min(longest) > fraction * 64 * 112 / 2
         check(*step(layer, 1, group), AttentionOptions())

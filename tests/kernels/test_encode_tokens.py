@@ -170,7 +170,7 @@ def test_a_gpu_encodes_no_more_groups_of_a_block_than_it_has_room_for(group: int
     """Which no kernel for attention reads either; CPUs have the room."""
     layer = new_layer({"backend": "int8", "granularity": "group", "q_group_size": group}, None, None)
     layer.update(*states(256, torch.float32))
-    stream, layout = layer.key_stream_, layer.records.layout
+    stream, layout = layer.stored_keys, layer.records.layout
     assert stream.encoder.layout
     there: Any = SimpleNamespace(
         layout=layout, data=SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True)

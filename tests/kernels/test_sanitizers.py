@@ -1,4 +1,4 @@
-"""The kernels under the address and undefined-behaviour sanitizers, as a program of their own."""
+"""The kernels under the address and undefined-behavior sanitizers, as a program of their own."""
 
 from __future__ import annotations
 

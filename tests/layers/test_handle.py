@@ -125,7 +125,7 @@ def test_a_second_read_is_not_decoded_again(
     def refuse(*args: Any) -> None:
         raise AssertionError("decoded again")
 
-    monkeypatch.setattr(layer.key_stream_, "decode", refuse)
+    monkeypatch.setattr(layer.stored_keys, "decode", refuse)
     assert torch.equal(key[:, :, 5:9], first[:, :, 5:9])
     assert key.dense() is key.dense()
     assert layer.fallback_reads == 1

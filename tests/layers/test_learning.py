@@ -53,7 +53,7 @@ def test_sinks_take_no_part_in_it(name: str, pads: list[int] | None, kernel: str
     for sinks in (1.0, 30.0):
         layer = layer_of(name, pads, kernel)
         feed(layer, *states(pads, sinks), [LENGTH])
-        learnt.append(layer.key_stream_.codec.batch_state())
+        learnt.append(layer.stored_keys.codec.batch_state())
         read.append(decoded(layer)[0])
     for key, tensor in learnt[0].items():
         assert torch.equal(tensor, learnt[1][key]), key
@@ -76,11 +76,11 @@ def test_nothing_is_packed_before_it(name: str, pads: list[int] | None) -> None:
     count = LEARNING[name][1] + SINKS + max(pads or [0])
     layer, (keys, values) = layer_of(name, pads), states(pads)
     feed(layer, keys[:, :, : count - 1], values[:, :, : count - 1], [count - 1])
-    assert layer.key_stream_.packed_length == 0
+    assert layer.stored_keys.packed_length == 0
     assert torch.equal(decoded(layer)[0], keys[:, :, : count - 1])
     feed(layer, keys[:, :, count - 1 : count], values[:, :, count - 1 : count], [1])
-    assert layer.key_stream_.packed_length == count // layer.key_stream_.codec.unit_tokens * (
-        layer.key_stream_.codec.unit_tokens
+    assert layer.stored_keys.packed_length == count // layer.stored_keys.codec.unit_tokens * (
+        layer.stored_keys.codec.unit_tokens
     )
 
 
@@ -108,7 +108,7 @@ def test_it_is_forgotten_with_the_tokens(name: str) -> None:
     feed(layer, keys, values, [LENGTH])
     layer.reset()
     feed(layer, keys[:1, :, :9], values[:1, :, :9], [9])
-    assert layer.key_stream_.codec.batch_state() == {}
+    assert layer.stored_keys.codec.batch_state() == {}
     layer.reorder_cache(torch.tensor([0, 0]))
     assert torch.equal(decoded(layer)[0], keys[:1, :, :9].expand(2, -1, -1, -1))
 

@@ -98,7 +98,7 @@ class TestKeys:
     def test_a_channel_has_one_range_and_a_block_lists_what_its_codes_lack_most(self) -> None:
         keys = states(128)
         lower, upper = keys.quantile(0.03, 2).amin(0), keys.quantile(0.97, 2).amax(0)
-        codec = ChannelNonUniformCodec(3, BOOK, None, side=3, lower=lower, upper=upper)
+        codec = ChannelNonUniformCodec(3, BOOK, None, per_side=3, lower=lower, upper=upper)
         encoded = codec.encode(keys, 0)
         error, is_listed = (codec.decode(encoded, 0) - keys).abs(), listed(encoded)
         scale, offset = ((upper - lower) / 2)[:, None], ((upper + lower) / 2)[:, None]
@@ -315,7 +315,7 @@ def test_outliers_of_a_model_are_read_within_an_ulp() -> None:
     for index, layer in enumerate(packed.packed_layers):
         exact: Any = dense.layers[index]
         values, keys = exact.values[:, :, 1:], exact.keys  # the first token is kept exact as a whole
-        read = layer.value_stream_.decode(0, 512)[:, :, 1:]
+        read = layer.stored_values.decode(0, 512)[:, :, 1:]
         for extreme in (torch.argmax, torch.argmin):  # one a side of 128 numbers
             place = extreme(values.transpose(1, 2).flatten(2), dim=-1)[..., None]
             number, got = (s.transpose(1, 2).flatten(2).gather(-1, place) for s in (values, read))
@@ -324,7 +324,7 @@ def test_outliers_of_a_model_are_read_within_an_ulp() -> None:
         rotary = layer.facts.rotary
         assert rotary is not None
         before = rotary.rotate(keys, -positions)
-        error = (rotary.rotate(layer.key_stream_.decode(0, 512), -positions) - before).abs()
+        error = (rotary.rotate(layer.stored_keys.decode(0, 512), -positions) - before).abs()
         lower, upper = (tensors[f"layers.{index}.key_{end}"][:, None] for end in ("lower", "upper"))
         book = tensors[f"layers.{index}.key_codebook_3"].bfloat16().float()
         levels = book * ((upper - lower) / 2)[..., None] + ((upper + lower) / 2)[..., None]

@@ -46,7 +46,7 @@ def test_keys_are_packed_and_the_state_is_kept(model: Any) -> None:
     assert report.dense_layers == {} and cache.is_linear == own.is_linear == [False, False]
     for layer, other in zip(cache.layers, own.layers, strict=True):
         assert isinstance(layer, BranchedLayer) and isinstance(layer, LinearAttentionCacheLayerMixin)
-        assert layer.key_stream_.packed_length == 81
+        assert layer.stored_keys.packed_length == 81
         assert layer.get_seq_length() == other.get_seq_length() == 81
     # the first layer's state does not depend on any cache; what a state weighs counts on both sides
     assert torch.equal(cache.layers[0].recurrent_states[0], own.layers[0].recurrent_states[0])

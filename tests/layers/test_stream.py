@@ -81,8 +81,8 @@ class TestClosedForm:
         ):
             layer = kivi(residual_length=residual_length)
             feed(layer, keys, values, [c for c in chunks if c])
-            assert layer.key_stream_.packed_length == residual_length * (count // residual_length)
-            assert layer.value_stream_.packed_length == max(0, count - residual_length)
+            assert layer.stored_keys.packed_length == residual_length * (count // residual_length)
+            assert layer.stored_values.packed_length == max(0, count - residual_length)
             for stream, exact in zip(layer.streams, (keys, values), strict=True):
                 assert stream.length == count
                 assert torch.equal(stream.tail.view(), exact[:, :, stream.packed_length :])
@@ -119,9 +119,9 @@ class TestClosedForm:
         for seen in range(1, 76):
             assert layer.room(100) == 1  # values learn nothing
             layer.update(keys[:, :, seen - 1 : seen], values[:, :, seen - 1 : seen])
-            assert layer.key_stream_.packed_length == (seen if seen >= 64 + sinks + pads else 0)
-            assert layer.value_stream_.packed_length == seen
-            assert layer.key_stream_.room(100) == max(1, 64 + sinks + pads - seen)
+            assert layer.stored_keys.packed_length == (seen if seen >= 64 + sinks + pads else 0)
+            assert layer.stored_values.packed_length == seen
+            assert layer.stored_keys.room(100) == max(1, 64 + sinks + pads - seen)
 
 
 # -- the bytes
@@ -167,15 +167,15 @@ class TestBytes:
 
         packed = 64 * (self.TOKENS // 64)
         expected = asymmetric(keys[:, :, :packed].unflatten(2, (-1, 32)), nbits, axis=3)
-        _assert_block_bytes(layer.key_stream_, expected.codes.flatten(2, 3))
+        _assert_block_bytes(layer.stored_keys, expected.codes.flatten(2, 3))
         for name in ("scale", "minimum"):
-            _assert_metadata(layer.key_stream_, name, getattr(expected, name).squeeze(3))
+            _assert_metadata(layer.stored_keys, name, getattr(expected, name).squeeze(3))
 
         packed, group = self.TOKENS - 64, value_group_size(value_dim, 32)
         expected = asymmetric(values[:, :, :packed].unflatten(3, (-1, group)), nbits, axis=-1)
-        _assert_block_bytes(layer.value_stream_, expected.codes.flatten(3))
+        _assert_block_bytes(layer.stored_values, expected.codes.flatten(3))
         for name in ("scale", "minimum"):
-            _assert_metadata(layer.value_stream_, name, getattr(expected, name).squeeze(-1))
+            _assert_metadata(layer.stored_values, name, getattr(expected, name).squeeze(-1))
 
         for got, exact in zip(decoded(layer), (keys, values), strict=True):
             assert torch.equal(got[:, :, -(self.TOKENS % 64) :], exact[:, :, -(self.TOKENS % 64) :])
@@ -199,11 +199,11 @@ class TestBytes:
         layer = kivi(q_group_size=128, residual_length=128)
         feed(layer, keys, values, [130, 170])
         expected = asymmetric(keys[:, :, :256].unflatten(2, (-1, 128)), 4, axis=3)
-        _assert_block_bytes(layer.key_stream_, expected.codes.flatten(2, 3))
+        _assert_block_bytes(layer.stored_keys, expected.codes.flatten(2, 3))
         _assert_metadata(
-            layer.key_stream_, "minimum", expected.minimum.squeeze(3).repeat_interleave(2, dim=2)
+            layer.stored_keys, "minimum", expected.minimum.squeeze(3).repeat_interleave(2, dim=2)
         )
-        assert torch.equal(layer.key_stream_.decode(0, 256), expected.dequantized.flatten(2, 3))
+        assert torch.equal(layer.stored_keys.decode(0, 256), expected.dequantized.flatten(2, 3))
 
     @pytest.mark.parametrize("rotary", [None, ROTARY, Rotary(ROTARY.inv_freq, True)])
     def test_key_codes_lie_by_rotary_pairs_where_keys_are_turned(self, rotary: Rotary | None) -> None:
@@ -214,9 +214,9 @@ class TestBytes:
         for layer in layers:
             feed(layer, keys, values, [96])
             is_turned = layer is layers[-1] and rotary is not None
-            assert layer.key_stream_.codec.interleaved == (rotary.interleaved if is_turned else True)
-            encoded = layer.key_stream_.codec.encode(keys, 0)
-            _assert_block_bytes(layer.key_stream_, encoded.codes)
+            assert layer.stored_keys.codec.interleaved == (rotary.interleaved if is_turned else True)
+            encoded = layer.stored_keys.codec.encode(keys, 0)
+            _assert_block_bytes(layer.stored_keys, encoded.codes)
 
     def test_padding_takes_no_part(self) -> None:
         keys, values = random_states(96)
@@ -227,8 +227,8 @@ class TestBytes:
         feed(layer, keys, values, [96])
         valid = (torch.arange(96) >= pads[:, None])[:, None, :, None].expand(keys.shape)
         expected = asymmetric(keys.unflatten(2, (-1, 32)), 4, axis=3, valid=valid.unflatten(2, (-1, 32)))
-        _assert_block_bytes(layer.key_stream_, expected.codes.flatten(2, 3))
-        _assert_metadata(layer.key_stream_, "scale", expected.scale.squeeze(3))
+        _assert_block_bytes(layer.stored_keys, expected.codes.flatten(2, 3))
+        _assert_metadata(layer.stored_keys, "scale", expected.scale.squeeze(3))
 
     def test_sinks_are_exact_and_take_no_part(self) -> None:
         keys, values = random_states(160)
@@ -240,12 +240,12 @@ class TestBytes:
         feed(layer, keys, values, [70, 1, 1, 88])
         valid = (torch.arange(160) >= pads[:, None] + 3)[:, None, :, None].expand(keys.shape)
         expected = asymmetric(keys.unflatten(2, (-1, 32)), 4, axis=3, valid=valid.unflatten(2, (-1, 32)))
-        _assert_block_bytes(layer.key_stream_, expected.codes.flatten(2, 3))
+        _assert_block_bytes(layer.stored_keys, expected.codes.flatten(2, 3))
         want = expected.dequantized.flatten(2, 3)
         for row, pad in enumerate(pads.tolist()):
             want[row, :, pad : pad + 3] = keys[row, :, pad : pad + 3]
         for start, stop in [(0, 160), (1, 2), (38, 39), (2, 160), (39, 65), (100, 160)]:
-            assert torch.equal(layer.key_stream_.decode(start, stop), want[:, :, start:stop])
+            assert torch.equal(layer.stored_keys.decode(start, stop), want[:, :, start:stop])
 
     def test_slabs_do_not_show(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # 64 tokens a slab instead of thousands
@@ -255,11 +255,11 @@ class TestBytes:
         reference = whole.state()[0]
         monkeypatch.setattr(stream_module, "_SLAB_VALUES", 1)
         feed(sliced, keys, values, [450, 50])
-        assert sliced.key_stream_.slab_tokens == 64 < 450
+        assert sliced.stored_keys.slab_tokens == 64 < 450
         for name, tensor in sliced.state()[0].items():
             assert torch.equal(tensor, reference[name]), name
-        view = StreamView(sliced.key_stream_, 500, (keys[:, :, :3],))
-        assert torch.equal(view.dense(torch.float32)[:, :, :500], whole.key_stream_.decode(0, 500))
+        view = StreamView(sliced.stored_keys, 500, (keys[:, :, :3],))
+        assert torch.equal(view.dense(torch.float32)[:, :, :500], whole.stored_keys.decode(0, 500))
 
     @pytest.mark.parametrize("number", [0.5, torch.nan], ids=["encoded", "left to torch"])
     def test_several_slabs_of_a_call_do_not_show(
@@ -362,7 +362,7 @@ def test_slack_is_never_read(name: str) -> None:
                     rows[:, :, row // rows.shape[3], row % rows.shape[3]] = math.nan
         for read in (*reads, *decoded(layer)):
             assert torch.isfinite(read).all()
-    assert layer.key_stream_.tail.buffer.isnan().any()
+    assert layer.stored_keys.tail.buffer.isnan().any()
 
 
 # -- metadata beyond fp16
@@ -390,14 +390,14 @@ class TestWideMetadata:
             expected = asymmetric(keys, 4, axis=-1)
         want = expected.dequantized.reshape(keys.shape)
         assert want[:, :, 128:].abs().max() > 1e7
-        assert torch.equal(layer.key_stream_.decode(0, 160), want)
-        assert layer.value_stream_.packed_length in (128, 160)
+        assert torch.equal(layer.stored_keys.decode(0, 160), want)
+        assert layer.stored_values.packed_length in (128, 160)
         group = 16 if isinstance(layer, KIVILayer) else 48
-        packed = layer.value_stream_.packed_length
+        packed = layer.stored_values.packed_length
         value = asymmetric(values[:, :, :packed].unflatten(-1, (-1, group)), 4, axis=-1).dequantized.flatten(
             -2
         )
-        assert torch.equal(layer.value_stream_.decode(0, packed), value)
+        assert torch.equal(layer.stored_values.decode(0, packed), value)
 
     def test_the_largest_half_is_still_a_half(self) -> None:
         layer = int4(residual_length=0)
@@ -408,7 +408,7 @@ class TestWideMetadata:
         keys[..., 0] = -65520.0
         layer.update(keys, values)
         assert layer.records.layout.metadata_bytes == 4
-        read = layer.key_stream_.decode(0, 4)[0, 0, :, 0]
+        read = layer.stored_keys.decode(0, 4)[0, 0, :, 0]
         assert read.tolist() == [-65504.0, -65504.0, -65520.0, -65520.0]
 
     def test_symmetric_scales_too(self) -> None:
@@ -427,7 +427,7 @@ def test_views_read_any_range_across_their_sources() -> None:
     keys, values = random_states(150)
     layer = kivi(residual_length=32)
     feed(layer, keys, values, [130])
-    view = layer.value_stream_.append(values[:, :, 130:])
+    view = layer.stored_values.append(values[:, :, 130:])
     assert view.packed_length == 98 and view.length == 150
     assert view.boundaries[0] == 98 and view.boundaries[-1] == 150
     whole = view.dense(torch.float32)
@@ -458,16 +458,16 @@ def test_tokens_cut_and_fed_again_are_as_if_never_cut(cut: int) -> None:
     feed(straight, keys, values, [200])
     feed(layer, keys, values, [150, 50])
     layer.crop(cut - 200)
-    assert layer.get_seq_length() == cut and layer.value_stream_.length == layer.key_stream_.length == cut
+    assert layer.get_seq_length() == cut and layer.stored_values.length == layer.stored_keys.length == cut
     assert torch.equal(
-        layer.value_stream_.decode(0, layer.value_stream_.packed_length),
-        straight.value_stream_.decode(0, layer.value_stream_.packed_length),
+        layer.stored_values.decode(0, layer.stored_values.packed_length),
+        straight.stored_values.decode(0, layer.stored_values.packed_length),
     )
     feed(layer, keys[:, :, cut:], values[:, :, cut:], [200 - cut])
-    assert layer.value_stream_.packed_length == 168 and layer.key_stream_.packed_length == 192
-    assert torch.equal(layer.value_stream_.decode(0, 168), straight.value_stream_.decode(0, 168))
+    assert layer.stored_values.packed_length == 168 and layer.stored_keys.packed_length == 192
+    assert torch.equal(layer.stored_values.decode(0, 168), straight.stored_values.decode(0, 168))
     stable = cut // 16 * 16
-    read, want = (each.key_stream_.decode(0, 192) for each in (layer, straight))
+    read, want = (each.stored_keys.decode(0, 192) for each in (layer, straight))
     assert torch.equal(read[:, :, :stable], want[:, :, :stable])
     assert torch.equal(read[:, :, stable + 16 :], want[:, :, stable + 16 :])
 
@@ -477,10 +477,10 @@ def test_the_largest_numbers_of_fp16_are_finite_when_they_are_exact_again() -> N
     states = torch.randn(1, 2, 200, 48).half()
     states[:, :, 70] = 65504.0
     layer.update(states, states)
-    assert float(layer.key_stream_.decode(64, 128).max()) > 65520
+    assert float(layer.stored_keys.decode(64, 128).max()) > 65520
     layer.crop(-100)
-    assert layer.key_stream_.packed_length == 64
-    kept = layer.key_stream_.tail.view()
+    assert layer.stored_keys.packed_length == 64
+    kept = layer.stored_keys.tail.view()
     assert kept.dtype == torch.float16 and kept[:, :, 6].eq(65504.0).all()
 
 

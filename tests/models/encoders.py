@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.testing.models import _initialise
+from kvcache_plugins.testing.models import _initialize
 
 VOCABULARY = 128
 SOURCE, PADDED = 150, 117
@@ -243,7 +243,7 @@ def encoder_decoder(name: str, **overrides: Any) -> PreTrainedModel:
             model = getattr(transformers, class_name)(config=config)
         else:
             model = AutoModelForSeq2SeqLM.from_config(config)
-    _initialise(model, 1)
+    _initialize(model, 1)
     _scale_queries_as_t5(model)
     model.generation_config.decoder_start_token_id = 1
     if name == "t5gemma":

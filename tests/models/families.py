@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvcache_plugins.models.cache_argument import cache_name
 from kvcache_plugins.testing.generation import padded_prompt
-from kvcache_plugins.testing.models import _COMMON, _FAMILIES, _initialise
+from kvcache_plugins.testing.models import _COMMON, _FAMILIES, _initialize
 
 _LINEAR = ["linear_attention", "full_attention"]
 _SLIDING = ["sliding_attention", "full_attention"]
@@ -224,7 +224,7 @@ def small_model(name: str, most: int = 12_000_000, **overrides: Any) -> PreTrain
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _initialise(model, 1)
+    _initialize(model, 1)
     return model.eval()
 
 

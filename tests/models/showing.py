@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedModel
 
-from kvcache_plugins.testing.models import _COMMON, _initialise
+from kvcache_plugins.testing.models import _COMMON, _initialize
 
 LENGTH, PADS = 60, 7
 START, STOP, IMAGE = 3, 4, 5
@@ -59,7 +59,7 @@ def make(config: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
-    _initialise(model, 1)
+    _initialize(model, 1)
     assert model.generation_config is not None
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model.eval()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from kvcache_plugins.testing.models import _initialise
+from kvcache_plugins.testing.models import _initialize
 from tests.models.showing import IMAGE, ROPE, START, STOP, TEXT
 
 MIMI: dict[str, Any] = {
@@ -39,7 +39,7 @@ def _build(model_class: type[PreTrainedModel], config: Any, *parts: str) -> PreT
         torch.manual_seed(0)
         model = model_class(config).eval()
     for seed, part in enumerate(parts or ("",), 1):
-        _initialise(model.get_submodule(part), seed)
+        _initialize(model.get_submodule(part), seed)
     return model
 
 

@@ -364,7 +364,7 @@ def test_whoever_does_not_know_a_handle_of_a_graph_is_given_what_it_stands_for()
     assert cache.compiled_layers is not None
     update = LayerUpdate(cache.compiled_layers, 0, 150, states, states)
     keys = CompiledHandle(update, 0)
-    dense = cache.layers[0].key_stream_.decode(0, 150)
+    dense = cache.layers[0].stored_keys.decode(0, 150)
     assert cache.layers[0].stored_length == 150
     assert keys.shape == (1, 2, 151, 16) and len(keys) == 1
     torch.testing.assert_close(keys[:, :, :150], dense)

@@ -186,7 +186,7 @@ def test_sinks_are_the_first_real_tokens(config: dict[str, Any]) -> None:
     cache.cross_attention_cache.batch_select_indices(torch.tensor([1, 0]))  # before anything was read
     cache.cross_attention_cache.update(states[[1, 0]], 2 * states[[1, 0]], 0)
     keys = cache.cross_attention_cache.layers[0].keys.dense()
-    assert cache.cross_attention_cache.layers[0].key_stream_.packed_length > 64 + count
+    assert cache.cross_attention_cache.layers[0].stored_keys.packed_length > 64 + count
     assert torch.equal(keys[0, :, 64 : 64 + count], states[1, :, 64 : 64 + count])
     assert torch.equal(keys[1, :, :count], states[0, :, :count])
     assert not torch.equal(keys[1, :, count : count + 9], states[0, :, count : count + 9])
@@ -201,7 +201,7 @@ def test_rows_too_short_to_learn_from_are_packed_all_the_same(pads: int) -> None
     mask[1, :pads] = 0
     cache = kvp.build_cache(model, {"backend": "kvquant", "calibration": "normal_float"})
     cache.bind(model, encoder_attention_mask=mask).cross_attention_cache.update(states, 2 * states, 0)
-    assert cache.cross_attention_cache.layers[0].key_stream_.packed_length == 256
+    assert cache.cross_attention_cache.layers[0].stored_keys.packed_length == 256
 
 
 def test_a_reset_forgets_what_was_said_of_padding() -> None:

@@ -239,7 +239,7 @@ def test_padding_takes_no_part_in_what_is_shared(name: str, side: str) -> None:
         return cache.cross_attention_cache.layers[0]
 
     alone, batch, untold = stored(states[1:, :, place], None), stored(states, real), stored(states, None)
-    packed = alone.key_stream_.packed_length
+    packed = alone.stored_keys.packed_length
     assert packed in (256, 288, 304, 310)
     for side_of in ("keys", "values"):
         of_alone, of_batch, of_untold = (getattr(x, side_of).dense() for x in (alone, batch, untold))
@@ -350,8 +350,8 @@ def test_predictions_need_the_encoders_tokens(model: Any) -> None:
 def test_the_exact_window_is_of_text_alone(model: Any, given: dict[str, Tensor]) -> None:
     cache = built(model, {"backend": "kivi", "residual_length": 128}, given)
     decoded(model, given, cache, TOKENS, PARTS)
-    assert {layer.key_stream_.packed_length for layer in cache.self_attention_cache.packed_layers} == {0}
-    assert {layer.key_stream_.packed_length for layer in cache.cross_attention_cache.packed_layers} == {128}
+    assert {layer.stored_keys.packed_length for layer in cache.self_attention_cache.packed_layers} == {0}
+    assert {layer.stored_keys.packed_length for layer in cache.cross_attention_cache.packed_layers} == {128}
 
 
 def test_layers_left_out(model: Any, given: dict[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, Enc
 
 import kvcache_plugins as kvp
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.testing.models import _initialise
+from kvcache_plugins.testing.models import _initialize
 
 INT8 = {"backend": "int8"}
 BERT = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -32,7 +32,7 @@ def small(name: str) -> Any:
     model = AutoModelForCausalLM.from_config(
         CONFIG_MAPPING[name](vocab_size=128, is_decoder=True, **SIZES[name])
     )
-    _initialise(model, 1)
+    _initialize(model, 1)
     return model.eval()
 
 

@@ -86,7 +86,7 @@ def test_family(name: str) -> None:
     dense = {index for index, kernel in enumerate(report.kernel) if kernel == "dense"}
     assert set(report.dense_layers) == dense
     for layer in cache.packed_layers:
-        assert layer.key_stream_.packed_length == cache.get_seq_length()
+        assert layer.stored_keys.packed_length == cache.get_seq_length()
         assert name in DECODED_WHOLE or "decoded whole" not in (layer.kernel_reason or "")
     torch.testing.assert_close(near[:, 0], logits[:, 0], atol=1e-4, rtol=1e-4)
     packed = {layer.layer_idx for layer in cache.packed_layers}

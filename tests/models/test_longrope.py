@@ -313,5 +313,5 @@ def test_what_cannot_be_right_is_refused(model: Any) -> None:
 
 
 def _held(layer: Any) -> Tensor:
-    tail: Tensor = layer.key_stream_.tail.view()
+    tail: Tensor = layer.stored_keys.tail.view()
     return tail

@@ -319,7 +319,7 @@ class TestCrossAttention:
         cache = self.cache(INT8)
         layer = cache.layers[1]
         assert isinstance(layer, CrossAttentionLayer)
-        assert layer.key_stream_.packed_length == layer.get_seq_length() == IMAGE_TOKENS
+        assert layer.stored_keys.packed_length == layer.get_seq_length() == IMAGE_TOKENS
         report = cache.report()
         assert report.tokens_seen == report.tokens_held == LENGTH + NEW - 1
         assert report.fallback_reads == 0
@@ -365,7 +365,7 @@ class TestCrossAttention:
         cache = kvp.build_cache(subject("mllama").model, INT8)
         cache.activate_past_recording()
         cache.update(torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16), 1)
-        assert cache.layers[1].key_stream_.packed_length == 300
+        assert cache.layers[1].stored_keys.packed_length == 300
 
     def test_its_keys_are_not_rotated(self) -> None:
         text, image, _ = kvp.build_cache(subject("mllama").model, INT8).layers

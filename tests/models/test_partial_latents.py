@@ -95,7 +95,7 @@ def test_generation(sharing: str) -> None:
     assert report.dense_layers == dense
     assert [index for index, kernel in enumerate(report.kernel) if kernel == "dense"] == sorted(dense)
     packed = set(range(4)) - set(dense)
-    assert all(cache.layers[index].key_stream_.packed_length == cache.get_seq_length() for index in packed)
+    assert all(cache.layers[index].stored_keys.packed_length == cache.get_seq_length() for index in packed)
     rounded = Rounded(packed, config=model.config.get_text_config(decoder=True))
     _, expected, _ = greedy(model, LENGTHS, NEW, **as_argument(rounded))
     assert (near[:, 1] - expected[:, 1]).norm() < 0.002 * logits[:, 1].norm()

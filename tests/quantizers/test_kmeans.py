@@ -13,9 +13,9 @@ from kvcache_plugins.quantizers.kmeans import optimal_kmeans
 Floats = NDArray[np.float64]
 
 
-def cost_of(points: Floats, weights: Floats, centres: Floats) -> float:
-    """Weighted squared distance of every point to its nearest centre."""
-    return float((weights * ((points[:, None] - centres) ** 2).min(axis=1)).sum())
+def cost_of(points: Floats, weights: Floats, centers: Floats) -> float:
+    """Weighted squared distance of every point to its nearest center."""
+    return float((weights * ((points[:, None] - centers) ** 2).min(axis=1)).sum())
 
 
 def run_cost(points: Floats, weights: Floats) -> float:
@@ -60,10 +60,10 @@ def least_cost_of_plain_program(points: Floats, weights: Floats, num_clusters: i
 def test_no_partition_is_better(seed: int, num_clusters: int) -> None:
     random = np.random.default_rng(seed)
     points, weights = random.normal(size=11), random.exponential(size=11)
-    centres = optimal_kmeans(points, weights, num_clusters)
-    assert centres.shape == (num_clusters,) and (np.diff(centres) > 0).all()
+    centers = optimal_kmeans(points, weights, num_clusters)
+    assert centers.shape == (num_clusters,) and (np.diff(centers) > 0).all()
     least = least_cost_of_all_partitions(points, weights, num_clusters)
-    assert cost_of(points, weights, centres) == pytest.approx(least, rel=1e-9)
+    assert cost_of(points, weights, centers) == pytest.approx(least, rel=1e-9)
 
 
 @pytest.mark.parametrize("num_clusters", [2, 4, 8, 16])
@@ -76,13 +76,13 @@ def test_cost_of_the_plain_dynamic_program(shape: str, num_clusters: int) -> Non
         "two-lumps": lambda: np.concatenate([random.normal(-3, 0.01, 250), random.normal(5, 1.0, 50)]),
     }[shape]()
     weights = random.exponential(size=300) ** 3
-    centres = optimal_kmeans(points, weights, num_clusters)
+    centers = optimal_kmeans(points, weights, num_clusters)
     least = least_cost_of_plain_program(points, weights, num_clusters)
-    assert cost_of(points, weights, centres) == pytest.approx(least, rel=1e-7)
+    assert cost_of(points, weights, centers) == pytest.approx(least, rel=1e-7)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_points_of_next_to_no_weight_have_centres_of_their_own(seed: int) -> None:
+def test_points_of_next_to_no_weight_have_centers_of_their_own(seed: int) -> None:
     """Where there are clusters enough, beside points that outweigh them by far."""
     random = np.random.default_rng(seed)
     points, weights = np.sort(random.uniform(-1, 1, 16)), 10.0 ** random.uniform(-14, 0, 16)
@@ -110,14 +110,14 @@ def test_ties(num_clusters: int) -> None:
 
 def test_equally_good_partitions_give_one_of_them() -> None:
     points, weights = np.array([-1.0, 0.0, 1.0]), np.ones(3)
-    centres = optimal_kmeans(points, weights, 2)
-    assert cost_of(points, weights, centres) == pytest.approx(0.5)
+    centers = optimal_kmeans(points, weights, 2)
+    assert cost_of(points, weights, centers) == pytest.approx(0.5)
 
 
 def test_fewer_points_than_clusters() -> None:
-    centres = optimal_kmeans(np.array([3.0, -1.0, 3.0]), np.ones(3), 5)
-    assert centres == pytest.approx([-1.0, 3.0, 3.0, 3.0, 3.0], rel=1e-12)
-    assert (np.diff(centres) >= 0).all()
+    centers = optimal_kmeans(np.array([3.0, -1.0, 3.0]), np.ones(3), 5)
+    assert centers == pytest.approx([-1.0, 3.0, 3.0, 3.0, 3.0], rel=1e-12)
+    assert (np.diff(centers) >= 0).all()
     assert optimal_kmeans(np.array([2.5]), np.array([0.1]), 1).tolist() == [2.5]
 
 
@@ -170,15 +170,15 @@ def test_what_is_refused(points: list[float], weights: list[float], num_clusters
 
 def test_weights_that_vanish_in_the_sum_make_no_cluster() -> None:
     points, weights = np.arange(6.0), np.array([1.0, 1.0, 1e-30, 1e-30, 1.0, 1.0])
-    centres = optimal_kmeans(points, weights, 3)
-    assert np.isfinite(centres).all() and (np.diff(centres) >= 0).all()
-    cost = (weights[:, None] * (points[:, None] - centres) ** 2).min(1).sum()
+    centers = optimal_kmeans(points, weights, 3)
+    assert np.isfinite(centers).all() and (np.diff(centers) >= 0).all()
+    cost = (weights[:, None] * (points[:, None] - centers) ** 2).min(1).sum()
     assert cost == pytest.approx(0.5)  # {0, 1} or {4, 5} stays together
 
 
-def test_weights_over_forty_decades_give_finite_centres() -> None:
+def test_weights_over_forty_decades_give_finite_centers() -> None:
     generator = np.random.default_rng(0)
     for _ in range(200):
         points, weights = generator.normal(size=40), 10.0 ** generator.uniform(-40, 0, size=40)
-        centres = optimal_kmeans(points, weights, 4)
-        assert np.isfinite(centres).all() and (np.diff(centres) >= 0).all()
+        centers = optimal_kmeans(points, weights, 4)
+        assert np.isfinite(centers).all() and (np.diff(centers) >= 0).all()

@@ -154,7 +154,7 @@ def _read(
     codebook: torch.Tensor,
     levels: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`levels[code] * scale + offset`, `code` that of the level of `codebook` nearest to `x` normalised."""
+    """`levels[code] * scale + offset`, `code` that of the level of `codebook` nearest to `x` normalized."""
     midpoints = (codebook[1:] + codebook[:-1]) / 2
     codes = torch.bucketize((x - offset) / scale, midpoints)
     return (codebook if levels is None else levels)[codes] * scale + offset

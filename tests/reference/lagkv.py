@@ -45,8 +45,8 @@ class LagPartitions:
                 own = state(tokens).double()
                 bottom, extent = reference.min(0).values, reference.max(0).values - reference.min(0).values
                 scaled = torch.where(extent > 0, (own - bottom) / extent.clamp_min(1e-300), 0.0)
-                centred = scaled - scaled.mean(1, keepdim=True)
-                deviation = (centred.square().sum(1) / (own.shape[1] - 1)).sqrt()
+                centered = scaled - scaled.mean(1, keepdim=True)
+                deviation = (centered.square().sum(1) / (own.shape[1] - 1)).sqrt()
                 worth += deviation.exp() / deviation.exp().sum()
             better = (worth > worth[:, None]).sum(1)
             self.places |= dict(zip(tokens, better.tolist(), strict=True))

@@ -6,12 +6,12 @@ from itertools import combinations
 
 import pytest
 
-from kvcache_plugins.runs.plot_labels import LabelledPoint, folded, inches, place_labels
+from kvcache_plugins.runs.plot_labels import LabeledPoint, folded, inches, place_labels
 
 pytest.importorskip("matplotlib").use("Agg")
 
 
-def drawn(points: list[LabelledPoint]):  # type: ignore[no-untyped-def]  # matplotlib is not typed
+def drawn(points: list[LabeledPoint]):  # type: ignore[no-untyped-def]  # matplotlib is not typed
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
@@ -20,42 +20,42 @@ def drawn(points: list[LabelledPoint]):  # type: ignore[no-untyped-def]  # matpl
     figure.draw_without_rendering()
     place_labels(axes, points)
     boxes = [note.get_window_extent() for note in axes.texts]
-    centres = axes.transData.transform([point[:2] for point in points])
+    centers = axes.transData.transform([point[:2] for point in points])
     window = axes.get_window_extent()
     plt.close(figure)
-    return boxes, centres, window
+    return boxes, centers, window
 
 
 CROWDED = [
-    LabelledPoint(2.0, 4.0, "a name that is too long for the left"),
-    LabelledPoint(4.5, 4.0, "its neighbour on the right"),
-    LabelledPoint(3.0, 4.3, "above"),
-    LabelledPoint(8.0, 1.0, "the last one, far to the right"),
-    LabelledPoint(8.0, 1.2, "and one upon it"),
+    LabeledPoint(2.0, 4.0, "a name that is too long for the left"),
+    LabeledPoint(4.5, 4.0, "its neighbour on the right"),
+    LabeledPoint(3.0, 4.3, "above"),
+    LabeledPoint(8.0, 1.0, "the last one, far to the right"),
+    LabeledPoint(8.0, 1.2, "and one upon it"),
 ]
 
 
 def test_labels_cover_nothing() -> None:
-    boxes, centres, window = drawn(CROWDED)
+    boxes, centers, window = drawn(CROWDED)
     assert len(boxes) == len(CROWDED)
     for box in boxes:
         assert window.x0 <= box.x0 and box.x1 <= window.x1
-        assert not any(box.contains(*centre) for centre in centres)
+        assert not any(box.contains(*center) for center in centers)
     assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
 
 
 def test_no_points_and_names_longer_than_the_picture() -> None:
     assert drawn([])[0] == []
-    boxes, centres, _ = drawn([LabelledPoint(1.0, 1.0, "x" * 400), LabelledPoint(2.0, 2.0, "y")])
-    assert len(boxes) == 2 and boxes[0].x0 > centres[0][0], "on the right, where everything leads outside"
+    boxes, centers, _ = drawn([LabeledPoint(1.0, 1.0, "x" * 400), LabeledPoint(2.0, 2.0, "y")])
+    assert len(boxes) == 2 and boxes[0].x0 > centers[0][0], "on the right, where everything leads outside"
 
 
 def test_names_of_several_lines_stay_inside() -> None:
     name = "locret budget=128\nheads=tiny\nchunk_size=64\nover int4"
-    boxes, centres, window = drawn([LabelledPoint(1.0, 2.0, name), LabelledPoint(2.0, 1.0, name)])
+    boxes, centers, window = drawn([LabeledPoint(1.0, 2.0, name), LabeledPoint(2.0, 1.0, name)])
     for box in boxes:
         assert window.y0 <= box.y0 and box.y1 <= window.y1
-        assert not any(box.contains(*centre) for centre in centres)
+        assert not any(box.contains(*center) for center in centers)
 
 
 @pytest.mark.parametrize(

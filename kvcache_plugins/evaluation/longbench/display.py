@@ -116,9 +116,9 @@ def plot_longbench(document: dict[str, Any], path: Path) -> None:
         squeeze=False,
         sharey=True,
     )
-    colours = plt.get_cmap("tab20" if len(results) > 10 else "tab10")
+    colors = plt.get_cmap("tab20" if len(results) > 10 else "tab10")
     for axes, (length, of_line) in zip(grid[:, 0], lines, strict=True):
-        _draw_line(axes, results, length, of_line, colours)
+        _draw_line(axes, results, length, of_line, colors)
         for bars in axes.containers if _BAR_WIDTH * len(results) < group_width else ():
             axes.bar_label(bars, fmt="%.1f", fontsize=7, rotation=90, padding=2)
         turned = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if turns else {}
@@ -142,9 +142,7 @@ def _heights(result: dict[str, Any], length: str) -> dict[str, float]:
     return {task: score for task, score in by_task.items() if score is not None}
 
 
-def _draw_line(
-    axes: Any, results: list[dict[str, Any]], length: str, groups: list[str], colours: Any
-) -> None:
+def _draw_line(axes: Any, results: list[dict[str, Any]], length: str, groups: list[str], colors: Any) -> None:
     """Draw some of the groups of bars, one bar of each for every cache."""
     width, highest = 0.84 / len(results), 1.0
     for index, result in enumerate(results):
@@ -154,7 +152,7 @@ def _draw_line(
             [place + (index - (len(results) - 1) / 2) * width for place, _ in drawn],
             [height for _, height in drawn],
             width,
-            color="#333333" if result["cache_config"]["backend"] == "dense" else colours(index % colours.N),
+            color="#333333" if result["cache_config"]["backend"] == "dense" else colors(index % colors.N),
         )
         highest = max([highest, *heights.values()])
     if groups[-1] == "average" and len(groups) > 1:

@@ -140,7 +140,7 @@ def find_predictions(
 
     Returns:
         `list`: Of a label, the cache and its files by task; the dense one comes first. Where no `cache.json`
-        says which cache it is, that is `{"backend": "unknown"}`, labelled by the name of the folder.
+        says which cache it is, that is `{"backend": "unknown"}`, labeled by the name of the folder.
 
     Raises:
         ValueError: If there is no directory, no file, a named task has none, or a file is of no task.

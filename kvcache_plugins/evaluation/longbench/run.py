@@ -27,7 +27,7 @@ from .metrics import check_metric
 from .options import MARGIN, LongBenchOptions
 from .prompting import build_prompt
 from .questions import Question
-from .summary import summarise
+from .summary import summarize
 from .tasks import Task
 
 __all__ = ["measure_longbench"]
@@ -290,7 +290,7 @@ def _results(
             continue
         dense = dense or records  # the dense cache comes first
         results.append(
-            summarise(
+            summarize(
                 cache_config,
                 {task: run.rows(cache_config, task, asked) for task, asked in questions.items()},
                 records,

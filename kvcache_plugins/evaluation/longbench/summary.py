@@ -14,7 +14,7 @@ from .prediction_files import find_predictions, read_predictions
 from .scoring import average, score, score_by_length
 from .tasks import Task, find_tasks
 
-__all__ = ["score_directory", "summarise"]
+__all__ = ["score_directory", "summarize"]
 
 _Records = Mapping[tuple[str, int], Mapping[str, Any]]
 
@@ -52,7 +52,7 @@ def score_directory(
     return build_document("longbench", results, settings=settings, inputs={"predictions": digests})
 
 
-def summarise(
+def summarize(
     cache_config: dict[str, Any],
     rows: Mapping[Task, Sequence[Mapping[str, Any]]],
     records: _Records,

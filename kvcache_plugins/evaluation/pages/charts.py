@@ -1,6 +1,6 @@
 """Pictures as inline SVG: points, lines and bars.
 
-Colours come from the style sheet, so that they follow the reader's choice of a light or dark page; text stays
+Colors come from the style sheet, so that they follow the reader's choice of a light or dark page; text stays
 text.
 """
 
@@ -72,7 +72,7 @@ def scatter(
     drawn: list[Markup | None] = [_frame(across, up, x_title, y_title)]
     taken = [(_x(across, x) - 6, _y(up, y) - 6, 12.0, 12.0) for x, y in points]
     for entry, (_, y) in zip(series, points, strict=True):
-        if entry.style.colour == "ink":
+        if entry.style.color == "ink":
             top = _y(up, y)
             drawn.append(element("line", class_="base", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=top, y2=top))
             taken.append((_LEFT, top - 1, _WIDTH - _LEFT - _RIGHT, 2.0))

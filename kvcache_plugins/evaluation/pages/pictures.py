@@ -132,8 +132,8 @@ def _families(series: list[Series], title: str, x_title: str, y_title: str, axis
     """Draw lines in as many pictures as their number asks for, each with the dense ones, on common axes."""
     values = [y for entry in series for _, y in entry.points]
     places = [x for entry in series for x, _ in entry.points]
-    base = [entry for entry in series if entry.style.colour == "ink"]
-    others = [entry for entry in series if entry.style.colour != "ink"]
+    base = [entry for entry in series if entry.style.color == "ink"]
+    others = [entry for entry in series if entry.style.color != "ink"]
     count = max(1, math.ceil(len(others) / _MOST_LINES))
     each = math.ceil(len(others) / count)
     return [

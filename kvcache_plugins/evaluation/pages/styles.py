@@ -1,4 +1,4 @@
-"""How each cache looks in every picture of a page: the same colour and marker wherever it appears."""
+"""How each cache looks in every picture of a page: the same color and marker wherever it appears."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ...registry import TRANSFORMERS_BACKENDS
 from .markup import Markup, element
 
-__all__ = ["COLOURS", "Style", "StyleBook", "marker"]
+__all__ = ["COLORS", "Style", "StyleBook", "marker"]
 
-COLOURS = 8
+COLORS = 8
 """Classes `s0` to `s7` of the style sheet; the class `ink` is the dense cache's."""
 
 _SHAPES = ("circle", "square", "triangle", "diamond", "wedge", "bar")
@@ -22,23 +22,23 @@ class Style:
     """How one cache is drawn.
 
     Args:
-        colour (`str`): Class of the style sheet.
+        color (`str`): Class of the style sheet.
         shape (`str`): Of the marker.
         is_foreign (`bool`): Whether it is one of transformers' own: hollow markers and dashed lines.
     """
 
-    colour: str
+    color: str
     shape: str
     is_foreign: bool = False
 
     @property
     def kind(self) -> str:
         """Classes of the style sheet for anything drawn in this style."""
-        return f"{self.colour} foreign" if self.is_foreign else self.colour
+        return f"{self.color} foreign" if self.is_foreign else self.color
 
 
 class StyleBook:
-    """Gives every cache a style of its own, one colour per backend as long as there are enough of them."""
+    """Gives every cache a style of its own, one color per backend as long as there are enough of them."""
 
     def __init__(self) -> None:
         self._styles: dict[tuple[str, str], Style] = {}
@@ -59,8 +59,8 @@ class StyleBook:
         home = self._home.setdefault(backend, len(self._home))
         is_foreign = backend in TRANSFORMERS_BACKENDS
         choices = [
-            Style(f"s{(home + step) % COLOURS}", shape, is_foreign)
-            for step in range(COLOURS)
+            Style(f"s{(home + step) % COLORS}", shape, is_foreign)
+            for step in range(COLORS)
             for shape in _SHAPES
         ]
         # Beyond that many, a name in the picture's title text is what tells two apart.

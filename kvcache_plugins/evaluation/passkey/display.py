@@ -20,7 +20,7 @@ __all__ = ["footnotes", "passkey_table", "plot_passkey"]
 
 _PANELS_PER_LINE = 5
 _LABEL_WIDTH = 34  # letters over a panel
-_MOST_CELLS_WITH_NUMBERS = 100  # in one panel; with more of them, the colours alone are legible
+_MOST_CELLS_WITH_NUMBERS = 100  # in one panel; with more of them, the colors alone are legible
 
 
 def passkey_table(document: dict[str, Any]) -> Table:
@@ -109,7 +109,7 @@ def plot_passkey(document: dict[str, Any], path: Path) -> None:
 
 
 def _draw_panel(axes: Any, row: dict[str, Any], lengths: list[int], depths: list[float]) -> Any:
-    """Draw one cache, and return what the scale of colours belongs to."""
+    """Draw one cache, and return what the scale of colors belongs to."""
     found = {(cell["depth"], cell["length"]): cell["accuracy"] for cell in row["grid"]}
     shares = [[found[depth, length] for length in lengths] for depth in depths]
     image = axes.imshow(shares, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")
@@ -120,7 +120,7 @@ def _draw_panel(axes: Any, row: dict[str, Any], lengths: list[int], depths: list
     axes.set_yticks(shown, [f"{depths[index]:.0%}" for index in shown])
     axes.tick_params(length=0, labelsize=9)
     axes.spines[:].set_visible(False)
-    for x in range(1, len(lengths)):  # cells of one colour stay apart
+    for x in range(1, len(lengths)):  # cells of one color stay apart
         axes.axvline(x - 0.5, color="white", linewidth=1)
     for y in range(1, len(depths)):
         axes.axhline(y - 0.5, color="white", linewidth=1)
@@ -132,5 +132,5 @@ def _draw_panel(axes: Any, row: dict[str, Any], lengths: list[int], depths: list
 
 
 def _ink(share: float) -> str:
-    """Return the colour of a number that is legible on its cell: the ends of the scale are dark."""
+    """Return the color of a number that is legible on its cell: the ends of the scale are dark."""
     return "white" if abs(share - 0.5) > 0.3 else "#222222"

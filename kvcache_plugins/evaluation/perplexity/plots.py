@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...runs.labels import DENSE
-from ...runs.plot_labels import LabelledPoint, folded, inches, place_labels
+from ...runs.plot_labels import LabeledPoint, folded, inches, place_labels
 from ...runs.plotting import pyplot, save_figure, scale_divergences
 
 __all__ = ["plot_perplexity"]
@@ -18,7 +18,7 @@ _DIVERGENCE = "KL divergence from the dense run (nats per token)"
 _INCREASE = "increase over the dense run (nats per token)"
 _WIDTH = 19.0
 """Inches of the picture."""
-_MARKERS = "osD^vP*X<>p"  # one more than colours, so that no two of many lines look alike
+_MARKERS = "osD^vP*X<>p"  # one more than colors, so that no two of many lines look alike
 
 
 def plot_perplexity(document: dict[str, Any], path: Path) -> None:
@@ -77,7 +77,7 @@ def _draw_distance(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_title("Distance to the dense run by position")
 
 
-def _draw_quality(axes: Any, rows: Sequence[dict[str, Any]], dense_bits: float) -> list[LabelledPoint]:
+def _draw_quality(axes: Any, rows: Sequence[dict[str, Any]], dense_bits: float) -> list[LabeledPoint]:
     """Divergence, or the increase where it was not measured, against bits per value; return the points."""
     has_divergence = _has_divergence(rows)
     metric = "kl_to_dense" if has_divergence else "nll_increase"
@@ -91,7 +91,7 @@ def _draw_quality(axes: Any, rows: Sequence[dict[str, Any]], dense_bits: float) 
     axes.set_xlabel(f"bits per value, metadata and exact recent tokens included (dense: {dense_bits:.0f})")
     axes.set_ylabel(_DIVERGENCE if has_divergence else _INCREASE)
     axes.set_title("Quality against memory (lower left is better)")
-    return [LabelledPoint(*point, folded(row["label"])) for point, row in zip(points, rows, strict=True)]
+    return [LabeledPoint(*point, folded(row["label"])) for point, row in zip(points, rows, strict=True)]
 
 
 def _has_divergence(rows: Sequence[dict[str, Any]]) -> bool:

@@ -41,9 +41,9 @@ def plot_attention(document: dict[str, Any], path: Path) -> None:
         rows = [row for row in results if row["batch_size"] == batch_size]
         dense = [row for row in rows if row["cache_config"] == DENSE]
         lengths = [row["length"] for row in dense]
-        for name, colour, dash in zip(_fastest(dense), _GREYS, _DASHES, strict=False):
+        for name, color, dash in zip(_fastest(dense), _GREYS, _DASHES, strict=False):
             heights = [row["baseline_ms"][name] for row in dense]
-            times.plot(lengths, heights, dash, color=colour, marker="s", markersize=4, label=f"dense {name}")
+            times.plot(lengths, heights, dash, color=color, marker="s", markersize=4, label=f"dense {name}")
         labels = _labels(rows)
         for index, label in enumerate(labels):
             own = [row for row in rows if row["label"] == label]

@@ -36,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, times_ms: Sequence[float]) -> Spread:
-        """Summarise at least one time."""
+        """Summarize at least one time."""
         p20, median, p80 = np.percentile(np.asarray(times_ms, dtype=np.float64), [20, 50, 80])
         return cls(float(median), float(p20), float(p80), float(np.mean(times_ms)))
 

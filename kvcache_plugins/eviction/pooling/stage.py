@@ -146,7 +146,7 @@ def keep_and_pool(layer: EvictingLayer, pooling: Pooling, count: int, recent: in
         merged = None if keys.is_meta else merge_evicted(keys, values, index, pads)
         keep_slots(layer, index)
         if merged is not None:
-            layer.value_stream_.tail.view().copy_(merged)
+            layer.stored_values.tail.view().copy_(merged)
         return
     positions = layer.ledger.positions
     found = pool_evicted(
@@ -154,7 +154,7 @@ def keep_and_pool(layer: EvictingLayer, pooling: Pooling, count: int, recent: in
         sink_length=sink_length, recent=recent,
     )  # fmt: skip
     keep_slots(layer, found.index)
-    layer.key_stream_.tail.view().copy_(found.keys)
-    layer.value_stream_.tail.view().copy_(found.values)
+    layer.stored_keys.tail.view().copy_(found.keys)
+    layer.stored_values.tail.view().copy_(found.values)
     layer.ledger.positions.masked_fill_(found.is_pooled, -layer.cumulative_length)
     layer.ledger.scores.masked_fill_(found.is_pooled, -torch.finfo(torch.float32).max)

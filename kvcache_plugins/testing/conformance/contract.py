@@ -33,7 +33,7 @@ class ContractConformance(Fixtures):
             assert layer.get_seq_length() == seen
             assert [tuple(t.shape) for t in got] == [(*keys.shape[:2], seen, keys.shape[3])] * 2
             assert all(t.dtype == keys.dtype and t.device == keys.device for t in got)
-        assert layer.key_stream_.packed_length > 0 and layer.value_stream_.packed_length > 0
+        assert layer.stored_keys.packed_length > 0 and layer.stored_values.packed_length > 0
 
     def test_states_that_do_not_fit_are_refused(
         self, layer: PackedLayer, states: tuple[Tensor, Tensor]

@@ -47,4 +47,4 @@ class OptionConformance(Fixtures):
             model(torch.randint(3, 120, (1, 200)), **as_argument(cache))
             model(torch.randint(3, 120, (1, 1)), **as_argument(cache))
         assert cache.report().dense_layers == {len(cache.layers) - 1: "skip_layers"}
-        assert cache.packed_layers[0].key_stream_.packed_length == 0
+        assert cache.packed_layers[0].stored_keys.packed_length == 0

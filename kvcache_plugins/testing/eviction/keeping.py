@@ -114,5 +114,5 @@ def _check_positions(layer: EvictingLayer, seen: int, phase: str) -> None:
             assert stays <= set(positions), "a sink or one of the newest tokens has gone"
     for part in layer.uniform_layers:
         assert isinstance(part, EvictingLayer)
-        assert part.ledger.scores.shape[2] == part.held_length == part.value_stream_.length
+        assert part.ledger.scores.shape[2] == part.held_length == part.stored_values.length
         assert not part.ledger.scores.isnan().any()

@@ -21,7 +21,7 @@ from kvcache_plugins.evaluation.longbench.prediction_files import (
     name_folder,
 )
 from kvcache_plugins.evaluation.longbench.prompting import Prompt
-from kvcache_plugins.evaluation.longbench.summary import summarise
+from kvcache_plugins.evaluation.longbench.summary import summarize
 from kvcache_plugins.evaluation.longbench.tasks import TASKS
 from kvcache_plugins.runs.labels import DENSE
 from kvcache_plugins.runs.results import check_document, read_results
@@ -379,7 +379,7 @@ def test_rows_are_put_together() -> None:
         for of_rows in (sizes, dense_sizes)
     )
     asked = {first: rows, second: rows[:1]}
-    result = summarise(INT8, asked, records, dense, dense_bits=16, longbench_e=False, query_agnostic=True)
+    result = summarize(INT8, asked, records, dense, dense_bits=16, longbench_e=False, query_agnostic=True)
     assert (result["scores"], result["average"]) == ({"qasper": 50.0, "hotpotqa": 100.0}, 75.0)
     assert (result["rows"], result["truncated"]) == (
         {"qasper": 2, "hotpotqa": 1},

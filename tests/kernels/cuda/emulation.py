@@ -66,7 +66,7 @@ def build_changed(sources: Path, units: Collection[str], directory: Path, intact
     build(SOURCES, intact)
     found = compiler.find_compiler()
     assert found is not None
-    # they run once, for less time than it takes to optimise them
+    # they run once, for less time than it takes to optimize them
     changed = [compiled(found, file, intact, "-O0") for file in _units(sources) if file.stem in units]
     assert len(changed) == len(units), f"no such unit among {units}"
     others = [compiled(found, file, intact) for file in _units(SOURCES) if file.stem not in units]

@@ -133,7 +133,7 @@ def test_no_append_waits() -> None:
         new = states(1, 1 if pads is None else len(pads))
         layer.update(*new)
         found = waiting([lambda: layer.update(*new)] * steps)
-        assert found is not None or layer.key_stream_.packed_length >= 64
+        assert found is not None or layer.stored_keys.packed_length >= 64
         return found
 
     found = {name: of(options, LENGTH, 130) for name, options in APPENDED.items()}
@@ -164,11 +164,11 @@ def test_appends_in_a_graph() -> None:
         recorded, graph = layers[1], torch.cuda.CUDAGraph()
         before = {part: tensor.clone() for part, tensor in recorded.tensors().items()}
         places = {part: tensor.data_ptr() for part, tensor in recorded.tensors().items()}
-        packed_length = recorded.key_stream_.packed_length
+        packed_length = recorded.stored_keys.packed_length
         with torch.cuda.graph(graph):
             for token in tokens:
                 recorded.update(*token)
-        assert recorded.key_stream_.packed_length > packed_length, name
+        assert recorded.stored_keys.packed_length > packed_length, name
         assert {part: tensor.data_ptr() for part, tensor in recorded.tensors().items()} == places, name
         for part, tensor in recorded.tensors().items():  # a simulated device has done what it recorded
             tensor.copy_(before[part])

@@ -2,7 +2,7 @@
 
 Encoding that falls due only every so many tokens would hide from a median. It is timed apart, over whole
 periods, and its share per token (`encode_ms`) is added to the times of the step. Transformers' own caches
-re-encode everything they hold whenever their residual window is full; that is left out, in their favour.
+re-encode everything they hold whenever their residual window is full; that is left out, in their favor.
 """
 
 from __future__ import annotations
