@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -96,6 +98,32 @@ def test_the_same_numbers(name: str, default: str, attention: str, kernel: str) 
     with DEFAULTS[default]():
         got = logits(model, {**CACHES[name], "kernel": kernel})
     assert torch.equal(got, expected)
+
+
+FIRST_CALL = """
+import torch
+import kvcache_plugins as kvp
+from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.testing import tiny_model
+
+model, text = tiny_model("llama"), torch.arange(3, 93)[None]
+torch.set_default_dtype(torch.{dtype})
+logits = []
+for kernel in ("auto", "torch"):
+    config = {{"backend": "kivi", "rope_mode": "block", "residual_length": 32, "kernel": kernel}}
+    cache = kvp.build_cache(model, config)
+    with torch.no_grad():
+        model(text, **as_argument(cache))
+        logits.append(model(text[:, -1:], **as_argument(cache)).logits)
+assert torch.isfinite(logits[0]).all() and (logits[0] - logits[1]).abs().max() < 1e-4
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_kernels_begin_under_any_default(dtype: str) -> None:
+    """What a kernel asks of torch once in a process, such as how it rounds, it may ask under any default."""
+    code = FIRST_CALL.format(dtype=dtype)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("name", [*CACHES, "random"])

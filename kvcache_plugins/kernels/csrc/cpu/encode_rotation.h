@@ -65,7 +65,8 @@ RotateBack choose_rotate_back() {
     b[i] = 1.0f / float(i + 7);
     c[i] = 1.0f / float(i + 11);
   }
-  const at::Tensor sum = at::addcmul(at::from_blob(c, {count}), at::from_blob(a, {count}), at::from_blob(b, {count}));
+  const auto as_tensor = [](float* numbers) { return at::from_blob(numbers, {count}, at::kFloat); };
+  const at::Tensor sum = at::addcmul(as_tensor(c), as_tensor(a), as_tensor(b));
   int fused = 0, separate = 0;
   for (int i = 0; i < count; ++i) {
     const float given = sum.const_data_ptr<float>()[i];
