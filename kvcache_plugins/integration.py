@@ -250,12 +250,34 @@ def _attention_seam(module: ModuleType) -> None:
 
 
 def _mask_seam(module: ModuleType) -> None:
-    """Install into `transformers.masking_utils`: our attention function wants the masks of `sdpa`."""
+    """Install into `transformers.masking_utils`: our attention function wants the masks of `sdpa`.
+
+    Without one its queries are the newest tokens. Those of a prompt that fills a part of a static cache are
+    not, and `sdpa`, which takes queries for the first tokens, is given no mask for them either.
+    """
     mapping = _expect(_expect(module, "AttentionMaskInterface"), "_global_mapping")
     if "sdpa" not in mapping:
         raise _incompatible("masking_utils.AttentionMaskInterface['sdpa']")
-    mapping[_OWN_ATTENTION] = mapping["sdpa"]
+    mapping[_OWN_ATTENTION] = _of_newest_queries(mapping["sdpa"])
     _undo.append(lambda: mapping.pop(_OWN_ATTENTION, None))
+
+
+def _of_newest_queries(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+    """Let masks be left out only where the first queries are the newest as well."""
+
+    @wraps(make_mask)
+    def make(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        *args: Any,
+        allow_is_causal_skip: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        may_skip = allow_is_causal_skip and (q_length == 1 or q_length == kv_length)
+        return make_mask(batch_size, q_length, kv_length, *args, allow_is_causal_skip=may_skip, **kwargs)
+
+    return make
 
 
 _SEAMS: dict[str, Callable[[ModuleType], None]] = {

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from .reference import AttentionOptions
 
-__all__ = ["attention_options"]
+__all__ = ["attention_options", "whole_mask"]
 
 
 def attention_options(
@@ -56,6 +56,29 @@ def attention_options(
         alibi_slopes=kwargs.get("alibi_slopes"),
         position_bias=kwargs.get("position_bias"),
     )
+
+
+def whole_mask(options: AttentionOptions, query: Tensor, kv_length: int) -> Tensor | None:
+    """A mask that says alone what a causal call hides; `None` if torch sees it by itself.
+
+    Where queries are fewer than slots, torch takes them for the first, and they are the newest: of a model
+    that asks for the last logits only, layers that attend to another one's keys are given no other queries.
+
+    Args:
+        options (`AttentionOptions`): What is asked for.
+        query (`torch.Tensor` of shape `(B, Hq, q, D)`): The newest tokens' queries.
+        kv_length (`int`): Slots they may see.
+    """
+    query_length, mask = query.shape[2], options.mask
+    if not options.is_causal or (mask is None and query_length >= kv_length):
+        return mask
+    past = kv_length - query_length
+    visible = torch.ones(query_length, kv_length, dtype=torch.bool, device=query.device).tril(past)
+    if options.sliding_window is not None:
+        visible = visible.triu(past - options.sliding_window + 1)
+    if mask is None:
+        return visible[None, None]
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
 
 
 def _chosen(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:

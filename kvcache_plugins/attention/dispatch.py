@@ -38,7 +38,7 @@ from ..layers.padded import PaddedHandle
 from ..layers.tensor_handle import TensorHandle
 from ..layers.view import joined
 from . import products  # noqa: F401  # registers the products that models write out
-from .arguments import attention_options
+from .arguments import attention_options, whole_mask
 from .compiled import attend_in_graph
 from .concatenated import attend_concatenated
 from .exact import TorchAttention, reads_exact_tokens_faster
@@ -231,10 +231,6 @@ def attention_forward(
             return _attend_or_leave(attention_forward, TorchAttention.FLASH, *exact, **kwargs)
         return forward_over_handles(module, query, *handles, attention_mask, scaling, **kwargs)
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
-    if is_plain and not has_dropout:
-        given = query, key, value, attention_mask, scaling
-        if (attended := attend_tensors(TorchAttention.FLASH, module, *given, **kwargs)) is not None:
-            return attended
     options = attention_options(module, query, key.shape[2], attention_mask, scaling, **kwargs)
     if is_plain or has_dropout:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -244,10 +240,13 @@ def attention_forward(
                 "The `kvcache_plugins` attention function serves inference; dropout must be 0, "
                 f"got {dropout} in training mode."
             )
-        mask = attention_mask if kwargs.pop("indices", None) is None else options.mask
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        kwargs.pop("indices", None)  # the mask says what they do
+        given = module, query, key, value, whole_mask(options, query, key.shape[2])
+        if not has_dropout:
+            attended = attend_tensors(TorchAttention.FLASH, *given, scaling, **kwargs)
+            if attended is not None:
+                return attended
+        output, _ = sdpa_attention_forward(*given, dropout=dropout, scaling=scaling, **kwargs)
         return output, None
     output = attend_unpacked(query, key, value, options)
     return output.transpose(1, 2).contiguous(), None
@@ -320,6 +319,11 @@ def _over_exact(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to what exact handles stand for as to tensors, and show the layer the queries."""
     keys, values = (joined(handle.tokens, *handle.sources) for handle in (key, value))
+    length = key.tokens.length
+    with torch.no_grad():
+        options = attention_options(module, query, length, attention_mask, scaling, **kwargs)
+    if attention_mask is None and way is TorchAttention.FLASH:
+        attention_mask = whole_mask(options, query, length)
     call = module, query, keys, values, attention_mask
     result: tuple[Tensor, Tensor | None] | None = None
     if key.layer.config.kernel != "torch":
@@ -327,7 +331,6 @@ def _over_exact(
     if result is None:
         result = original(*call, scaling=scaling, **kwargs)
     with torch.no_grad():
-        options = attention_options(module, query, key.tokens.length, attention_mask, scaling, **kwargs)
         key.layer.attended(query, key.tokens, options)
     return result
 

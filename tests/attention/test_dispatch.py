@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvcache_plugins as kvp
@@ -266,6 +266,38 @@ def test_dropout_in_training_decodes(layer: PackedLayer) -> None:
     assert layer.fallback_reads == 2
 
 
+@pytest.mark.parametrize("window", [None, 4], ids=["", "window"])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("count", [2, 7, 40])
+def test_our_function_takes_queries_for_the_newest(count: int, is_causal: bool, window: int | None) -> None:
+    query, key, value = torch.randn(2, 6, count, 48), torch.randn(2, 2, 50, 48), torch.randn(2, 2, 50, 48)
+    call = query, key, value, None
+    options = {"scaling": 0.2, "is_causal": is_causal}
+    seen = {"sliding_window": window} if is_causal else {}
+    expected = naive_attention(query, key, value, **options, **seen).transpose(1, 2)
+    got, _ = ALL_ATTENTION_FUNCTIONS[OWN](Attention(), *call, sliding_window=window, **options)
+    assert_close("no gradients", expected, got.detach(), 1e-5)
+    query.requires_grad_()
+    got, _ = ALL_ATTENTION_FUNCTIONS[OWN](Attention().train(), *call, sliding_window=window, **options)
+    assert got.requires_grad
+    assert_close("gradients", expected, got.detach(), 1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("name", ["sdpa", OWN])
+def test_queries_of_exact_tokens_are_the_newest(name: str, is_causal: bool) -> None:
+    layer = H2OLayer(H2OConfig(budget=500, kernel="torch"), 0, LayerFacts())
+    layer.update(torch.randn(2, 2, 60, 48), torch.randn(2, 2, 60, 48))
+    query, key, value, dense = step(layer, 40)
+    assert key.tokens.packed_length == 0
+    with torch.no_grad():
+        got, _ = ALL_ATTENTION_FUNCTIONS[name](
+            Attention(), query, key, value, None, scaling=0.2, is_causal=is_causal
+        )
+    expected = naive_attention(query, *dense, scaling=0.2, is_causal=is_causal)
+    assert_close(name, expected.transpose(1, 2), got, 1e-5)
+
+
 # -- whole models
 
 
@@ -301,6 +333,19 @@ def test_our_function_on_dense_caches_equals_eager(name: str, pads: int) -> None
             logits[implementation] = run(model, step_tokens, mask, cache)
         real = mask[:, -count:].bool()
         assert_close(f"{name}, {count} tokens", logits["eager"][real], logits[OWN][real], 1e-5)
+
+
+@pytest.mark.parametrize("pads", [0, 17])
+def test_our_function_on_a_static_cache_of_which_a_prompt_fills_a_part(pads: int) -> None:
+    model = tiny_model("llama")
+    tokens, mask = prompt(60, pads)
+    expected, real = run(model, tokens, mask, DynamicCache(config=model.config)), mask.bool()
+    model.set_attn_implementation(OWN)
+    cache = StaticCache(config=model.config, max_cache_len=100)
+    got = run(model, tokens[:, :40], mask[:, :40], cache)
+    assert_close("a prompt", expected[:, :40][real[:, :40]], got[real[:, :40]], 1e-5)
+    got = run(model, tokens[:, 40:], mask, cache)
+    assert_close("a turn", expected[:, 40:], got, 1e-5)
 
 
 @pytest.mark.usefixtures("eager_decodes")
