@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from .reference import AttentionOptions
 
-__all__ = ["attention_options", "whole_mask"]
+__all__ = ["attention_options", "mask_of_blocks", "whole_mask"]
 
 
 def attention_options(
@@ -42,7 +43,7 @@ def attention_options(
         # (B, T), of the flash functions: which keys are real.
         attention_mask, is_causal = attention_mask.bool()[:, None, None, :], True
     if kwargs.get("indices") is not None:
-        attention_mask = _chosen(attention_mask, kwargs["indices"], kv_length)
+        attention_mask = _with_chosen(attention_mask, kwargs["indices"], kv_length)
     requested = kwargs.get("is_causal")
     if requested is None:
         requested = getattr(module, "is_causal", True)
@@ -81,10 +82,55 @@ def whole_mask(options: AttentionOptions, query: Tensor, kv_length: int) -> Tens
     return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
 
 
-def _chosen(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
+def mask_of_blocks(
+    module: nn.Module,
+    query: Tensor,
+    kv_length: int,
+    attention_mask: Any,
+    block_indices: Tensor,
+    is_causal: bool | None = None,
+) -> Tensor | None:
+    """A mask that hides whatever lies in blocks of neighbouring slots that an indexer has not chosen, too.
+
+    Models that have such an indexer (MiniMax-M3) make it themselves for `eager` and `sdpa`.
+
+    Args:
+        module (`torch.nn.Module`): The attention module, whose `indexer.block_size` says how many slots a
+            block has.
+        query (`torch.Tensor` of shape `(B, Hq, q, D)`): Queries.
+        kv_length (`int`): Slots they may see.
+        attention_mask (`torch.Tensor`, *optional*): As [`dispatch.forward_over_handles`] takes it.
+        block_indices (`torch.Tensor` of shape `(B, H, q, k)`): Blocks of every query, chosen for `Hq / H`
+            neighbouring heads; -1 for none.
+        is_causal (`bool`, *optional*): As the attention function is told.
+
+    Raises:
+        ValueError: If the module does not say the size of a block.
+    """
+    size = getattr(getattr(module, "indexer", None), "block_size", None)
+    if not isinstance(size, int):
+        raise ValueError(
+            f"{type(module).__name__} hands `block_indices` to its attention function and does not say how "
+            "many slots a block has. Allowed are modules with `indexer.block_size`, and for this model the "
+            "attention functions 'eager' and 'sdpa'."
+        )
+    blocks = -(-kv_length // size)
+    hidden = block_indices.new_ones((*block_indices.shape[:3], blocks + 1), dtype=torch.bool)
+    chosen = block_indices.masked_fill(block_indices < 0, blocks).long()
+    hidden = hidden.scatter_(-1, chosen, False)[..., :blocks].repeat_interleave(size, dim=3)[..., :kv_length]
+    hidden = hidden.repeat_interleave(query.shape[1] // block_indices.shape[1], dim=1)
+    options = attention_options(module, query, kv_length, attention_mask, is_causal=is_causal)
+    return whole_mask(replace(options, mask=_with_hidden(options.mask, hidden)), query, kv_length)
+
+
+def _with_chosen(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
     """A mask that hides whatever an indexer has not chosen, slots `(B, q, k)`, too."""
     hidden = indices.new_ones((*indices.shape[:2], kv_length), dtype=torch.bool)
     hidden = hidden.scatter_(-1, indices.long(), False)[:, None]
+    return _with_hidden(mask, hidden)
+
+
+def _with_hidden(mask: Tensor | None, hidden: Tensor) -> Tensor:
     if mask is None:
         return ~hidden
     return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -torch.inf)

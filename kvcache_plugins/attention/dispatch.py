@@ -38,7 +38,7 @@ from ..layers.padded import PaddedHandle
 from ..layers.tensor_handle import TensorHandle
 from ..layers.view import joined
 from . import products  # noqa: F401  # registers the products that models write out
-from .arguments import attention_options, whole_mask
+from .arguments import attention_options, mask_of_blocks, whole_mask
 from .compiled import attend_in_graph
 from .concatenated import attend_concatenated
 from .exact import TorchAttention, reads_exact_tokens_faster
@@ -214,6 +214,9 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as the function registered as `"kvcache_plugins"`: over handles or dense tensors."""
+    if (chosen := kwargs.pop("block_indices", None)) is not None:
+        told = attention_mask, chosen, kwargs.get("is_causal")
+        attention_mask = mask_of_blocks(module, query, key.shape[2], *told)
     if isinstance(key, CompiledHandle):
         call = module, query, key, value, attention_mask, scaling
         put = attend_in_graph("kvcache_plugins", *call, **kwargs)

@@ -1,0 +1,110 @@
+"""Models whose indexer chooses blocks of tokens (MiniMax-M3)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.testing import assert_close
+from tests.models.families import NAMES, greedy, small_model
+from tests.reference.attention import naive_attention
+
+NAME, OWN = "minimax_m3_vl_text", "kvcache_plugins"
+KNOWN = pytest.mark.skipif(NAME not in NAMES, reason="transformers does not know it")
+EXACT = {"backend": "int4", "residual_length": 512}
+
+
+def build(*layer_types: str) -> PreTrainedModel:
+    return small_model(
+        NAME,
+        layer_types=list(layer_types),
+        num_hidden_layers=len(layer_types),
+        index_block_size=8,
+        index_topk_blocks=3,
+        index_n_heads=2,
+        dense_intermediate_size=64,
+        shared_intermediate_size=32,
+        rotary_dim=16,
+    )
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return build("full_attention", "minimax_m3_sparse")
+
+
+@KNOWN
+@pytest.mark.parametrize("lengths", [(60,), (60, 53)], ids=["", "left-padded"])
+def test_our_attention_attends_to_chosen_blocks(model: PreTrainedModel, lengths: tuple[int, ...]) -> None:
+    # Indexers score what stands for pads, which `eager` and `sdpa` have of their own.
+    model.set_attn_implementation("sdpa")
+    expected, dense, _ = greedy(model, lengths, 6)
+    model.set_attn_implementation(OWN)
+    for config in (None, EXACT):
+        got, logits, _ = greedy(model, lengths, 6, config)
+        assert got.tolist() == expected.tolist()
+        assert_close("logits", dense, logits, 1e-5)
+    for module in model.modules():
+        if hasattr(module, "topk_blocks"):
+            module.topk_blocks = 100
+    assert greedy(model, lengths, 6)[0].tolist() != expected.tolist(), "the choice matters"
+
+
+@KNOWN
+def test_chosen_blocks_of_a_prompt_in_chunks(model: PreTrainedModel) -> None:
+    ids = torch.randint(20, 100, (1, 60), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = model(ids).logits
+        model.set_attn_implementation(OWN)
+        assert_close("no cache", expected, model(ids, use_cache=False).logits, 1e-5)
+        cache = as_argument(DynamicCache(config=model.config))
+        chunks = (ids[:, :20], ids[:, 20:45], ids[:, 45:46], ids[:, 46:])
+        got = torch.cat([model(chunk, **cache).logits for chunk in chunks], dim=1)
+    assert_close("chunks", expected, got, 1e-5)
+
+
+class Attention(nn.Module):
+    """Of 4 query heads for 2 of keys."""
+
+    num_key_value_groups = 2
+    is_causal = True
+    indexer: Any = None
+
+
+@pytest.mark.parametrize("count", [1, 7, 40])
+@pytest.mark.parametrize("is_masked", [False, True], ids=["", "masked"])
+def test_blocks_of_every_group_of_heads(count: int, is_masked: bool) -> None:
+    query = torch.randn(2, 4, count, 16)
+    key, value = torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16)
+    indices = torch.randint(-1, 7, (2, 2, count, 3))
+    indices[..., 0] = 0  # every query sees something
+    hidden = torch.ones(2, 4, count, 56, dtype=torch.bool)
+    for row, head, position in torch.cartesian_prod(*map(torch.arange, (2, 4, count))).tolist():
+        for block in indices[row, head // 2, position].tolist():
+            if block >= 0:
+                hidden[row, head, position, 8 * block : 8 * block + 8] = False
+    mask = ~hidden[..., :50]
+    given = torch.rand(2, 1, count, 50) > 0.2 if is_masked else None
+    if given is not None:
+        given[..., 0] = True
+        mask = mask & given
+    module = Attention()
+    module.indexer = SimpleNamespace(block_size=8)
+    got, _ = ALL_ATTENTION_FUNCTIONS[OWN](module.eval(), query, key, value, given, block_indices=indices)
+    expected = naive_attention(query, key, value, mask=mask, is_causal=not is_masked)
+    assert_close("blocks", expected.transpose(1, 2), got, 1e-5)
+
+
+def test_blocks_of_a_size_that_is_not_known() -> None:
+    states = torch.randn(1, 2, 9, 16)
+    indices = torch.zeros(1, 2, 9, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"Attention hands `block_indices` .* Allowed are modules with `ind"):
+        ALL_ATTENTION_FUNCTIONS[OWN](Attention(), states, states, states, None, block_indices=indices)
