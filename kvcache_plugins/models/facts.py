@@ -13,9 +13,9 @@ from torch import nn
 
 from .decoder import decoder_config, decoder_of, split_model_or_config
 from .layer_plan import LayerPlan, caches_latents, key_value_heads
-from .origins import forward_names, is_of_family, modeling_files
+from .origins import forward_names, is_of_family, modeling_files, modeling_module
 from .placement import num_processes
-from .rotary import Rotary, find_rotary, modeling_module, names_rotation
+from .rotary import Rotary, find_rotary, names_rotation
 
 __all__ = [
     "LayerFacts",

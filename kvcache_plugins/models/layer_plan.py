@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .loops import repeated_layers
-from .origins import is_of_family
+from .origins import is_of_family, modeling_module
 
 __all__ = [
     "LayerPlan",
@@ -113,10 +113,12 @@ def plan_layers(
     Raises:
         ValueError: If no layer keeps keys and values (state-space models).
     """
-    from transformers.cache_utils import get_layer_types_and_kwargs
+    from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
     kwargs: Any
     layer_types, kwargs = get_layer_types_and_kwargs(config)
+    if not set(layer_types) <= DYNAMIC_LAYER_TYPE_MAPPING.keys():
+        modeling_module(config)  # in which models have cache layers of kinds of their own
     if isinstance(kwargs, dict):  # transformers < 5.18 shares one set of arguments between the layers
         kwargs = [kwargs] * config.num_hidden_layers
     # a model that was cut short, for good or while it drafts by its first layers, lists the types of all

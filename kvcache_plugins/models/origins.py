@@ -6,6 +6,7 @@ configurations. A class derived from one of theirs does what they do, unless it 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Collection, Iterator
@@ -14,7 +15,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["class_names", "forward_names", "is_of_family", "modeling_files"]
+__all__ = ["class_names", "forward_names", "is_of_family", "modeling_files", "modeling_module"]
+
+_OF_NO_FAMILY = "transformers.configuration_utils"
 
 
 def modeling_files(model: nn.Module) -> Iterator[ModuleType]:
@@ -57,3 +60,21 @@ def forward_names(module: nn.Module) -> dict[str, Any]:
         if "super" not in getattr(getattr(function, "__code__", None), "co_names", ()):
             break
     return names
+
+
+def modeling_module(config: Any) -> ModuleType | None:
+    """Import the modelling file that belongs to a configuration class, or return `None`.
+
+    A class derived from one of transformers', in a file of another kind, has what belongs to that.
+    """
+    names = (kind.__module__ for kind in type(config).__mro__)
+    name = next((name for name in names if ".configuration_" in name and name != _OF_NO_FAMILY), None)
+    if name is None:
+        return None
+    try:
+        return importlib.import_module(name.replace(".configuration_", ".modeling_"))
+    except ImportError:  # InternLM3 is a Llama with a configuration of its own
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        return sys.modules.get(getattr(model_class, "__module__", ""))

@@ -10,14 +10,11 @@ benefit of the un-rotated form shrinks.
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +23,9 @@ from torch import Tensor, nn
 from ..device_dtypes import doubled, has_every_dtype
 from .frequencies import attribute_of
 from .layer_plan import caches_latents
-from .origins import class_names, forward_names
+from .origins import class_names, forward_names, modeling_module
 
-__all__ = ["Rotary", "find_rotary", "modeling_module", "names_rotation", "rotary_module"]
+__all__ = ["Rotary", "find_rotary", "names_rotation", "rotary_module"]
 
 
 @dataclass(frozen=True)
@@ -110,27 +107,6 @@ def _block_tables(rotary: Rotary, period: int, device: torch.device) -> tuple[Te
     with torch.inference_mode(False):
         cos, sin = rotary.tables(torch.arange(period, device="cpu"))
         return cos.to(device), sin.to(device)
-
-
-_OF_NO_FAMILY = "transformers.configuration_utils"
-
-
-def modeling_module(config: Any) -> ModuleType | None:
-    """Import the modelling file that belongs to a configuration class, or return `None`.
-
-    A class derived from one of transformers', in a file of another kind, has what belongs to that.
-    """
-    names = (kind.__module__ for kind in type(config).__mro__)
-    name = next((name for name in names if ".configuration_" in name and name != _OF_NO_FAMILY), None)
-    if name is None:
-        return None
-    try:
-        return importlib.import_module(name.replace(".configuration_", ".modeling_"))
-    except ImportError:  # InternLM3 is a Llama with a configuration of its own
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        return sys.modules.get(getattr(model_class, "__module__", ""))
 
 
 def find_rotary(

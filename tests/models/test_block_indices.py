@@ -1,4 +1,4 @@
-"""Models whose indexer chooses blocks of tokens (MiniMax-M3)."""
+"""Models whose indexer chooses blocks of tokens (MiniMax-M3), in layers whose cache is of their own class."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import assert_close
+from tests.kernels import fresh_process
 from tests.models.families import NAMES, greedy, small_model
 from tests.reference.attention import naive_attention
 
 NAME, OWN = "minimax_m3_vl_text", "kvcache_plugins"
 KNOWN = pytest.mark.skipif(NAME not in NAMES, reason="transformers does not know it")
+FULL, SPARSE = "full_attention", "minimax_m3_sparse"
 EXACT = {"backend": "int4", "residual_length": 512}
 
 
@@ -37,7 +39,7 @@ def build(*layer_types: str) -> PreTrainedModel:
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    return build("full_attention", "minimax_m3_sparse")
+    return build(FULL, SPARSE)
 
 
 @KNOWN
@@ -69,6 +71,20 @@ def test_chosen_blocks_of_a_prompt_in_chunks(model: PreTrainedModel) -> None:
         chunks = (ids[:, :20], ids[:, 20:45], ids[:, 45:46], ids[:, 46:])
         got = torch.cat([model(chunk, **cache).logits for chunk in chunks], dim=1)
     assert_close("chunks", expected, got, 1e-5)
+
+
+@pytest.mark.skipif("deepseek_v4" not in NAMES, reason="transformers does not know it")
+def test_kinds_of_layers_are_known_from_a_configuration_alone() -> None:
+    # A modelling file says of which class they are, and that of no model has been imported here.
+    code = """
+        from transformers import CONFIG_MAPPING
+        from kvcache_plugins import build_cache
+
+        config = CONFIG_MAPPING["deepseek_v4"](num_hidden_layers=2)
+        print(len(build_cache(config, {"backend": "int8"}).report().dense_layers))
+    """
+    done = fresh_process.run(code)
+    assert done.stdout.strip() == "2", done.stderr
 
 
 class Attention(nn.Module):
