@@ -66,6 +66,7 @@ class EvictingCache(KVCache):
                 "token, such as 'int8' and 'kivi'."
             )
         super().__init__(model_or_config, max_cache_length=max_cache_length, **options)
+        self._check_shared_mask()
         self._check_pooling(None)
         self.prompt_length: int | None = None
         layers = self.evicting_layers
@@ -269,6 +270,22 @@ class EvictingCache(KVCache):
             budget = config.budget_of(prompt_length or 0) if is_known else None
             _, key_dim, value_dim = key_value_heads(self.model_config, layer.layer_idx)
             weights_of(layer, pooling, key_dim, value_dim, budget)
+
+    def _check_shared_mask(self) -> None:
+        """Refuse models of which layers that keep every token take the mask of others that evict."""
+        beside = {
+            layer_idx: plan.layer_type
+            for layer_idx, plan in enumerate(self._plans)
+            if plan.grows_unpacked and plan.dense_reason != _SKIPPED
+        }
+        if beside and any(layer.evicts for layer in self.evicting_layers):
+            raise ValueError(
+                f"The backend {self.backend!r} evicts tokens of layers of full attention, whose mask models "
+                f"of type {self.model_config.model_type!r} also give to layers that keep every token "
+                f"({sorted(set(beside.values()))}, such as layer {min(beside)}). Allowed for this model are "
+                "backends that keep every token, such as 'int8' and 'kivi', and `skip_layers` of all layers "
+                "that evict."
+            )
 
     def _smallest_budget(self, prompt_length: int) -> int:
         """Tokens of a prompt that the layers keep, the least of all."""

@@ -73,6 +73,17 @@ class LayerPlan:
         """Whether the layer keeps a recurrent branch's state beside the keys and values of full attention."""
         return self.layer_type == "hybrid"
 
+    @property
+    def grows_unpacked(self) -> bool:
+        """Whether transformers' own layer keeps every token, and takes the mask of full attention."""
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+        is_left = self.dense_reason is not None and not self.is_cross_attention and not self.borrows_keys
+        found = self._dense_class()
+        return (
+            is_left and issubclass(found, DynamicLayer) and not issubclass(found, DynamicSlidingWindowLayer)
+        )
+
     def build_dense(self) -> Any:
         """Build transformers' own cache layer for this kind of layer, or one that only lets prompts go."""
         return self._dense_class()(**self.dense_kwargs)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import kvcache_plugins as kvp
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import assert_close
 from tests.kernels import fresh_process
@@ -71,6 +72,38 @@ def test_chosen_blocks_of_a_prompt_in_chunks(model: PreTrainedModel) -> None:
         chunks = (ids[:, :20], ids[:, 20:45], ids[:, 45:46], ids[:, 46:])
         got = torch.cat([model(chunk, **cache).logits for chunk in chunks], dim=1)
     assert_close("chunks", expected, got, 1e-5)
+
+
+EVICTING: dict[str, dict[str, Any]] = {
+    "in chunks": {"backend": "knorm", "budget": 24, "chunk_size": 16},
+    "packed": {"backend": "streaming_llm", "budget": 24, "storage": {"backend": "int8"}},
+    "by queries": {"backend": "h2o", "budget": 24, "chunk_size": None},
+}
+
+
+@KNOWN
+@pytest.mark.parametrize("layer_types", [(FULL, SPARSE), (SPARSE, FULL)], ids=["sparse last", "sparse first"])
+@pytest.mark.parametrize("name", EVICTING)
+def test_what_evicts_is_refused_beside_layers_that_choose(name: str, layer_types: tuple[str, ...]) -> None:
+    model, config = build(*layer_types), EVICTING[name]
+    for ask in (
+        lambda: kvp.build_cache(model, config),
+        lambda: kvp.build_cache(model.config, config),
+        lambda: kvp.estimate(model.config, config, 64),
+        lambda: greedy(model, (60, 53), 2, config),
+    ):
+        with pytest.raises(ValueError, match=r"evicts .* keep every token \(\['minimax_m3_sparse'\].*'int8'"):
+            ask()
+
+
+@KNOWN
+def test_what_evicts_where_no_layer_chooses_or_none_evicts() -> None:
+    _, logits, cache = greedy(build(FULL, FULL), (60, 53), 4, EVICTING["in chunks"])
+    assert torch.isfinite(logits).all() and cache.report().tokens_held < 60
+    model, config = build(FULL, SPARSE), {**EVICTING["by queries"], "skip_layers": [0]}
+    _, expected, _ = greedy(model, (60, 53), 4)
+    _, logits, _ = greedy(model, (60, 53), 4, config)
+    assert_close("logits", expected, logits, 1e-4)
 
 
 @pytest.mark.skipif("deepseek_v4" not in NAMES, reason="transformers does not know it")
