@@ -32,6 +32,9 @@ __all__ = ["MOST_NEW_TOKENS", "estimate"]
 MOST_NEW_TOKENS = 2**17
 """Generated tokens of a prediction: layers that evict are given them a few at a time."""
 
+_INDEX = "update_index"
+"""How MiniMax-M3 gives layers that choose blocks of tokens the keys by which they do."""
+
 _STEP = 32
 """Generated tokens given to a layer at once, so few that one which evicts takes them for such."""
 
@@ -91,7 +94,8 @@ def estimate(
     Raises:
         UnavailableCacheError: If transformers has no such cache for this model, or lacks a package for it.
         ValueError: On a wrong option, a count that is not positive, none for an encoder, a dtype that is not
-            of floating-point numbers, or a length that is less than the tokens.
+            of floating-point numbers, a length that is less than the tokens, or for a model of which layers
+            keep more than keys and values, in a form of their own (DeepSeek-V4).
     """
     tokens, batch_size, new_tokens = (
         _count(name, value)
@@ -127,6 +131,7 @@ def estimate(
     if max_cache_length is None and new_tokens > 1:
         max_cache_length = given
     plans = plan_layers(config)
+    _check_predictable(plans)
     cross_plans = plan_cross_attention(config) if reads_encoder else []
     if isinstance(cache_config, Mapping) and str(cache_config.get("backend")).lower() == "dense":
         if options := {key: value for key, value in cache_config.items() if key != "backend"}:
@@ -149,6 +154,21 @@ def estimate(
     in_turn = offloaded[-SLOTS:] if len(offloaded) > 1 else []
     held = bytes_of(tensor for layer in fed for tensor in owned_tensors(layer))
     return held + sum(in_turn) + (given_back if at_peak else 0)
+
+
+def _check_predictable(plans: list[LayerPlan]) -> None:
+    """Refuse layers that a model gives something whose sizes its configuration does not say in a known way.
+
+    Raises:
+        ValueError: Naming their kinds.
+    """
+    unknown = {plan.layer_type for plan in plans if plan.updates_beside - {_INDEX}}
+    if unknown:
+        raise ValueError(
+            f"estimate: layers of the kinds {sorted(unknown)} keep states of a form of their own beside keys "
+            "and values, whose bytes are not predicted. Allowed are models without such layers; for this one "
+            "`kv_bytes()` says what a cache takes."
+        )
 
 
 def _count(name: str, value: Any) -> int:
@@ -218,6 +238,8 @@ class _States:
                 layer.update(*self.of(shape, count))
             if self.indexer_dim is not None and plan.has_indexer and has_indexer_keys(self.config, layer_idx):
                 layer.update_indexer(self._empty(count, self.indexer_dim))
+            if _INDEX in plan.updates_beside:
+                layer.update_index(self._empty(1, count, self.config.index_head_dim))
             given += count
             if given >= tokens and _makes_room(layer):
                 largest = max(largest, bytes_of(owned_tensors(layer)))

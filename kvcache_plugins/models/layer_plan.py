@@ -28,6 +28,7 @@ _WINDOWED_KINDS = ("sliding_attention", "chunked_attention")
 _INDEXED = "indexed_attention"
 _BORROWING = "reuse_but_indexer"
 """transformers' name for what a layer does that keeps its indexer's keys and no others."""
+_CACHES = "transformers.cache_utils"
 _FULL_KINDS = ("full_attention", "hybrid", _INDEXED)  # hybrid: beside a recurrent branch
 
 
@@ -83,6 +84,12 @@ class LayerPlan:
         return (
             is_left and issubclass(found, DynamicLayer) and not issubclass(found, DynamicSlidingWindowLayer)
         )
+
+    @property
+    def updates_beside(self) -> frozenset[str]:
+        """Methods by which a model gives a layer of a class of its own more than keys and values."""
+        own = (kind for kind in self._dense_class().__mro__ if kind.__module__ != _CACHES)
+        return frozenset(name for kind in own for name in vars(kind) if name.startswith("update_"))
 
     def build_dense(self) -> Any:
         """Build transformers' own cache layer for this kind of layer, or one that only lets prompts go."""
@@ -153,6 +160,8 @@ def plan_layers(
             plan = LayerPlan(kind, dense_kwargs, f"{kind}: holds at most {window} tokens already")
         elif kind == _INDEXED and evicts:
             plan = LayerPlan(kind, dense_kwargs, f"{kind}: chooses among all tokens, so none may be evicted")
+        elif DYNAMIC_LAYER_TYPE_MAPPING[kind].__module__ != _CACHES:
+            plan = LayerPlan(kind, dense_kwargs, f"{kind}: cached by a class of the model's own")
         elif kind not in _FULL_KINDS:
             plan = LayerPlan(kind, dense_kwargs, f"{kind}: not a growing key/value cache of full attention")
         elif _sharing_mode(config, of_model) == _BORROWING:

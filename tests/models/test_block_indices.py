@@ -12,7 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvcache_plugins as kvp
-from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.layers.counting import bytes_of, owned_tensors
+from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.testing import assert_close
 from tests.kernels import fresh_process
 from tests.models.families import NAMES, greedy, small_model
@@ -21,7 +22,7 @@ from tests.reference.attention import naive_attention
 NAME, OWN = "minimax_m3_vl_text", "kvcache_plugins"
 KNOWN = pytest.mark.skipif(NAME not in NAMES, reason="transformers does not know it")
 FULL, SPARSE = "full_attention", "minimax_m3_sparse"
-EXACT = {"backend": "int4", "residual_length": 512}
+EXACT, INT8 = {"backend": "int4", "residual_length": 512}, {"backend": "int8"}
 
 
 def build(*layer_types: str) -> PreTrainedModel:
@@ -104,6 +105,33 @@ def test_what_evicts_where_no_layer_chooses_or_none_evicts() -> None:
     _, expected, _ = greedy(model, (60, 53), 4)
     _, logits, _ = greedy(model, (60, 53), 4, config)
     assert_close("logits", expected, logits, 1e-4)
+
+
+@KNOWN
+@pytest.mark.parametrize("new", [1, 5])
+def test_keys_of_indexers_are_predicted(model: PreTrainedModel, new: int) -> None:
+    _, _, cache = greedy(model, (150,), new, INT8)
+    assert cache.kv_bytes() == kvp.estimate(model, INT8, 150, new_tokens=new)
+    assert cache.report().dense_layers == {1: "minimax_m3_sparse: cached by a class of the model's own"}
+    options: dict[str, Any] = {"return_dict_in_generate": True, "max_new_tokens": new, "min_new_tokens": new}
+    past = cache_of(model.generate(torch.randint(20, 100, (1, 150)), do_sample=False, **options))
+    dense = kvp.estimate(model, {"backend": "dense"}, 150, new_tokens=new)
+    assert dense == bytes_of(tensor for layer in past.layers for tensor in owned_tensors(layer))
+    most = kvp.most_tokens(model, INT8, 10**6)
+    assert most is not None and kvp.estimate(model, INT8, most + 1, max_cache_length=most + 1) > 10**6
+
+
+@pytest.mark.skipif("deepseek_v4" not in NAMES, reason="transformers does not know it")
+def test_states_of_another_form_are_not_predicted() -> None:
+    model = small_model("deepseek_v4")
+    _, _, cache = greedy(model, (60,), 2, INT8)
+    reasons = set(cache.report().dense_layers.values())
+    assert reasons == {"heavily_compressed_attention: cached by a class of the model's own"}
+    for config in (INT8, {"backend": "dense"}):
+        with pytest.raises(ValueError, match=r"\['heavily_compressed_attention'\] keep .* not predicted"):
+            kvp.estimate(model.config, config, 60)
+        with pytest.raises(ValueError, match="not predicted"):
+            kvp.most_tokens(model.config, config, 10**6)
 
 
 @pytest.mark.skipif("deepseek_v4" not in NAMES, reason="transformers does not know it")
