@@ -36,7 +36,7 @@ class KVHandle(LazyTensor):
         sources (`tuple[torch.Tensor, ...]`): The newest of them as the model gave them, which a gradient
             would have to reach.
         may_be_decoded (`bool`): Whether it is there for whoever asks the layer, also to take it apart
-            (Whisper, the rows of a batch), and not for attention alone.
+            (Whisper, the rows of a batch: each is decoded alone), and not for attention alone.
     """
 
     layer: PackedLayer
@@ -79,6 +79,16 @@ class KVHandle(LazyTensor):
         with storing():
             dense = self.tokens.dense(self.tokens.segments[-1].dtype)
         return refusing_gradients(dense, *self.sources)
+
+    def row(self, index: int) -> Tensor:
+        """Return one row, `(H, T, D)`: only that is decoded, which is no read of the whole layer.
+
+        Raises:
+            IndexError: If there is no such row.
+        """
+        chosen = range(self.shape[0])[index]
+        with storing():
+            return self.tokens.of_row(chosen).dense(self.tokens.segments[-1].dtype)[0]
 
     def __repr__(self) -> str:  # type: ignore[override]
         packed = self.tokens.packed_length

@@ -177,6 +177,8 @@ def _reshape(states: Any, *shape: Any, **kwargs: Any) -> Any:
 
 @intercept(Tensor.__getitem__)
 def _getitem(states: Any, index: Any) -> Any:
+    if type(index) is int and type(states) is KVHandle and states.may_be_decoded and states._dense is None:
+        return states.row(index)
     everything = slice(None)
     if index in ((everything, everything, None), (everything, everything, None, everything, everything)):
         return _unsqueeze(states, 2)

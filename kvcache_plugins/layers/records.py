@@ -135,6 +135,12 @@ class Records:
         """Keep the rows `indices` (integers) of the batch."""
         self.data = self.data.index_select(0, indices.to(self.data.device))
 
+    def of_rows(self, index: slice) -> Records:
+        """Return records of some rows of the batch, as a view of these."""
+        rows = Records.__new__(Records)
+        rows.layout, rows.data = self.layout, self.data[index]
+        return rows
+
     def to(self, device: torch.device) -> None:
         """Move the bytes to `device`."""
         self.data = self.data.to(device)

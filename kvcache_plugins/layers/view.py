@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..quantizers.half_range import kept_finite
 from .gradients import refusing_gradients
+from .rows import stream_of_row
 
 if TYPE_CHECKING:
     from .stream import Stream
@@ -88,6 +89,11 @@ class StreamView:
         for segment, stop in zip(self.segments, self.boundaries[1:], strict=True):
             out[:, :, stop - segment.shape[2] : stop] = kept_finite(segment, dtype)
         return out
+
+    def of_row(self, row: int) -> StreamView:
+        """The same tokens of one row of the batch, from 0 on, as a batch of one."""
+        segments = tuple(segment[row : row + 1] for segment in self.segments)
+        return replace(self, stream=stream_of_row(self.stream, row), segments=segments)
 
     def without_oldest(self, count: int) -> StreamView:
         """The view less its `count` oldest tokens, of which at least one remains."""

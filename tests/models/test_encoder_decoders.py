@@ -15,6 +15,7 @@ from transformers import BartConfig, DPRConfig, DynamicCache, EncoderDecoderCach
 
 import kvcache_plugins as kvp
 from kvcache_plugins.layers.crossing import _without_padding
+from kvcache_plugins.layers.stream import Stream
 from kvcache_plugins.models.cache_argument import as_argument, cache_of, given_cache
 from kvcache_plugins.models.decoder import decoder_config
 from tests.models.encoders import HEARING, OTHERS, READING, decoded, encoder_decoder, source, target
@@ -29,6 +30,8 @@ PACKING = {
     "kivi-4": {"backend": "kivi", "residual_length": 32},
     "kvquant": {"backend": "kvquant", "calibration": "normal_float", "residual_length": 0},
 }
+SMOOTH = {"backend": "int4", "residual_length": 8, "smooth": 0.5}
+SINKS = {"backend": "int4", "residual_length": 16, "sink_length": 4}
 PARTS = [70, 1, 1, 5, 1]
 TOKENS = target(sum(PARTS))
 
@@ -279,6 +282,39 @@ def test_verbs_are_those_of_a_cache_that_read_other_rows(
     torch.testing.assert_close(found[0], logits[1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("options", [*PACKING.values(), SMOOTH, SINKS], ids=[*PACKING, "smooth", "sinks"])
+def test_a_row_that_is_asked_for_is_decoded_alone(
+    given: dict[str, Tensor], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Moonshine, whose keys are rotated; rows have pads, so that their positions differ."""
+    model = encoder_decoder("moonshine")
+    pads = torch.tensor([[0] * 9 + [1] * 141, [1] * 150])
+    states = torch.randn(2, 4, 150, 16, generator=torch.Generator().manual_seed(3))
+    cache = kvp.build_cache(model, options).bind(model, pads, encoder_attention_mask=pads)
+    for half in (cache.self_attention_cache, cache.cross_attention_cache):
+        half.update(states, 2 * states, 0)
+        half.update(states, 2 * states, 0)
+    decode, rows = Stream.decode, []
+
+    def counted(stream: Stream, start: int, stop: int) -> Tensor:
+        found = decode(stream, start, stop)
+        rows.append(len(found))
+        return found
+
+    monkeypatch.setattr(Stream, "decode", counted)
+    before = cache.report()
+    for half in (cache.self_attention_cache, cache.cross_attention_cache):
+        layer = half.layers[0]
+        for side in ("keys", "values"):
+            with pytest.raises(IndexError):
+                getattr(layer, side)[2]
+            found = [getattr(layer, side)[row] for row in (0, -1)]
+            assert rows and set(rows) == {1}
+            assert torch.equal(torch.stack(found), getattr(layer, side).tokens.dense(torch.float32))
+            rows.clear()
+    assert cache.report() == before and before.fallback_reads == 0
+
+
 def test_what_is_cropped_is_text(model: Any, given: dict[str, Tensor]) -> None:
     cache = built(model, INT8, given)
     decoded(model, given, cache, TOKENS, PARTS)
@@ -481,4 +517,6 @@ def test_whisper_generates() -> None:
     cache = kvp.build_cache(model, INT8)
     again = model.generate(**heard, **options, **as_argument(cache))
     assert again.sequences.tolist() == expected.sequences.tolist()
-    assert cache.report().cross_attention.tokens_seen == 1500
+    report = cache.report()
+    assert report.cross_attention.tokens_seen == 1500
+    assert report.kernel == report.cross_attention.kernel == ["cpu"] * 2 and report.fallback_reads == 0
