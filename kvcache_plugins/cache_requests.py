@@ -24,6 +24,7 @@ __all__ = [
     "asks_for_ours",
     "check_batching",
     "check_request",
+    "check_speech",
     "check_use",
     "is_ours",
     "names_ours",
@@ -119,21 +120,50 @@ def check_batching(model: Any, generation_config: Any, options: Mapping[str, Any
     Raises:
         ValueError: Naming the backend that would be ignored, or is none.
     """
-    options = options or {}
-    chosen = getattr(model, "generation_config", None) if generation_config is None else generation_config
-    cache_config: Any = options.get("cache_config", getattr(chosen, "cache_config", None))
-    kv_cache, refused = given_cache(options), None
-    if kv_cache is not None and is_ours(kv_cache):
-        refused, allowed = f"a cache of the backend {kv_cache.backend!r}", f"{cache_name()}=None"
-    elif _names_another(cache_config):
-        get_backend(cache_config["backend"])  # an unknown name fails here, naming the closest
-        refused = f"cache_config with backend={cache_config['backend']!r}"
-        allowed = "cache_config=None"
+    refused = _named_in_vain(model, generation_config, options or {})
     if refused is not None:
+        what, allowed = refused
         raise ValueError(
-            f"Continuous batching (generate_batch) has paged caches of transformers' own: {refused} would be "
+            f"Continuous batching (generate_batch) has paged caches of transformers' own: {what} would be "
             f"ignored. Allowed there is {allowed}; generate() uses it."
         )
+
+
+def check_speech(model: Any, options: Mapping[str, Any]) -> None:
+    """Refuse a cache of ours for a loop that speaks, and takes whatever it is given without looking at it.
+
+    Args:
+        model (`PreTrainedModel`): What speaks (SpeechT5).
+        options (`dict`): The call's arguments by name.
+
+    Raises:
+        ValueError: Naming the backend that would be ignored, or is none.
+    """
+    refused = _named_in_vain(model, options.get("generation_config"), options)
+    if refused is not None:
+        what, allowed = refused
+        raise ValueError(
+            f"{type(model).__name__}.generate() makes speech in a loop of its own, over a dense cache: "
+            f"{what} would be ignored. Allowed there is {allowed}; a loop of your own may give its calls of "
+            "the model a cache of `build_cache`."
+        )
+
+
+def _named_in_vain(model: Any, generation_config: Any, options: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What a call names that would be ignored, and what is allowed instead; `None` if nothing.
+
+    Raises:
+        ValueError: For a backend that there is not.
+    """
+    chosen = getattr(model, "generation_config", None) if generation_config is None else generation_config
+    cache_config: Any = options.get("cache_config", getattr(chosen, "cache_config", None))
+    kv_cache = given_cache(options)
+    if kv_cache is not None and is_ours(kv_cache):
+        return f"a cache of the backend {kv_cache.backend!r}", f"{cache_name()}=None"
+    if _names_another(cache_config):
+        get_backend(cache_config["backend"])  # an unknown name fails here, naming the closest
+        return f"cache_config with backend={cache_config['backend']!r}", "cache_config=None"
+    return None
 
 
 def _names_another(cache_config: Any) -> bool:

@@ -6,6 +6,7 @@
 * `GenerationMixin._prepare_cache_for_generation`: after it, the cache is told what it never sees by itself:
   padding, final length, rotary parameters.
 * `generate` of Janus, which makes images past that: before it, a cache of ours is built, and told the same.
+* `generate` of SpeechT5, which speaks past that: before it, a cache of ours is refused.
 * `init_continuous_batching` and `generate_batch`: before them, a cache of ours is refused.
 * The attention functions, and `AttentionInterface.get_interface`, by which models ask for their own `eager`
   one: a handle goes to us, anything else straight through; and our own function is registered.
@@ -30,7 +31,7 @@ from types import ModuleType
 from typing import Any
 
 from .assistant_calls import choose_cache_of_assistant
-from .cache_requests import check_batching, check_request
+from .cache_requests import check_batching, check_request, check_speech
 from .config import drop_legacy_keys
 from .errors import IncompatibleTransformersError
 from .generation_calls import bind_cache, check_before_encoder, check_prepared, ready_to_build
@@ -221,6 +222,20 @@ def _image_seam(module: ModuleType) -> None:
     _undo.append(lambda: setattr(cls, "generate", original))
 
 
+def _speech_seam(module: ModuleType) -> None:
+    """Install into `transformers.models.speecht5.modeling_speecht5`."""
+    cls = _expect(module, "SpeechT5ForTextToSpeech")
+    original = _expect(cls, "generate")
+
+    @wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check_speech(self, kwargs)
+        return original(self, *args, **kwargs)
+
+    cls.generate = generate
+    _undo.append(lambda: setattr(cls, "generate", original))
+
+
 def _attention_seam(module: ModuleType) -> None:
     """Install into `transformers.modeling_utils`."""
     interface = _expect(module, "AttentionInterface")
@@ -285,6 +300,7 @@ _SEAMS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.generation.utils": _generation_seam,
     "transformers.masking_utils": _mask_seam,
     "transformers.models.janus.modeling_janus": _image_seam,
+    "transformers.models.speecht5.modeling_speecht5": _speech_seam,
     "transformers.modeling_utils": _attention_seam,
 }
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, DynamicCache, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers import (
+    CONFIG_MAPPING,
+    DynamicCache,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StaticCache,
+)
 
 import kvcache_plugins as kvp
 from kvcache_plugins import KVCache, build_cache, estimate
@@ -125,6 +132,35 @@ def test_a_cache_that_nothing_was_told_is_refused() -> None:
     cache = build_cache(adding, INT8)
     generate(adding, **as_argument(cache))
     assert cache.packed_layers[0].padding is not None and cache.get_seq_length() == 20 + NEW - 1
+
+
+def test_a_loop_that_speaks_refuses_what_it_would_ignore() -> None:
+    """SpeechT5 takes any argument, looks at none of them, and makes its own cache."""
+    from transformers import SpeechT5Config, SpeechT5ForTextToSpeech
+
+    config = SpeechT5Config(
+        vocab_size=64, hidden_size=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8,
+        speech_decoder_prenet_units=16, speaker_embedding_dim=8, speech_decoder_postnet_units=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = SpeechT5ForTextToSpeech(config).eval()
+    tokens = torch.arange(5, 25)[None]
+    given: dict[str, Any] = {"speaker_embeddings": torch.ones(1, 8), "maxlenratio": 1.0}
+    cache = build_cache(model, INT8)
+    chosen = GenerationConfig(**asking(INT8))
+    for arguments in (asking(INT8), {"cache_config": INT8}, {"generation_config": chosen}):
+        with pytest.raises(
+            ValueError, match=r"speech in a loop.*cache_config with backend='int8' would be ig"
+        ):
+            model.generate(tokens, **given, **arguments)
+    with pytest.raises(ValueError, match=r"a cache of the backend 'int8' would be ignored.*=None"):
+        model.generate(tokens, **given, **as_argument(cache))
+    with pytest.raises(ValueError, match="Did you mean 'int8'"):
+        model.generate(tokens, **given, **asking({"backend": "int3"}))
+    assert cache.get_seq_length() == 0
+    expected = model.generate_speech(tokens, **given)
+    assert torch.equal(model.generate(tokens, **given, cache_config=None), expected)
 
 
 def janus() -> PreTrainedModel:
