@@ -45,6 +45,8 @@ _REFUSED = (
     ),
 )
 """Families of decoders that no cache of this package serves, and what they do."""
+_SERVED_PARTS = {"bark": "its parts model.semantic and model.coarse_acoustics, and their configurations"}
+"""Of models of several decoders, by the type of the whole: those that have a cache."""
 
 
 def split_model_or_config(model_or_config: Any) -> tuple[nn.Module | None, Any]:
@@ -94,7 +96,8 @@ def decoder_config(config: Any) -> Any:
 
     Raises:
         ValueError: For models without a cache, or with one of a class of their own, or two that are not one
-            of each half, for those that attend to padding, and for those that read the layers of a cache.
+            of each half, for those that attend to padding, for those that read the layers of a cache, and
+            for those without a text decoder, or with several.
     """
     if is_of_family(config, _TAKING_CACHES_APART):
         raise ValueError(
@@ -102,6 +105,12 @@ def decoder_config(config: Any) -> Any:
             "together again as dense ones. Allowed for this model is no cache_implementation at all."
         )
     decoder = _decoders_half(config)
+    if not hasattr(decoder, "num_hidden_layers"):
+        parts = _SERVED_PARTS.get(config.model_type, "models with a text decoder, and such parts of this one")
+        raise ValueError(
+            f"{type(config).__name__} (model_type={config.model_type!r}) names no layers of a text decoder, "
+            f"whose keys and values a cache would keep. Allowed are {parts}."
+        )
     for families, what in _REFUSED:
         if is_of_family(decoder, families):
             raise ValueError(

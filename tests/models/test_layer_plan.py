@@ -46,6 +46,28 @@ def reasons(config: Any, skipped: frozenset[int] = frozenset()) -> dict[int, str
     return {index: plan.dense_reason for index, plan in enumerate(plans) if plan.dense_reason is not None}
 
 
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [("bark", r"model\.semantic and model\.coarse_acoustics"), ("encodec", "models with a text decoder")],
+)
+@pytest.mark.parametrize("options", [{"backend": "int8"}, {"backend": "knorm", "budget": 64}], ids=str)
+def test_a_model_without_one_text_decoder_is_refused(
+    name: str, allowed: str, options: dict[str, Any]
+) -> None:
+    config = CONFIG_MAPPING[name]()
+    message = rf"model_type='{name}'\) names no layers of a text decoder.*{allowed}"
+    with pytest.raises(ValueError, match=message):
+        build_cache(config, options)
+    with pytest.raises(ValueError, match=message):
+        estimate(config, options, 100)
+
+
+def test_the_text_decoders_of_bark_are_served() -> None:
+    config = CONFIG_MAPPING["bark"]()
+    for part in (config.semantic_config, config.coarse_acoustics_config):
+        assert len(build_cache(part, {"backend": "int8"}).packed_layers) == part.num_layers
+
+
 @pytest.mark.parametrize("name", HYBRID)
 def test_hybrid_models_keep_their_other_layers(name: str) -> None:
     model = tiny_model(name, num_hidden_layers=4)
