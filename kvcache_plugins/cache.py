@@ -142,7 +142,7 @@ class KVCache(SavedCache, CacheVerbs):
                 layer.shelf = None if is_limited else self._shelf
                 layer.prepare(*self._key_value_heads(layer_idx))
             layers.append(layer)
-        if not any(isinstance(layer, PackedLayer) for layer in layers):
+        if layers and not any(isinstance(layer, PackedLayer) for layer in layers):
             warnings.warn(
                 f"The backend {self.backend!r} packs none of the {len(layers)} layers of this model: "
                 f"{sorted({str(plan.dense_reason) for plan in self._plans})}.",

@@ -19,6 +19,7 @@ from .config import BackendConfig
 from .layers.base import PackedLayer
 from .layers.extending import extended
 from .layers.shown import ShownLayer
+from .models.decoder import begins_with_encoder
 from .models.facts import LayerFacts
 from .models.layer_plan import LayerPlan, encoder_key_value_heads, plan_cross_attention
 from .report import CacheReport
@@ -32,6 +33,9 @@ __all__ = [
     "halves_of",
     "layers_of",
 ]
+
+_NAMING_LAYERS = ("skip_layers", "layer_overrides")
+"""Options that are of some layers."""
 
 
 class SelfAttentionCache(KVCache):
@@ -99,7 +103,8 @@ class KVEncoderDecoderCache(SavedCache, EncoderDecoderCache):
 
     Args:
         self_attention_cache (`KVCache`): Of the decoder's own text.
-        cross_attention_cache (`CrossAttentionCache`): Of what it reads of the encoder.
+        cross_attention_cache (`CrossAttentionCache`): Of what it reads of the encoder; without layers where
+            that comes before the text, in its own half (MusicGen Melody).
     """
 
     self_attention_cache: KVCache  # type: ignore[assignment]  # transformers writes its own class
@@ -196,7 +201,7 @@ class KVEncoderDecoderCache(SavedCache, EncoderDecoderCache):
             values=own.values + cross.values,
             fallback_reads=own.fallback_reads + cross.fallback_reads,
             dropped_outliers=own.dropped_outliers + cross.dropped_outliers,
-            cross_attention=cross,
+            cross_attention=cross if self.cross_attention_cache.layers else None,
         )
 
 
@@ -216,9 +221,10 @@ def build_both(
     """
     own = extended(SelfAttentionCache, cache_class)  # type: ignore[arg-type]  # classes can be hashed
     cross = extended(CrossAttentionCache, cache_class)  # type: ignore[arg-type]
-    return KVEncoderDecoderCache(
-        own(model_or_config, max_cache_length=max_cache_length, **options), cross(model_or_config, **options)
-    )
+    of_text = own(model_or_config, max_cache_length=max_cache_length, **options)
+    if begins_with_encoder(of_text.model_config):  # no layer of the other half to be named
+        options = {name: value for name, value in options.items() if name not in _NAMING_LAYERS}
+    return KVEncoderDecoderCache(of_text, cross(model_or_config, **options))
 
 
 def halves_of(cache: KVCache | KVEncoderDecoderCache) -> tuple[KVCache, ...]:

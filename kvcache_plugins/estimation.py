@@ -15,7 +15,7 @@ from .encoder_decoder import layers_of
 from .layers.base import PackedLayer
 from .layers.counting import bytes_of, owned_tensors
 from .layers.offloading import SLOTS
-from .models.decoder import decoder_config, has_encoder, split_model_or_config
+from .models.decoder import begins_with_encoder, decoder_config, has_cross_attention, split_model_or_config
 from .models.layer_plan import (
     LayerPlan,
     encoder_key_value_heads,
@@ -82,7 +82,8 @@ def estimate(
         max_cache_length (`int`, *optional*): Tokens the cache is known to hold in the end, as `generate()`
             tells it; room is then made for these and no more.
         encoder_tokens (`int`, *optional*): States per row that the encoder hands to the decoder, where there
-            is one: tokens of a text, patches of an image, 1500 of 30 seconds of Whisper's sound.
+            is one: tokens of a text, patches of an image, 1500 of 30 seconds of Whisper's sound. Those of
+            MusicGen Melody come before the decoder's own, and are among `tokens`.
         new_tokens (`int`): Tokens generated after those: `max_new_tokens` of `generate()`, which hands all
             but the last one to the cache, and tells it so before (`max_cache_length`, unless it is given).
         at_peak (`bool`): Of layers that evict while tokens are generated, whether to take the most bytes that
@@ -112,13 +113,15 @@ def estimate(
     if new_tokens > MOST_NEW_TOKENS:
         raise ValueError(f"estimate: new_tokens must be at most {MOST_NEW_TOKENS}, got {new_tokens}.")
     model, whole = split_model_or_config(model_or_config)
-    reads_encoder = has_encoder(whole)
+    reads_encoder = has_cross_attention(whole)
     if reads_encoder != (encoder_tokens is not None):
-        kind = "an encoder-decoder" if reads_encoder else "a decoder-only"
+        kind = "an encoder-decoder model" if reads_encoder else "a decoder-only model"
+        if begins_with_encoder(whole):
+            kind = "a model whose decoder has what its encoder reads among its own tokens"
         allowed = "an integer >= 1" if reads_encoder else "None"
         raise ValueError(
-            f"estimate: {type(whole).__name__} is of {kind} model, for which encoder_tokens must be "
-            f"{allowed}, got {encoder_tokens!r}."
+            f"estimate: {type(whole).__name__} is of {kind}, for which encoder_tokens must be {allowed}, "
+            f"got {encoder_tokens!r}."
         )
     config = decoder_config(whole)
     if dtype is None:

@@ -35,8 +35,8 @@ class CacheReport:
         dropped_outliers (`int`): Numbers that are no longer exact, because too many outliers of tokens that
             moved came into one block.
         cross_attention (`CacheReport`, *optional*): Of an encoder-decoder model, what the decoder reads of
-            the encoder, whose tokens are the encoder's. Tokens, kernels and layers above are then those of
-            the decoder's own text; bytes, values and reads count both.
+            the encoder by cross-attention, whose tokens are the encoder's. Tokens, kernels and layers above
+            are then those of the decoder's own text; bytes, values and reads count both.
     """
 
     backend: str

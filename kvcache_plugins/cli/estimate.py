@@ -70,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print a row per number of tokens and cache, dense first; or, of some bytes, a row per cache."""
     from ..estimation import MOST_NEW_TOKENS
-    from ..models.decoder import has_encoder
+    from ..models.decoder import has_cross_attention
 
     for tokens in args.tokens or ():
         check_count("tokens", tokens, most=_MOST)
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = list(OURS) if args.cache_config is None else parse_cache_configs(args.cache_config)
     cache_configs = dense_first(chosen)
     config = _model_config(args)
-    if has_encoder(config) != (args.encoder_tokens is not None):
+    if has_cross_attention(config) != (args.encoder_tokens is not None):
         kind = "needed for" if args.encoder_tokens is None else "not for"
         raise ValueError(f"--encoder_tokens is {kind} a model of type {config.model_type!r}.")
     dtype = _dtype(args.dtype, config)

@@ -12,10 +12,12 @@ from .origins import is_of_family
 
 __all__ = [
     "WITHOUT_CACHE",
+    "begins_with_encoder",
     "check_model",
     "decoder_config",
     "decoder_of",
     "decoder_only_config",
+    "has_cross_attention",
     "has_encoder",
     "most_positions",
     "split_model_or_config",
@@ -23,6 +25,7 @@ __all__ = [
 
 WITHOUT_CACHE = frozenset({"flaubert", "openai-gpt", "xlm"})
 """Families that read their whole text at every step. Their signatures do not tell: others take `**kwargs`."""
+_BEGINNING_WITH_ENCODER = frozenset({"musicgen_melody", "musicgen_melody_decoder"})
 _TAKING_CACHES_APART = frozenset({"rag"})
 _REFUSED = (
     (WITHOUT_CACHE, "take no cache and read their whole text at every step"),
@@ -91,6 +94,16 @@ def has_encoder(config: Any) -> bool:
     return any(getattr(part, "is_encoder_decoder", False) for part in parts)
 
 
+def begins_with_encoder(config: Any) -> bool:
+    """Whether what an encoder has read comes before a decoder's text, among its tokens (MusicGen Melody)."""
+    return is_of_family(config, _BEGINNING_WITH_ENCODER)
+
+
+def has_cross_attention(config: Any) -> bool:
+    """Whether a model's decoder reads its encoder by layers of cross-attention, which have a cache."""
+    return has_encoder(config) and not begins_with_encoder(config)
+
+
 def decoder_config(config: Any) -> Any:
     """Return the configuration of the text decoder, which may be half of an encoder-decoder model.
 
@@ -133,9 +146,12 @@ def decoder_only_config(config: Any, what: str = "What was asked for", instead: 
         ValueError: For encoder-decoder models, and whatever [`decoder_config`] refuses.
     """
     if has_encoder(config):
+        kind = "an encoder-decoder model"
+        if begins_with_encoder(config):
+            kind = "a model whose decoder begins with what an encoder has read"
         raise ValueError(
             f"{what} serves decoder-only models; {type(config).__name__} "
-            f"(model_type={getattr(config, 'model_type', None)!r}) is an encoder-decoder model. "
+            f"(model_type={getattr(config, 'model_type', None)!r}) is {kind}. "
             f"Allowed are {instead or 'decoder-only configurations (is_encoder_decoder=False)'}."
         )
     return decoder_config(config)

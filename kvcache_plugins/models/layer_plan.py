@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .decoder import begins_with_encoder
 from .loops import repeated_layers
 from .origins import is_of_family, modeling_module
 
@@ -201,7 +202,12 @@ def plan_cross_attention(
         config (`PreTrainedConfig`): The decoder's configuration.
         skipped (`frozenset[int]`): Layers the user wants dense.
         cross_reason (`str`, *optional*): Why none is to be packed; all are if not given.
+
+    Returns:
+        `list[LayerPlan]`: One for every layer; empty where none has cross-attention.
     """
+    if begins_with_encoder(config):
+        return []
     kind = "full_attention"  # also of a layer that sees a window of its own text
     reason = cross_reason and f"cross_attention: {cross_reason}"
     return [

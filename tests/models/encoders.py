@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -133,6 +134,27 @@ _DIA: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 64,
 }
+_MUSIC: dict[str, Any] = {
+    "text_encoder": {**_T5, "model_type": "t5"},
+    "audio_encoder": {
+        "model_type": "encodec",
+        "num_filters": 4,
+        "hidden_size": 16,
+        "codebook_size": 32,
+        "codebook_dim": 16,
+        "num_lstm_layers": 1,
+    },
+    "decoder": {
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 64,
+        "num_codebooks": 4,
+        "pad_token_id": 32,
+        "bos_token_id": 32,
+    },
+}
 _MADE_OF_TWO: dict[str, tuple[str, str, tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]]] = {
     "vit-mbart": (
         "VisionEncoderDecoderModel",
@@ -189,29 +211,10 @@ _OF_OWN_KIND: dict[str, tuple[str, dict[str, Any]]] = {
             "image_token_id": 127,
         },
     ),
-    "musicgen": (
-        "MusicgenForConditionalGeneration",
-        {
-            "text_encoder": {**_T5, "model_type": "t5"},
-            "audio_encoder": {
-                "model_type": "encodec",
-                "num_filters": 4,
-                "hidden_size": 16,
-                "codebook_size": 32,
-                "codebook_dim": 16,
-                "num_lstm_layers": 1,
-            },
-            "decoder": {
-                "vocab_size": 32,
-                "hidden_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "ffn_dim": 64,
-                "num_codebooks": 4,
-                "pad_token_id": 32,
-                "bos_token_id": 32,
-            },
-        },
+    "musicgen": ("MusicgenForConditionalGeneration", _MUSIC),
+    "musicgen_melody": (
+        "MusicgenMelodyForConditionalGeneration",
+        {**_MUSIC, "num_chroma": 12, "chroma_length": 20},
     ),
     "speecht5": (
         "SpeechT5ForSpeechToText",
@@ -223,7 +226,8 @@ _OF_OWN_KIND: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Families with another kind of input, by class and sizes."""
-OTHERS: tuple[str, ...] = tuple(sorted({*_MADE_OF_TWO, *_OF_OWN_KIND} - {"musicgen"}))
+COMPOSING = ("musicgen", "musicgen_melody")
+OTHERS: tuple[str, ...] = tuple(sorted({*_MADE_OF_TWO, *_OF_OWN_KIND}.difference(COMPOSING)))
 _CLASSES = {
     "seamless_m4t": "SeamlessM4TForTextToText",
     "seamless_m4t_v2": "SeamlessM4Tv2ForTextToText",
@@ -235,7 +239,7 @@ def encoder_decoder(name: str, **overrides: Any) -> PreTrainedModel:
     """Builds a small model of a family, in evaluation mode; `overrides` are fields of its configuration."""
     config = _configuration(name, overrides)
     class_name = (
-        (_MADE_OF_TWO | _OF_OWN_KIND)[name][0] if name in (*OTHERS, "musicgen") else _CLASSES.get(name)
+        (_MADE_OF_TWO | _OF_OWN_KIND)[name][0] if name in (*OTHERS, *COMPOSING) else _CLASSES.get(name)
     )  # type: ignore[index]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -279,7 +283,7 @@ def _configuration(name: str, overrides: dict[str, Any]) -> Any:
         config.decoder_start_token_id, config.pad_token_id = 1, 0
         return config
     if name in _OF_OWN_KIND:
-        return CONFIG_MAPPING[name](**_OF_OWN_KIND[name][1])
+        return CONFIG_MAPPING[name](**copy.deepcopy(_OF_OWN_KIND[name][1]))  # older releases write to it
     if "-" in name and name.split("-")[0] == "bert":
         of_decoder = {"bert": _BERT, "gpt2": _GPT2}[name.split("-")[1]]
         decoder = CONFIG_MAPPING[name.split("-")[1]](**of_decoder, **_DECODER)

@@ -117,6 +117,54 @@ def test_a_model_that_prepares_no_cache_takes_one() -> None:
     assert cache.get_seq_length() == 13 and cache.report().fallback_reads == 0
 
 
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize(
+    "config",
+    [
+        INT8,
+        {"backend": "kivi", "residual_length": 32, "skip_layers": [0]},
+        {"backend": "int4", "layer_overrides": {"1": {"nbits": 8}}},
+    ],
+    ids=["int8", "skipped", "overridden"],
+)
+def test_a_decoder_that_begins_with_its_encoder(
+    config: dict[str, Any], guidance: float, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """MusicGen Melody's: what was read is among its tokens, and there is no cross-attention."""
+    model, given = encoder_decoder("musicgen_melody"), source("bart", (150,))
+    model.generation_config.update(
+        decoder_start_token_id=32, pad_token_id=32, bos_token_id=32, guidance_scale=guidance
+    )
+    options = {"max_new_tokens": 44, "do_sample": False, "return_dict_in_generate": True}
+    seen = cache_of(model.generate(**given, **options)).get_seq_length()
+    assert seen in (20 + 150 + 44, 44)  # 5.17 gives a cache that was made before no more than the text
+    asked = {"cache_implementation": "quantized", "cache_config": config}
+    cache = cache_of(model.generate(**given, **options, **asked))
+    report, rows = cache.report(), 1 if guidance == 1 else 2
+    assert report.tokens_seen == seen and report.fallback_reads == 0
+    assert report.cross_attention is None and "encoder" not in str(report)
+    assert not [warning for warning in recwarn if "packs none" in str(warning.message)]
+    assert kvp.estimate(model, config, report.tokens_seen, rows) == cache.kv_bytes() == report.kv_bytes
+    assert kvp.estimate(model, {"backend": "dense"}, report.tokens_seen, rows) == report.dense_bytes
+    with pytest.raises(ValueError, match=r"encoder reads among its own tokens.* must be None, got 150"):
+        kvp.estimate(model, config, 100, encoder_tokens=150)
+    cache.save_pretrained(tmp_path)
+    loaded = kvp.KVCache.from_pretrained(tmp_path, model)
+    assert loaded.get_seq_length() == seen and loaded.kv_bytes() == cache.kv_bytes()
+    cache.batch_repeat_interleave(2)
+    cache.crop(-4)
+    assert cache.get_seq_length() == seen - 4
+    assert cache.report().values == 2 * rows * (seen - 4) * 2 * 2 * 64
+
+
+def test_what_a_decoder_begins_with_is_not_evicted() -> None:
+    model = encoder_decoder("musicgen_melody")
+    with pytest.raises(ValueError, match="a model whose decoder begins with what an encoder has read"):
+        kvp.build_cache(model, {"backend": "streaming_llm", "budget": 64})
+    with pytest.raises(ValueError, match=r"skip_layers must name layers from -2 to 1, got 7"):
+        kvp.build_cache(model, {**INT8, "skip_layers": [7]})
+
+
 def test_a_model_that_takes_its_caches_apart_is_refused() -> None:
     config = RagConfig.from_question_encoder_generator_configs(DPRConfig(), BartConfig())
     with pytest.raises(ValueError, match="'rag' take their caches apart to search beams"):
