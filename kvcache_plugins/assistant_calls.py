@@ -9,10 +9,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from .cache_requests import check_request, names_ours, own_choice
+from .cache_requests import asks_for_ours, check_request, names_ours, own_choice
 from .models.cache_argument import given_cache
 
 __all__ = ["choose_cache_of_assistant"]
+
+_DENSE_AFTERWARDS = "as its generate() hands back one, with which its next drafts go on."
 
 
 def choose_cache_of_assistant(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
@@ -37,15 +39,32 @@ def choose_cache_of_assistant(model: Any, generation_config: Any, model_kwargs: 
     if implementation is not None:
         generation_config.cache_implementation = implementation
         generation_config.cache_config = own_config
+        if asks_for_ours(generation_config) and _returns_dense(model):
+            _choose_dense(model, generation_config, _DENSE_AFTERWARDS)
         return
     generation_config.cache_implementation = "quantized"
-    if (reason := _why_not(model, generation_config, model_kwargs)) is not None:
-        warnings.warn(
-            f"The assistant {type(model).__name__} drafts with a dense cache, as its target's does not fit: "
-            f"{reason} The assistant's own generation_config may name another.",
-            stacklevel=3,
-        )
-        generation_config.cache_implementation = generation_config.cache_config = None
+    if _returns_dense(model):
+        _choose_dense(model, generation_config, _DENSE_AFTERWARDS)
+    elif (reason := _why_not(model, generation_config, model_kwargs)) is not None:
+        another = "The assistant's own generation_config may name another."
+        _choose_dense(model, generation_config, f"as its target's does not fit: {reason} {another}")
+
+
+def _choose_dense(model: Any, generation_config: Any, reason: str) -> None:
+    """Take a cache that was asked for away, and say so."""
+    warnings.warn(
+        f"The assistant {type(model).__name__} drafts with a dense cache, {reason}",
+        stacklevel=4,
+    )
+    generation_config.cache_implementation = generation_config.cache_config = None
+
+
+def _returns_dense(model: Any) -> bool:
+    """Whether a model's own `generate()` hands back a dense cache, whatever it was given (Whisper)."""
+    from .models.origins import is_of_family
+
+    is_own = not type(model).generate.__qualname__.startswith("GenerationMixin.")
+    return is_own and is_of_family(model.config, {"whisper"})
 
 
 def _why_not(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any]) -> str | None:

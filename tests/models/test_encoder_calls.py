@@ -139,6 +139,31 @@ def test_an_assistant_that_is_a_decoder_alone_drafts_with_a_dense_cache() -> Non
     assert drafting and not any(hasattr(cache, "kv_bytes") for cache in drafting)
 
 
+@pytest.mark.allow_deprecation("Passing `generation_config` together", reason="assistants are called so")
+@pytest.mark.parametrize("is_own", [False, True])
+def test_an_assistant_that_hands_back_a_dense_cache_drafts_with_one(is_own: bool) -> None:
+    """Whisper's own `generate()` does, so that only the first drafts could be made with another."""
+    model = encoder_decoder("whisper")
+    heard = {name: tensor[:1] for name, tensor in source("whisper").items()}
+    assistant = encoder_decoder("whisper", decoder_layers=1)
+    options = {"return_timestamps": False, "max_new_tokens": 20, "do_sample": False}
+    asked = {"cache_implementation": "quantized", "cache_config": INT8}
+    expected = model.generate(**heard, **options, **asked)
+    if is_own:
+        assistant.generation_config.update(**asked)
+    drafting = []
+    assistant.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: drafting.append(given_cache(kwargs)), with_kwargs=True
+    )
+    with pytest.warns(
+        UserWarning, match=r"WhisperForConditionalGeneration drafts with a dense cache, .* hands back one"
+    ) as warned:
+        found = model.generate(**heard, **options, **asked, assistant_model=assistant)
+    assert len([warning for warning in warned if "drafts with" in str(warning.message)]) == 1
+    assert found.tolist() == expected.tolist()
+    assert drafting and not any(hasattr(cache, "kv_bytes") for cache in drafting)
+
+
 # -- what configurations say of a decoder
 
 
