@@ -51,6 +51,25 @@ def test_options_are_those_of_the_evaluation(path: Path) -> None:
             get_backend(backend).config_class.from_dict(rest)
 
 
+@pytest.mark.parametrize(
+    ("name", "excluded", "given"),
+    [
+        ("longbench/kivi_mistral_7b.yaml", "dataset", {"data_dir": str(CONFIGS)}),
+        ("passkey/locret_llama31_8b.yaml", "filler_text", {"filler_files": ["book.txt"]}),
+    ],
+)
+def test_an_option_of_the_command_line_takes_the_place_of_what_it_excludes(
+    name: str, excluded: str, given: dict[str, Any]
+) -> None:
+    path = CONFIGS / name
+    assert excluded in yaml.safe_load(path.read_text(encoding="utf-8"))
+    settings = OPTIONS[path.parent.name].from_dict(merge_options(given, str(path))).settings()
+    assert settings.items() >= given.items() and settings[excluded] is None
+    text = yaml.safe_load(path.read_text(encoding="utf-8"))[excluded]
+    with pytest.raises(ValueError, match="exclude each other"):
+        OPTIONS[path.parent.name].from_dict(merge_options(given | {excluded: text}, str(path)))
+
+
 @pytest.mark.parametrize("path", TRAININGS, ids=_name)
 def test_options_are_those_of_the_training(path: Path) -> None:
     options, training = parse_arguments(["--config", str(path), "--output", "unused", "--bf16", "false"])

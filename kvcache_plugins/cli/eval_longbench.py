@@ -92,13 +92,15 @@ def _score(merged: dict[str, Any], output: Path) -> dict[str, Any]:
         check_type(name, value, kinds[name])
         check_filled(name, value)
     from ..evaluation.longbench.summary import score_directory
+    from ..runs.output_lock import writing_alone
     from ..runs.results import write_results
 
-    document = score_directory(
-        Path(merged["score_only"]), merged.get("tasks"), longbench_e=merged.get("longbench_e", False)
-    )
-    write_results(output, document)
-    return document
+    with writing_alone(output):
+        document = score_directory(
+            Path(merged["score_only"]), merged.get("tasks"), longbench_e=merged.get("longbench_e", False)
+        )
+        write_results(output, document)
+        return document
 
 
 def _measure(merged: dict[str, Any], output: Path) -> dict[str, Any] | None:

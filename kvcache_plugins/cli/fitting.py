@@ -79,7 +79,8 @@ def _pairs(table: Table, start: int) -> list[list[int]]:
 
 
 def _measure(renderable: Any) -> Measurement:
-    console = Console(width=10**6)
+    # on a terminal that TERM calls dumb, rich takes a width for granted only beside a height
+    console = Console(width=10**6, height=25)
     return Measurement.get(console, console.options, renderable)
 
 

@@ -20,6 +20,13 @@ __all__ = [
 _NOT_OPTIONS = (
     "command", "benchmark", "evaluation", "run", "interrupted", "config", "output", "no_plots", "push_to_hub",
 )  # fmt: skip
+_EXCLUSIVE = (
+    ("data_dir", "dataset"),
+    ("filler_files", "filler_text"),
+    ("model", "preset"),
+    ("device_map", "tp_plan"),
+)
+"""Options of which a run takes one."""
 RESUMED = "the same command goes on where this one ended."
 """What the user of a command is told who has interrupted it."""
 OUTPUT = "default: current directory; what another run has left there is kept under another name"
@@ -54,6 +61,9 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 def merge_options(given: dict[str, Any], config_file: str | None) -> dict[str, Any]:
     """Return the options of a file, overridden by those given on the command line.
 
+    One that is given there also takes the place of one in the file that excludes it, such as `--data_dir` of
+    a `dataset`.
+
     Args:
         given (`dict`): Options of the command line, without those that were left out; `cache_config` as
             `argparse` collects it.
@@ -69,6 +79,10 @@ def merge_options(given: dict[str, Any], config_file: str | None) -> dict[str, A
             raise ValueError(f"{name!r} in {config_file!r}: it is given on the command line alone.")
     if "cache_config" in merged:
         merged["cache_config"] = read_cache_configs(merged["cache_config"])
+    for pair in _EXCLUSIVE:
+        for name, other in (pair, pair[::-1]):
+            if name in given and other not in given:
+                merged.pop(other, None)
     merged |= given
     if "cache_config" in given:
         merged["cache_config"] = parse_cache_configs(given["cache_config"])

@@ -163,7 +163,7 @@ def check_amount(name: str, value: Any, most: float) -> None:
 
 
 def check_counts(name: str, values: Any) -> None:
-    """Check that an option is a list of one or more integers of at least 1.
+    """Check that an option is a list of one or more integers of at least 1, none of them twice.
 
     Raises:
         ValueError: Naming the option, the value and what is allowed.
@@ -172,6 +172,8 @@ def check_counts(name: str, values: Any) -> None:
         raise ValueError(f"--{name} must be one or more integers >= 1, got {values!r}.")
     for value in values:
         check_count(name, value)
+    if len(set(values)) < len(values):
+        raise ValueError(f"--{name} must differ from each other, got {list(values)}.")
 
 
 def check_directory(name: str, directory: Path) -> None:

@@ -115,6 +115,18 @@ def test_numbers_are_never_cut(name: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
+def test_numbers_are_never_cut_on_a_dumb_terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = TABLES[name]()
+    expected = _printed(fitted(table, 80), 80)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if this were a terminal
+    assert Console(width=1000).width == 80, "which rich makes of any width"
+    parts = fitted(table, 80)
+    monkeypatch.undo()
+    assert _printed(parts, 80) == expected
+
+
+@pytest.mark.parametrize("name", TABLES)
 def test_a_table_that_fits_is_left_alone(name: str) -> None:
     table = TABLES[name]()
     assert fitted(table, 1000) == [table]

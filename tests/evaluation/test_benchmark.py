@@ -1088,6 +1088,8 @@ def test_tied_weights_of_a_model_count_once_and_its_buffers_too() -> None:
         (["generate", "--preset", "flan-t5-large", "--memory_gb", "9"], ["--memory_gb", "--encoder_tokens"]),
         (["attention", "--lengths", "0"], ["--lengths", ">= 1", "0"]),
         (["attention", "--batch_sizes", "1", "-2"], ["--batch_sizes", ">= 1", "-2"]),
+        (["attention", "--batch_sizes", "1", "1"], ["--batch_sizes must differ from each other, got [1, 1]"]),
+        (["generate", "--lengths", "64", "64"], ["--lengths must differ from each other, got [64, 64]"]),
         (["attention", "--dtype", "int8"], ["--dtype", "bf16", "'int8'"]),
         (["attention", "--repeats", "0"], ["--repeats", "0"]),
         (["attention", "--warm_up", "-1"], ["--warm_up", ">= 0", "-1"]),

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -400,6 +402,14 @@ def test_damaged_and_foreign_files_are_listed_and_do_not_stop_the_page(tmp_path:
         assert f"{entry.path}\n: {entry.reason}" in shown
         assert str(tmp_path) not in entry.reason
     assert "got 7" in refused[1].reason
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    _write(tmp_path, "results.json", _document("perplexity", _rows(perplexity=5.5)))
+    os.mkfifo(tmp_path / "pipe.json")
+    command = [sys.executable, "-m", "kvcache_plugins", "report", str(tmp_path)]
+    subprocess.run([*command, "--output", str(tmp_path / "page.html")], check=True, timeout=120)
 
 
 def test_no_result_at_all_is_an_error_that_names_the_directory(tmp_path: Path) -> None:

@@ -52,10 +52,14 @@ class LongBenchOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.data_dir is None) == (self.dataset is None):
+        if self.data_dir is None and self.dataset is None:
             raise ValueError(
                 "LongBench needs its data: --data_dir DIR with <task>.jsonl files as published, or --dataset "
-                f"with a hub id such as THUDM/LongBench; got {self.data_dir!r} and {self.dataset!r}."
+                "with a hub id such as THUDM/LongBench; got neither."
+            )
+        if self.data_dir is not None and self.dataset is not None:
+            raise ValueError(
+                f"--data_dir and --dataset exclude each other, got {self.data_dir!r} and {self.dataset!r}."
             )
         if self.data_dir is not None and not Path(self.data_dir).is_dir():
             raise ValueError(f"--data_dir must be a directory, got {self.data_dir!r}.")

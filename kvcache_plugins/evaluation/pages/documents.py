@@ -143,5 +143,6 @@ def _json_files(directory: Path) -> Iterator[Path]:
     for folder, below, names in os.walk(directory):
         below[:] = sorted(name for name in below if not name.startswith("."))
         for name in sorted(names):
-            if name.endswith(".json"):
-                yield Path(folder, name)
+            path = Path(folder, name)
+            if name.endswith(".json") and not path.is_fifo():  # of which nobody may ever write the other end
+                yield path

@@ -91,8 +91,6 @@ class PasskeyOptions(ModelOptions):
         self._default("needle", NEEDLE if is_single else FACT_NEEDLE)
         self._default("question", QUESTION if is_single else FACT_QUESTION)
         check_counts("lengths", self.lengths)
-        if len(set(self.lengths)) < len(self.lengths):
-            raise ValueError(f"--lengths must differ from each other, got {list(self.lengths)}.")
         for name in ("depths", "trials", "max_new_tokens", "batch_size"):
             check_count(name, getattr(self, name))
         self._check_size()

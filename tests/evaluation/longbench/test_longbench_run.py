@@ -24,6 +24,7 @@ from kvcache_plugins.evaluation.longbench.prompting import Prompt
 from kvcache_plugins.evaluation.longbench.summary import summarize
 from kvcache_plugins.evaluation.longbench.tasks import TASKS
 from kvcache_plugins.runs.labels import DENSE
+from kvcache_plugins.runs.output_lock import writing_alone
 from kvcache_plugins.runs.results import check_document, read_results
 from tests.evaluation.longbench.rows import row, write_data, write_rows
 from tests.launching import run_script
@@ -401,6 +402,15 @@ def test_scores_of_files_are_those_of_the_run(finished: Path, tmp_path: Path) ->
     document, run = read_results(tmp_path), read_results(finished)
     for name in ("cache_config", "scores", "average", "rows"):
         assert [result[name] for result in document["results"]] == [result[name] for result in run["results"]]
+
+
+def test_scores_have_their_directory_to_themselves(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with writing_alone(tmp_path):
+        assert main(["eval", "longbench", "--score_only", str(finished), "--output", str(tmp_path)]) == 2
+    assert "--output: another run is writing to" in capsys.readouterr().err
+    assert not (tmp_path / "results.json").exists()
 
 
 def test_files_of_different_numbers_of_rows_are_told_of(
