@@ -153,7 +153,7 @@ def arguments(is_key: bool, heads: int = 2, dim: int = 32, tokens: int = 128) ->
         "layout": [3, 0, dim, 1, 1, 2, 0, 0, *((-1, -1) if is_key else (end, end + 256))],
         "boundaries": boundaries_of(book),
         "levels": book,
-        "side": 1,
+        "per_side": 1,
         "start": 64,
     }
     if is_key:
@@ -167,10 +167,10 @@ WRONG: dict[str, tuple[bool, dict[str, Any], str]] = {
     "room": (True, {"start": 128}, "room for 256 tokens"),
     "start": (True, {"start": 32}, "whole blocks"),
     "states": (False, {"states": torch.zeros(2, 2, 100, 32)}, "whole blocks"),
-    "side": (False, {"side": 256}, "a side of 256"),
-    "no outliers": (False, {"side": 0}, "entries and starts come together"),
+    "side": (False, {"per_side": 256}, "a side of 256"),
+    "no outliers": (False, {"per_side": 0}, "entries and starts come together"),
     "no lists": (False, {"outliers": None}, "entries and starts come together"),
-    "short lists": (False, {"side": 2}, "at least 256"),
+    "short lists": (False, {"per_side": 2}, "at least 256"),
     "boundaries": (False, {"boundaries": torch.zeros(8)}, r"Invalid boundaries: .* \[7\]"),
     "levels": (False, {"levels": torch.zeros(8, dtype=torch.float64)}, "Invalid levels"),
     "no range": (True, {"scale": None}, "keys have a scale"),
@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
 def test_it_is_a_proper_operator(is_key: bool) -> None:
     given = arguments(is_key)
     entries, starts = given.pop("outliers")
-    order = ("records", "states", "is_key", "layout", "boundaries", "levels", "side", "start")
+    order = ("records", "states", "is_key", "layout", "boundaries", "levels", "per_side", "start")
     records, *rest = (given.pop(name) for name in order)
     torch.library.opcheck(
         torch.ops.kvcache_plugins.encode_levels.default,

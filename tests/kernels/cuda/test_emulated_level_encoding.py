@@ -98,7 +98,7 @@ def test_ranges_beyond_fp16_are_reported() -> None:
 
 def compare(is_key: bool, heads: int, dim: int, side: int, tokens: int = 128, **changed: Any) -> None:
     """The operator of the emulated GPU, and that of the CPU."""
-    given = {**arguments(is_key, heads, dim, tokens), "side": side}
+    given = {**arguments(is_key, heads, dim, tokens), "per_side": side}
     lists = torch.full((2, 3, 128 * side + 5), 7, dtype=torch.int32)
     starts = torch.full((2, 3, heads + 1), 7, dtype=torch.int16)
     given["outliers"] = Outliers(lists, starts) if side else None
