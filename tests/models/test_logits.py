@@ -16,7 +16,9 @@ OUTPUTS = 4 * torch.randn(3, 200, generator=torch.Generator().manual_seed(0))
 
 
 def found(logits: Tensor, outputs: Tensor = OUTPUTS, **config: Any) -> LogitRule:
-    return find_logit_rule(SimpleNamespace(config=PreTrainedConfig(**config)), outputs, logits)
+    return find_logit_rule(
+        SimpleNamespace(config=PreTrainedConfig(num_hidden_layers=1, **config)), outputs, logits
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
