@@ -120,6 +120,8 @@ def test_numbers_are_never_cut_on_a_dumb_terminal(name: str, monkeypatch: pytest
     expected = _printed(fitted(table, 80), 80)
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as if this were a terminal
+    for size in ("COLUMNS", "LINES"):  # which rich goes by first
+        monkeypatch.delenv(size, raising=False)
     assert Console(width=1000).width == 80, "which rich makes of any width"
     parts = fitted(table, 80)
     monkeypatch.undo()
