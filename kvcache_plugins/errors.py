@@ -7,6 +7,7 @@ __all__ = [
     "IncompatibleTransformersError",
     "KernelUnavailableError",
     "NotFiniteError",
+    "NotPredictedError",
     "UnavailableCacheError",
     "UnsupportedOperationError",
 ]
@@ -26,6 +27,10 @@ class KernelUnavailableError(RuntimeError):
 
 class NotFiniteError(ValueError):
     """What a model predicts is not a number, by itself or with a cache."""
+
+
+class NotPredictedError(ValueError):
+    """The bytes of a model's cache cannot be told before they are held."""
 
 
 class UnavailableCacheError(ValueError):

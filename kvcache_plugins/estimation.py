@@ -12,6 +12,7 @@ from .building import build_cache
 from .config import check_length, plain
 from .dtype_names import floating_dtype
 from .encoder_decoder import layers_of
+from .errors import NotPredictedError
 from .layers.base import PackedLayer
 from .layers.counting import bytes_of, owned_tensors
 from .layers.offloading import SLOTS
@@ -95,8 +96,9 @@ def estimate(
     Raises:
         UnavailableCacheError: If transformers has no such cache for this model, or lacks a package for it.
         ValueError: On a wrong option, a count that is not positive, none for an encoder, a dtype that is not
-            of floating-point numbers, a length that is less than the tokens, or for a model of which layers
-            keep more than keys and values, in a form of their own (DeepSeek-V4).
+            of floating-point numbers, or a length that is less than the tokens.
+        NotPredictedError: For models with layers that keep more than keys and values, in a form of their own
+            (DeepSeek-V4).
     """
     tokens, batch_size, new_tokens = (
         _count(name, value)
@@ -163,11 +165,11 @@ def _check_predictable(plans: list[LayerPlan]) -> None:
     """Refuse layers that a model gives something whose sizes its configuration does not say in a known way.
 
     Raises:
-        ValueError: Naming their kinds.
+        NotPredictedError: Naming their kinds.
     """
     unknown = {plan.layer_type for plan in plans if plan.updates_beside - {_INDEX}}
     if unknown:
-        raise ValueError(
+        raise NotPredictedError(
             f"estimate: layers of the kinds {sorted(unknown)} keep states of a form of their own beside keys "
             "and values, whose bytes are not predicted. Allowed are models without such layers; for this one "
             "`kv_bytes()` says what a cache takes."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvcache_plugins as kvp
+from kvcache_plugins.evaluation.speed.generation.run import measure_generation
+from kvcache_plugins.evaluation.speed.options import GenerationOptions
 from kvcache_plugins.layers.counting import bytes_of, owned_tensors
 from kvcache_plugins.models.cache_argument import as_argument, cache_of
 from kvcache_plugins.testing import assert_close
@@ -132,6 +135,18 @@ def test_states_of_another_form_are_not_predicted() -> None:
             kvp.estimate(model.config, config, 60)
         with pytest.raises(ValueError, match="not predicted"):
             kvp.most_tokens(model.config, config, 10**6)
+
+
+@pytest.mark.skipif("deepseek_v4" not in NAMES, reason="transformers does not know it")
+def test_what_is_not_predicted_is_measured_all_the_same(tmp_path: Path) -> None:
+    small_model("deepseek_v4").save_pretrained(tmp_path / "model")
+    options = GenerationOptions(
+        cache_config=[INT8], lengths=[60], max_new_tokens=8, model=str(tmp_path / "model"), device="cpu",
+        dtype="fp32", threads=1,
+    )  # fmt: skip
+    results = measure_generation(options)["results"]
+    assert [row["estimated_kv_bytes"] for row in results] == [None, None]
+    assert all(row["fits"] and row["kv_bytes"] > 0 and "not predicted" in row["note"] for row in results)
 
 
 @pytest.mark.skipif("deepseek_v4" not in NAMES, reason="transformers does not know it")

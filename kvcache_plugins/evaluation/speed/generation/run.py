@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 
+from ....errors import NotPredictedError
 from ....runs.labels import DENSE, cache_label
 from ....runs.other_work import OtherWork
 from ....runs.output_lock import writing_alone
@@ -141,8 +142,8 @@ def _predictions(
 ) -> dict[str, Any]:
     """Begin a row with what is known without measuring.
 
-    Layers of a third party may take no tensors without data. Their bytes are then not predicted, as a `note`
-    says, and they are measured all the same.
+    Layers of a third party may take no tensors without data, and models may keep states of a form of their
+    own. Their bytes are then not predicted, as a `note` says, and they are measured all the same.
 
     Raises:
         ValueError: On a wrong option.
@@ -166,6 +167,8 @@ def _predictions(
         row["estimated_peak_bytes"] = predicted_peak_bytes(
             config, cache_config, length, new_tokens, batch_size, dtype
         )
+    except NotPredictedError as error:  # of the model, whatever the cache
+        row["note"] = not_predicted(error)
     except ValueError:
         raise
     except Exception as error:
@@ -209,7 +212,8 @@ def _compare(rows: list[dict[str, Any]], dense_bits: int) -> list[dict[str, Any]
     quanto = next((row for row in rows if row["cache_config"]["backend"] == "quanto"), None)
     dense_bytes = dense["kv_bytes"] if dense["fits"] else dense["estimated_kv_bytes"]
     for row in rows:
-        fraction = row["kv_bytes"] / dense_bytes if row["fits"] else None
+        # nothing to compare with: a dense cache that did not fit, of a model whose bytes are not predicted
+        fraction = row["kv_bytes"] / dense_bytes if row["fits"] and dense_bytes else None
         row |= {
             "memory_fraction": fraction,
             # the dense cache keeps every value in the model's dtype
