@@ -133,13 +133,18 @@ def check_candidates(
             f"--target_bits has nothing to choose: --cache_config {dict(cache_config)!r} packs no layer."
         )
     config = decoder_only_config(model.config)
+    least = 0
     for nbits in bits:
         for layer in build_cache(model, {**cache_config, "nbits": nbits}).packed_layers:
             heads, *dims = key_value_heads(config, layer.layer_idx)
             layer.lazy_initialization(*(torch.empty(1, heads, 0, dim, device="meta") for dim in dims))
-            for stream in layer.streams:
-                if stream.spec.packed_length(sequence_length // 2) == 0:
-                    raise _too_short(sequence_length, cache_config)
+            specs = [stream.spec for stream in layer.streams]
+            least = max(least, *(2 * (spec.keep_recent + spec.block_length) for spec in specs))
+    if sequence_length < least:
+        raise ValueError(
+            f"--sequence_length {sequence_length} is too short to judge a precision: of a prompt of half of "
+            f"it, {cache_config['backend']!r} packs nothing. Take {least} or more."
+        )
 
 
 class OneSidedLayer:
@@ -203,15 +208,11 @@ def measure_candidates(
         one_sided: Any = OneSidedLayer(packed, candidate.side, dense)
         cache.layers[candidate.layer_idx] = one_sided
         if packed.streams[_SIDES.index(candidate.side)].packed_length == 0:
-            raise _too_short(sample.shape[1], cache_config)
+            raise ValueError(
+                f"A sample of {sample.shape[1]} tokens is too short to judge a precision: of a prompt of "
+                f"half of it, {cache_config['backend']!r} packs nothing."
+            )
         yield candidate, _divergence(exact, _predictions(model, blocks, cache))
-
-
-def _too_short(sequence_length: int, cache_config: Mapping[str, Any]) -> ValueError:
-    return ValueError(
-        f"--sequence_length {sequence_length} is too short to judge a precision: of a prompt of half of it, "
-        f"{cache_config['backend']!r} packs nothing."
-    )
 
 
 def _packed_layer(model: Any, cache_config: Mapping[str, Any], candidate: Candidate) -> PackedLayer:

@@ -134,6 +134,10 @@ def _no_adapter(name: str, revision: str | None) -> Iterator[None]:
 def _named(what: str, name: str) -> Iterator[None]:
     try:
         yield
+    except OSError as error:
+        if error.errno is not None:  # of the system, which names the file
+            raise
+        raise OSError(f"The {what} of --model {name!r} cannot be found: {error}") from error
     except (ArithmeticError, KeyError, SafetensorError, StrictDataclassError, TypeError, ValueError) as error:
         reason = f"there is no {error} in it" if isinstance(error, KeyError) else error
         raise ValueError(f"The {what} of --model {name!r} cannot be loaded: {reason}") from error

@@ -9,9 +9,13 @@ from typing import Any
 from ..runs.cache_words import EXAMPLE, read_cache_configs
 from ..runs.options import DTYPES, check_choice, check_count, check_filled, check_model, check_unused
 
-__all__ = ["HEADS_DTYPES", "SYNTHETIC", "LocretOptions"]
+__all__ = ["HEADS_DTYPES", "OF_A_DATA_SET", "OF_SYNTHETIC", "SYNTHETIC", "LocretOptions"]
 
 SYNTHETIC = "synthetic"
+OF_SYNTHETIC = ("sequence_length", "text_files")
+"""Options of texts that are made up."""
+OF_A_DATA_SET = ("max_length", "num_examples")
+"""Options of any other `dataset`."""
 HEADS_DTYPES = ("bf16", "fp16", "fp32")
 _LEAST = {
     "hidden_dim": 1,
@@ -144,7 +148,7 @@ class LocretOptions:
             self.cache_config = read_cache_configs(self.cache_config)
         self._check_sources()
         if self.dataset == SYNTHETIC:
-            check_unused(self, ("max_length", "num_examples"), f"is not for --dataset {SYNTHETIC}")
+            check_unused(self, OF_A_DATA_SET, f"is not for --dataset {SYNTHETIC}")
         else:
             check_unused(self, ("sequence_length",), f"is for --dataset {SYNTHETIC}, not {self.dataset!r}")
 

@@ -14,7 +14,7 @@ from ..runs.cache_words import parse_cache_configs, read_cache_configs
 from ..runs.option_files import read_option_file
 from ..runs.options import as_given, check_choice, check_type
 from .arguments import WITHOUT_USE, LocretTrainingArguments
-from .options import LocretOptions
+from .options import OF_A_DATA_SET, OF_SYNTHETIC, SYNTHETIC, LocretOptions
 
 __all__ = ["parse_arguments"]
 
@@ -33,6 +33,8 @@ class _Parser(HfArgumentParser):
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[LocretOptions, LocretTrainingArguments]:
     """Parse a command line; options typed there take precedence over those of `--config FILE.yaml`.
+
+    A data set that is typed also takes the place of what the file says of another kind of data set.
 
     Args:
         arguments (`Sequence[str]`): Without the name of the program.
@@ -53,6 +55,8 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[LocretOptions, LocretTrai
     typed, caches = _take_caches(typed)
     known = {action.dest: action for action in parser._actions}
     given = {} if config is None else _read_config(config, known)
+    for name in _excluded_by_data_set(typed):
+        given.pop(name, None)
     if caches is not None:
         given["cache_config"] = parse_cache_configs([caches])
     for name in given:
@@ -104,6 +108,19 @@ def _take_config(words: list[str]) -> tuple[list[str], str | None]:
         else:
             kept.append(word)
     return kept, config
+
+
+def _excluded_by_data_set(words: Sequence[str]) -> tuple[str, ...]:
+    """Options that a file may hold of its own data set, in whose place another kind of data set is typed."""
+    typed = None
+    for index, word in enumerate(words):
+        if word == "--dataset":
+            typed = words[index + 1] if index + 1 < len(words) else None
+        elif word.startswith("--dataset="):
+            typed = word.partition("=")[2]
+    if typed is None:
+        return ()
+    return OF_A_DATA_SET if typed == SYNTHETIC else OF_SYNTHETIC
 
 
 def _take_caches(words: list[str]) -> tuple[list[str], list[str] | None]:

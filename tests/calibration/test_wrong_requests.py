@@ -19,13 +19,17 @@ from kvcache_plugins.runs.model_options import ModelOptions
 from kvcache_plugins.testing import tiny_model
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-llama-books")
-PACKS_NOTHING = r"--sequence_length {} is too short to judge a precision: .* '{}' packs nothing"
+PACKS_NOTHING = r"--sequence_length {} is too short to judge .* '{}' packs nothing. Take {} or more"
 # options of the command, further options of the cache, what is said
 REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
-    "short": ({"sequence_length": 160}, {}, PACKS_NOTHING.format(160, "kvquant")),
-    "short by one": ({"sequence_length": 383}, {}, PACKS_NOTHING.format(383, "kvquant")),
+    "short": ({"sequence_length": 160}, {}, PACKS_NOTHING.format(160, "kvquant", 384)),
+    "short by one": ({"sequence_length": 383}, {}, PACKS_NOTHING.format(383, "kvquant", 384)),
     "what is possible": ({"sequence_length": 160, "backend": "kivi"}, {"residual_length": 32}, None),
-    "kivi values short": ({"sequence_length": 257, "backend": "kivi"}, {}, PACKS_NOTHING.format(257, "kivi")),
+    "kivi values short": (
+        {"sequence_length": 257, "backend": "kivi"},
+        {},
+        PACKS_NOTHING.format(257, "kivi", 258),
+    ),
     "misspelt": ({}, {"residual_lenght": 0}, "'residual_lenght' is not an option.*residual_length"),
     "kivi misspelt": ({"backend": "kivi"}, {"q_group": 32}, "'q_group' is not an option.*q_group_size"),
     "wrong value": ({}, {"residual_length": -1}, "residual_length must be .* got -1"),
@@ -79,7 +83,7 @@ def test_the_least_length_is_the_one_that_is_measured(backend: str) -> None:
     config |= {"calibration": "normal_float"} if backend == "kvquant" else {}
     least = {"kvquant": 2 * 96, "kivi": 2 * 33}[backend]
     check_candidates(model, config, (2, 4), least)
-    with pytest.raises(ValueError, match=PACKS_NOTHING.format(least - 1, backend)):
+    with pytest.raises(ValueError, match=PACKS_NOTHING.format(least - 1, backend, least)):
         check_candidates(model, config, (2, 4), least - 1)
 
 

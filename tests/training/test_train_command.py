@@ -487,6 +487,22 @@ def test_options_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "Unknown option 'learning_rat'" in capsys.readouterr().err
 
 
+def test_a_data_set_that_is_typed_takes_the_place_of_the_one_in_the_file(tmp_path: Path) -> None:
+    path, rows, text = tmp_path / "options.yaml", tmp_path / "rows.jsonl", tmp_path / "book.txt"
+    rows.write_text("{}\n")
+    text.write_text("Once.\n")
+    path.write_text("model: m\noutput: x\ndataset: Yukang/LongAlpaca-12k\nmax_length: 300\nnum_examples: 5\n")
+    for typed in (["--dataset", "synthetic"], ["--dataset=synthetic"]):
+        options = parse_arguments(["--config", str(path), *typed])[0]
+        assert (options.dataset, options.max_length, options.num_examples) == ("synthetic", None, None)
+    assert parse_arguments(["--config", str(path), "--dataset", str(rows)])[0].max_length == 300
+    with pytest.raises(ValueError, match="max_length is not for --dataset synthetic"):
+        parse_arguments(["--config", str(path), "--dataset", "synthetic", "--max_length", "9"])
+    path.write_text(f"model: m\noutput: x\nsequence_length: 300\ntext_files: ['{text}']\n")
+    options = parse_arguments(["--config", str(path), "--dataset", str(rows)])[0]
+    assert (options.dataset, options.text_files) == (str(rows), None)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.decoder import decoder_only_config, most_positions
+from ...models.positions import check_positions
 from ...runs.cache_names import CacheNames
 from ...runs.code_versions import code_settings
 from ...runs.earlier import is_repeated
@@ -184,6 +185,12 @@ class _Run:
             self.max_lengths[task],
             chat_template=not self.options.no_chat_template,
             query_agnostic=self.options.query_agnostic,
+        )
+        check_positions(
+            self.subject.model,
+            len(prompt.ids) + task.max_new_tokens - 1,
+            f"Row {question.number + 1} of {task.name}, cut to --max_length {self.max_lengths[task]}, in its "
+            "chat template and with its answer",
         )
         try:
             record = answer(self.subject, cache_config, task, prompt)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ...models.decoder import decoder_only_config, most_positions
+from ...models.positions import check_positions
 from ...runs.cache_names import CacheNames
 from ...runs.code_versions import code_settings
 from ...runs.failures import Failures
@@ -65,9 +66,9 @@ def measure_perplexity(
             being written to.
         OSError: If something cannot be found, or not be written.
     """
-    texts = read_texts(options)
     config = load_config(options)
     caches, skipped = split_available(config, options.cache_configs)
+    texts = read_texts(options)
     tokenizer = load_tokenizer(options)
     windows = cut_windows(texts, lambda text: encode(tokenizer, text), options, prefix_ids(tokenizer))
     _check_reference(options, config)
@@ -77,6 +78,7 @@ def measure_perplexity(
         settings |= model_settings(options.model, config) | code_settings()
         names = CacheNames(caches)
         subject = load_subject(options, tokenizer)
+        check_positions(subject.model, options.context_length, "--context_length")
         shard = subject.shard
         journal = Journal(output, settings, shard.process)
         if shard.is_main:

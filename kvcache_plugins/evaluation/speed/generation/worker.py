@@ -23,6 +23,7 @@ from transformers import AutoConfig, CompileConfig, PreTrainedConfig
 from ....artifacts.files import read_json, write_json
 from ....models.auto_class import auto_class
 from ....models.cache_argument import cache_of
+from ....models.positions import check_positions
 from ....models.presets import preset_config
 from ....models.pretrained import load_config, load_model
 from ....registry import TRANSFORMERS_BACKENDS
@@ -107,6 +108,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         config = model_config(None, job["preset"], job["num_layers"])
         with device:
             model = auto_class(config).from_config(config, dtype=dtype)
+    if not model.config.is_encoder_decoder:
+        read = job["length"] + job["max_new_tokens"] - 1  # the last is not read any more
+        check_positions(model, read, "--lengths plus --max_new_tokens less one")
     model = model.eval().to(device)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     prompt = torch.randint(10, vocabulary, (job["batch_size"], job["length"])).to(device)
