@@ -143,6 +143,15 @@ def test_windows_beyond_the_positions_of_the_model_are_warned_of(recwarn: pytest
     assert "--context_length 4097 goes beyond the 4096 positions" in str(recwarn.pop().message)
 
 
+def test_no_text_is_fetched_for_a_model_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(perplexity, "read_texts", lambda *_: pytest.fail("the text was fetched"))
+    (tmp_path / "empty").mkdir()
+    arguments = ["eval", "perplexity", "--model", str(tmp_path / "empty"), "--output", str(tmp_path / "out")]
+    assert "The configuration of --model" in _refused(capsys, arguments)
+
+
 def test_a_model_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--model must name" in _refused(capsys, ["eval", "perplexity", "--dataset", "pydoc"])
 

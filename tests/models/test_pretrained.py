@@ -6,12 +6,13 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_plugins.cli import main
@@ -140,3 +141,19 @@ def test_caches_of_the_generation_config_are_left_out(tmp_path: Path) -> None:
     loaded = load_model(str(tmp_path), load_config(str(tmp_path)))
     output = generate(loaded, torch.arange(3, 73)[None], DENSE, 4)
     assert type(cache_of(output)) is DynamicCache
+
+
+@pytest.mark.parametrize(("load", "what"), [(load_config, "configuration"), (load_tokenizer, "tokenizer")])
+def test_what_cannot_be_reached_is_named(load: Callable[..., Any], what: str) -> None:
+    """What transformers says where there is no network names neither the model nor the option."""
+    with pytest.raises(OSError, match=f"The {what} of --model 'nobody/has-this' cannot be found: "):
+        load("nobody/has-this", local_files_only=True)
+
+
+def test_an_error_of_the_system_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(13, "Permission denied", "config.json")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", denied)
+    with pytest.raises(PermissionError, match="config.json"):
+        load_config(str(tmp_path))
