@@ -155,5 +155,5 @@ def test_an_error_of_the_system_stays_what_it_is(tmp_path: Path, monkeypatch: py
         raise PermissionError(13, "Permission denied", "config.json")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", denied)
-    with pytest.raises(PermissionError, match="config.json"):
+    with pytest.raises(PermissionError, match=r"config\.json"):
         load_config(str(tmp_path))
