@@ -76,7 +76,8 @@ def estimate(
         model_or_config (`PreTrainedModel | PreTrainedConfig`): The model.
         cache_config (`dict`): As for `generate`, so also of transformers' own `quanto`, `hqq` and `fp8`;
             `{"backend": "dense"}` predicts its ordinary cache.
-        tokens (`int`): Tokens per row; of an evicting cache, those of a prompt that has just been read.
+        tokens (`int`): Tokens per row, with those that a model puts before the text itself (patches of an
+            image, CPM-Ant's 32 of its own); of an evicting cache, those of a prompt that has just been read.
         batch_size (`int`): Rows.
         dtype (`torch.dtype | str`, *optional*): Of the states, also by a name such as `"bf16"`; the model's,
             else the configuration's, else bf16.
