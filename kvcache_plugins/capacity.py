@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .config import plain
+from .config import check_count
 from .estimation import estimate
 
 __all__ = ["GIGABYTE", "LONGEST", "most_tokens"]
@@ -56,9 +56,7 @@ def most_tokens(
         ValueError: On a wrong option, number of bytes, or count; or with `offload`, whose codes rest in the
             host's memory.
     """
-    given = plain(memory_bytes)
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ValueError(f"most_tokens: memory_bytes must be an integer >= 1, got {memory_bytes!r}.")
+    given = check_count("most_tokens: memory_bytes", memory_bytes)
     if isinstance(cache_config, Mapping) and cache_config.get("offload"):
         raise ValueError(
             "most_tokens: offload=True keeps codes in the host's memory; allowed are caches that lie in one."

@@ -21,6 +21,7 @@ __all__ = [
     "BackendConfig",
     "BitsConfig",
     "check_choice",
+    "check_count",
     "check_flag",
     "check_integer",
     "check_length",
@@ -103,6 +104,23 @@ def check_number(owner: object, name: str, value: object, *, minimum: float, max
         )
 
 
+def check_count(name: str, value: Any, otherwise: str = "") -> int:
+    """Return how many there are of something, as Python's own integer.
+
+    Args:
+        name (`str`): Of the argument, as the message begins.
+        value (`int`): What was given.
+        otherwise (`str`): What else is allowed, for the message.
+
+    Raises:
+        ValueError: Naming the argument and the value, unless it is an integer of at least 1.
+    """
+    count = plain(value)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} must be an integer >= 1{otherwise}, got {value!r}.")
+    return count
+
+
 def check_length(name: str, value: Any) -> int | None:
     """Return a number of tokens that a cache is told of, or `None` if it is not known.
 
@@ -113,10 +131,7 @@ def check_length(name: str, value: Any) -> int | None:
     Raises:
         ValueError: Naming the argument and the value, unless it is an integer of at least 1.
     """
-    given = plain(value)
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise ValueError(f"{name} must be an integer >= 1, or None if it is not known, got {value!r}.")
-    return given
+    return None if value is None else check_count(name, value, ", or None if it is not known")
 
 
 def check_path_or_id(owner: object, name: str, value: object, what: str) -> None:

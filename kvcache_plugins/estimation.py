@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .building import build_cache
-from .config import check_length, plain
+from .config import check_count, check_length
 from .dtype_names import floating_dtype
 from .encoder_decoder import layers_of
 from .errors import NotPredictedError
@@ -102,10 +102,12 @@ def estimate(
             (DeepSeek-V4).
     """
     tokens, batch_size, new_tokens = (
-        _count(name, value)
+        check_count(f"estimate: {name}", value)
         for name, value in (("tokens", tokens), ("batch_size", batch_size), ("new_tokens", new_tokens))
     )
-    encoder_tokens = None if encoder_tokens is None else _count("encoder_tokens", encoder_tokens)
+    encoder_tokens = (
+        None if encoder_tokens is None else check_count("estimate: encoder_tokens", encoder_tokens)
+    )
     max_cache_length = check_length("estimate: max_cache_length", max_cache_length)
     given = tokens + new_tokens - 1
     if max_cache_length is not None and max_cache_length < given:
@@ -175,13 +177,6 @@ def _check_predictable(plans: list[LayerPlan]) -> None:
             "and values, whose bytes are not predicted. Allowed are models without such layers; for this one "
             "`kv_bytes()` says what a cache takes."
         )
-
-
-def _count(name: str, value: Any) -> int:
-    count = plain(value)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"estimate: {name} must be an integer >= 1, got {value!r}.")
-    return count
 
 
 def _quantized_bytes(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..compilation import outside_graphs
+from ..config import check_count
 from .base import PackedLayer
 from .checking import changing, check_in_step
 from .compiled import CompiledUpdates
@@ -105,8 +106,7 @@ class CacheVerbs(CompiledUpdates):
         Raises:
             ValueError: Unless `repeats` is an integer of at least 1.
         """
-        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise ValueError(f"batch_repeat_interleave: repeats must be an integer >= 1, got {repeats!r}.")
+        repeats = check_count("batch_repeat_interleave: repeats", repeats)
         check_states_are_here("batch_repeat_interleave", self.layers)
         with changing(*self.packed_layers):
             for layer in self.packed_layers:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from ..config import check_count
 from ..models.decoder import decoder_only_config, split_model_or_config
 from ..models.layer_plan import key_value_heads
 from ..models.loops import repeated_layers
@@ -95,9 +96,7 @@ class RetainingHeadsConfig(PreTrainedConfig):
             "head_dim",
             "hidden_dim",
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"RetainingHeadsConfig.{name} must be an integer >= 1, got {value!r}.")
+            setattr(self, name, check_count(f"RetainingHeadsConfig.{name}", getattr(self, name)))
         for name, allowed in (
             ("inputs", "qkv_proj"),
             ("label", "max_qk"),
