@@ -171,7 +171,9 @@ def _choose(
 
 def _what_observations_depend_on(model: Any, samples: Samples, options: CalibrationOptions) -> dict[str, Any]:
     settings = {name: getattr(options, name) for name in _RELEVANT}
-    settings |= {"text": samples.digest, "fingerprint": model_facts(model.config)["fingerprint"]}
+    # the same tokens may be many short samples or few long ones
+    settings |= {"text": samples.digest, "shape": list(samples.token_ids.shape)}
+    settings |= {"fingerprint": model_facts(model.config)["fingerprint"]}
     return settings | model_settings(options.model, model.config) | code_settings()
 
 

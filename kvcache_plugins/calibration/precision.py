@@ -14,6 +14,7 @@ from ..artifacts.files import write_json
 from ..runs.journal import Journal
 from ..runs.progress import Progress, silent
 from .allocation import allocate_bits
+from .samples import token_digest
 from .sensitivity import Candidate, candidates_of, measure_candidates
 
 __all__ = ["CONFIG_FILE", "MEASURED_FILE", "choose_precision"]
@@ -59,15 +60,15 @@ def choose_precision(
     candidates = candidates_of(model, cache_config, bits)
     journal = Journal(output, {**settings, "cache_config": dict(cache_config)})
     device = model.get_input_embeddings().weight.device
-    for index, sample in enumerate(samples):
+    for sample in samples:
         progress("loss of each layer's bits")
-        missing = [c for c in candidates if _key(c, index) not in journal]
+        missing = [c for c in candidates if _key(c, sample) not in journal]
         for candidate, loss in measure_candidates(model, sample[None].to(device), cache_config, missing):
-            journal.add(_key(candidate, index), {"loss": loss})
+            journal.add(_key(candidate, sample), {"loss": loss})
         progress("loss of each layer's bits", advance=1)
     losses = {
         candidate: float(
-            torch.tensor([journal[_key(candidate, i)]["loss"] for i in range(len(samples))]).double().mean()
+            torch.tensor([journal[_key(candidate, sample)]["loss"] for sample in samples]).double().mean()
         )
         for candidate in candidates
     }
@@ -91,8 +92,9 @@ def choose_precision(
     return config
 
 
-def _key(candidate: Candidate, sample: int) -> str:
-    return f"{candidate.name} sample {sample}"
+def _key(candidate: Candidate, sample: Tensor) -> str:
+    """The name of a record: by the tokens, as which samples are judged on depends on how many are."""
+    return f"{candidate.name} sample {token_digest(sample)}"
 
 
 def _choose(losses: Mapping[Candidate, float], target_bits: float) -> list[Candidate]:

@@ -18,7 +18,7 @@ from ..runs.loading import Subject, prefix_ids
 from ..runs.text_files import read_text_file
 from .options import PYDOC, CalibrationOptions
 
-__all__ = ["Samples", "read_samples"]
+__all__ = ["Samples", "read_samples", "token_digest"]
 
 _SURPLUS = 4
 """How many times the tokens of all samples are read of a data set, for the seed to choose from."""
@@ -71,7 +71,12 @@ def read_samples(subject: Subject, options: CalibrationOptions) -> Samples:
         )
     starts = _starts(len(token_ids), length, options.num_samples, options.seed)
     rows = torch.tensor([[*prefix, *token_ids[start : start + length]] for start in starts])
-    return Samples(rows, source, hashlib.sha256(rows.numpy().astype("<i8").tobytes()).hexdigest())
+    return Samples(rows, source, token_digest(rows))
+
+
+def token_digest(token_ids: Tensor) -> str:
+    """Return the sha256 of token ids, whatever their shape."""
+    return hashlib.sha256(token_ids.cpu().numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def _starts(num_tokens: int, length: int, num_samples: int, seed: int) -> list[int]:

@@ -25,7 +25,7 @@ from kvcache_plugins.calibration.fitting import fit_layers
 from kvcache_plugins.calibration.options import CalibrationOptions
 from kvcache_plugins.calibration.passes import run_passes
 from kvcache_plugins.calibration.recording import calibrated_layers
-from kvcache_plugins.calibration.samples import read_samples
+from kvcache_plugins.calibration.samples import Samples, read_samples, token_digest
 from kvcache_plugins.calibration.statistics import Statistics
 from kvcache_plugins.cli import main
 from kvcache_plugins.models.cache_argument import as_argument
@@ -226,6 +226,25 @@ def test_other_settings_are_not_continued(
     # the bits are fitted at the end, so they may change
     calibrate_subject(subject, options(text, nbits=(4,)), tmp_path)
     assert load_codebooks(str(tmp_path)).nbits == [4]
+
+
+def test_few_long_samples_do_not_continue_many_short_ones_of_the_same_tokens(
+    subject: Subject, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = torch.randint(5, 2000, (96,), generator=torch.Generator().manual_seed(0))
+
+    def cut(subject: Subject, given: CalibrationOptions) -> Samples:
+        return Samples(tokens.view(given.num_samples, given.sequence_length), "text", token_digest(tokens))
+
+    def interrupt(description: str, advance: int = 0) -> None:
+        if advance:
+            raise Interrupt
+
+    monkeypatch.setattr(job, "read_samples", cut)
+    with pytest.raises(Interrupt):
+        calibrate_subject(subject, options(text, num_samples=4, sequence_length=24), tmp_path, interrupt)
+    with pytest.raises(ValueError, match=r"shape was \[4, 24\], is \[2, 48\]"):
+        calibrate_subject(subject, options(text, num_samples=2, sequence_length=48), tmp_path)
 
 
 def test_all_that_the_statistics_depend_on_stays_as_it_was(

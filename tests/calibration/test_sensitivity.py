@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,7 @@ def test_hybrid_models(samples: Tensor) -> None:
 
 
 def test_a_prompt_of_which_nothing_is_packed(model: Any, samples: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"--sequence_length 60 is too short.*'kivi' packs nothing"):
+    with pytest.raises(ValueError, match=r"A sample of 60 tokens is too short.*'kivi' packs nothing"):
         list(measure_candidates(model, samples[:1, :60], KIVI, [Candidate(0, "key", 2, "post")]))
 
 
@@ -282,6 +283,33 @@ def test_finished_measurements_are_not_repeated(
     assert len(seen) == 2 * 18 - 7
     for name in ("cache_config.json", "precision.json"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_measurements_are_kept_by_the_tokens_they_are_of(
+    model: Any, samples: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which samples are judged on depends on how many are."""
+    whole = choose(model, samples, tmp_path / "whole")
+    measure, measured = precision.measure_candidates, 0
+
+    def interrupted(*args: Any) -> Any:
+        yield from itertools.islice(measure(*args), 7)
+        raise KeyboardInterrupt
+
+    def counted(*args: Any) -> Any:
+        nonlocal measured
+        for found in measure(*args):
+            measured += 1
+            yield found
+
+    monkeypatch.setattr(precision, "measure_candidates", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        choose(model, samples[1:], tmp_path / "cut")
+    monkeypatch.setattr(precision, "measure_candidates", counted)
+    assert choose(model, samples, tmp_path / "cut") == whole
+    assert measured == 2 * 18 - 7
+    name = "precision.json"
+    assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 @pytest.mark.parametrize("family", ["jamba", "falcon_h1", "llama"])
