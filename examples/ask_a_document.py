@@ -44,6 +44,8 @@ CACHE_CONFIG = {
     "storage": {"backend": "int4", "key_bits": 8, "value_bits": 4},
 }
 
+DOCUMENT, UNFINISHED = "document.json", "document.json.unfinished"
+
 
 def main() -> int:
     """Read or ask; return 0, 2 for an error of the user, or 130 for an interruption."""
@@ -95,10 +97,12 @@ def read(options: argparse.Namespace) -> None:
         return_dict_in_generate=True,
     )
     seconds = time.perf_counter() - started
-    # both or neither: of a disk that is full, the earlier document stays
-    document, unfinished = options.folder / "document.json", options.folder / "document.json.unfinished"
+    # both or neither: of a disk that is full, the earlier document stays; of a process that is killed, a
+    # document stays unfinished, which is told when a question is asked
+    document, unfinished = options.folder / DOCUMENT, options.folder / UNFINISHED
     options.folder.mkdir(parents=True, exist_ok=True)
-    unfinished.write_text(json.dumps({"model": options.model, "ids": ids.tolist()}), encoding="utf-8")
+    name = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
+    unfinished.write_text(json.dumps({"model": name, "ids": ids.tolist()}), encoding="utf-8")
     try:
         cache_of(output).save_pretrained(options.folder)
         unfinished.replace(document)
@@ -110,12 +114,16 @@ def read(options: argparse.Namespace) -> None:
 
 def ask(options: argparse.Namespace) -> None:
     """Load the cache and continue each question on a copy of it, so that the next finds it as it was."""
-    if not (options.folder / "document.json").exists():
+    if (options.folder / UNFINISHED).exists():
+        raise ValueError(
+            f"A `read` into {options.folder} did not come to its end: `read` the document again."
+        )
+    if not (options.folder / DOCUMENT).exists():
         raise ValueError(f"{options.folder} holds no document: `read` one into it first.")
     questions = options.questions or [QUESTION.format(name=name) for name in CODES]
     for question in questions:
         check_characters(question, "A question")
-    document = json.loads((options.folder / "document.json").read_text(encoding="utf-8"))
+    document = json.loads((options.folder / DOCUMENT).read_text(encoding="utf-8"))
     tokenizer, model = load(document["model"])
     started = time.perf_counter()
     cache = kvp.KVCache.from_pretrained(options.folder, model)

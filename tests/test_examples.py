@@ -124,6 +124,55 @@ def test_a_document_that_cannot_be_saved_leaves_the_earlier_one(
     assert {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()} == before
 
 
+def test_a_document_of_which_reading_was_cut_short_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed between the cache and the token ids, a process leaves those of another document."""
+    example, text = runpy.run_path(str(EXAMPLES / "ask_a_document.py")), tmp_path / "document.txt"
+
+    def run(*words: str) -> int:
+        monkeypatch.setattr("sys.argv", ["ask_a_document.py", *words, "--folder", str(tmp_path / "cache")])
+        status: int = example["main"]()
+        return status
+
+    reading = ("read", "--document", str(text), "--cache_config", '{"backend": "int8"}')
+    text.write_text("It was a bright cold day.")
+    assert run(*reading) == 0
+    text.write_text("The clocks were striking thirteen.")
+    replace, unlink = Path.replace, Path.unlink
+
+    def cut_short(path: Path, target: Path) -> Path:
+        if path.name == "document.json.unfinished":
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    def stays(path: Path, missing_ok: bool = False) -> None:
+        if path.name != "document.json.unfinished":
+            unlink(path, missing_ok)
+
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "replace", cut_short)
+        killed.setattr(Path, "unlink", stays)  # as a process that is killed cleans nothing up
+        assert run(*reading) == 130
+    assert run("ask", "Then") == 2
+    assert "did not come to its end: `read` the document again" in capsys.readouterr().err
+    assert run(*reading) == 0 and run("ask", "Then") == 0
+
+
+def test_a_model_is_found_again_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example, text = runpy.run_path(str(EXAMPLES / "ask_a_document.py")), tmp_path / "document.txt"
+    text.write_text("It was a bright cold day.")
+    monkeypatch.chdir(EXAMPLES / "models")
+    words = ["read", "--model", "tiny-llama-books", "--document", str(text), "--folder", str(tmp_path / "c")]
+    monkeypatch.setattr("sys.argv", ["ask_a_document.py", *words, "--cache_config", '{"backend": "int8"}'])
+    assert example["main"]() == 0
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ask_a_document.py", "ask", "Then", "--folder", "c"])
+    assert example["main"]() == 0
+
+
 def test_a_document_is_read_once_and_asked_in_another_process(tmp_path: Path) -> None:
     script, folder = EXAMPLES / "ask_a_document.py", ["--folder", str(tmp_path / "cache")]
     document = tmp_path / "document.txt"
