@@ -143,19 +143,18 @@ def _compile_all(compiler: Compiler, sources: Path, directory: Path) -> list[Pat
         return _start(command, directory / f"{file.stem}.log")
 
     runs = {file: start(file, macros) for file in files}
-    failures = {}
     for file, run in runs.items():
         try:
             _finish(run)
-        except KernelUnavailableError as error:
-            failures[file] = error
-    if [file.name for file in failures] == [_AVX512]:
-        (avx512,) = failures
-        files.remove(avx512)
+        except KernelUnavailableError:
+            if file.name != _AVX512:
+                for other in runs.values():
+                    other.process.kill()
+                    other.process.wait()
+                raise
+            files.remove(file)
+    if len(files) < len(runs):
         _finish(start(sources / _BINDING, [_WITHOUT_AVX512]))
-        failures.clear()
-    for failure in failures.values():
-        raise failure
     return [directory / f"{file.stem}.o" for file in files]
 
 
@@ -204,6 +203,9 @@ def _finish(run: _Run) -> None:
         ) from None
     if status != 0:
         lines = run.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
+        if not lines:  # there may have been no room for them
+            free = shutil.disk_usage(run.log.parent).free
+            lines = [f"It has written nothing; {run.log.parent} has {free:,} bytes left."]
         raise KernelUnavailableError(
             "\n".join([f"the compiler failed (exit status {status}): {' '.join(run.command)}", *lines])
         )

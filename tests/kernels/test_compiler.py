@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +74,19 @@ def test_sources_that_do_not_compile(found: compiler.Compiler, sources: Path, tm
     with pytest.raises(KernelUnavailableError, match=r"exit status 1.*\n.*made of cheese"):
         compiler.compile_library(found, sources, tmp_path / "library.so")
     assert list(tmp_path.iterdir()) == [sources]
+
+
+def test_a_compiler_that_could_not_say_why(tmp_path: Path, sources: Path) -> None:
+    """A full disk has no room for what it writes; the others are not waited for."""
+    program = tmp_path / "clang"
+    program.write_text('#!/bin/sh\ncase "$*" in *binding*) exit 1;; *) exec sleep 60;; esac\n')
+    program.chmod(0o755)
+    (sources / "later.cpp").write_text("int later;\n")
+    (sources / "decode_attention_avx512.cpp").unlink()
+    began = time.perf_counter()
+    with pytest.raises(KernelUnavailableError, match=r"It has written nothing; \S+ has [\d,]+ bytes left"):
+        compiler.compile_library(compiler.Compiler(str(program), "clang"), sources, tmp_path / "library.so")
+    assert time.perf_counter() - began < 30
 
 
 @pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)
