@@ -91,6 +91,11 @@ class LocretTrainingArguments(TrainingArguments):
         # Unless told that this is a run of CPUs, accelerate looks for accelerators alone, finds none, and
         # leaves every process to itself.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        if self.fp16 and self.use_cpu:
+            raise ValueError(
+                "--fp16 trains in half precision on accelerators alone, and this is a run of CPUs, got true; "
+                "allowed is --bf16 true."
+            )
         super().__post_init__()  # type: ignore[no-untyped-call]  # transformers annotates none
         if not self.clip_value >= 0:
             raise ValueError(f"--clip_value must be at least 0 (0: no clipping), got {self.clip_value!r}.")

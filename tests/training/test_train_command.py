@@ -510,6 +510,7 @@ def test_a_data_set_that_is_typed_takes_the_place_of_the_one_in_the_file(tmp_pat
         (["--model", "m"], "--output_dir (or --output) is needed"),
         (["--model", "m", "--output", "x", "--learning_rat", "3"], "Did you mean '--learning_rate'?"),
         (["--model", "m", "--output", "x", "--learning_rate", "abc"], "--learning_rate"),
+        (["--model", "m", "--output", "x", "--use_cpu", "true", "--fp16", "true"], "allowed is --bf16 true"),
         (
             ["--model", "m", "--output", "x", "--hidden_dim", "0"],
             "--hidden_dim must be an integer >= 1, got 0",
