@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +24,12 @@ from torch import Tensor, nn
 from ..device_dtypes import doubled, has_every_dtype
 from .frequencies import attribute_of
 from .layer_plan import caches_latents
-from .origins import class_names, forward_names, modeling_module
+from .origins import class_names, forward_names, is_of_family, modeling_module
 
 __all__ = ["Rotary", "find_rotary", "names_rotation", "rotary_module"]
+
+_FAMILIES_OF_AXES = frozenset({"ernie4_5_vl_moe_text"})
+"""Families whose frequencies are kept by axis (height, width, time), and not in the order of pairs."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,8 @@ def find_rotary(
     names = _names_of_attention(model, config)
     layout = _layout_of(names)
     inv_freq = None if holder is None else _inverse_frequencies(holder, layer_type)
+    if inv_freq is not None and is_of_family(config, _FAMILIES_OF_AXES):
+        inv_freq = _by_pairs(holder, inv_freq)
     if inv_freq is None and "create_sinusoidal_positions" in names:
         inv_freq = _sinusoidal_frequencies(config)
     if layout is None or inv_freq is None or 2 * inv_freq.numel() > head_dim:
@@ -151,6 +157,12 @@ def _inverse_frequencies(holder: nn.Module, layer_type: str | None) -> Tensor | 
         if isinstance(found, Tensor) and found.dim() == 1 and not found.is_meta:
             return found
     return None
+
+
+def _by_pairs(holder: Any, inv_freq: Tensor) -> Tensor:
+    """Frequencies in the order of the pairs that they turn, of a module that keeps them by axes."""
+    of_channels: Tensor = holder.recomposition_frequencies(inv_freq.expand(3, 1, 1, -1))
+    return of_channels.flatten()[::2]
 
 
 def _sinusoidal_frequencies(config: Any) -> Tensor | None:
@@ -217,21 +229,57 @@ class _Layout(NamedTuple):
 
 
 def _layout_of(names: dict[str, Any]) -> _Layout | None:
-    """Tell the layout by the function that attention is written with; `None` if it has none known."""
+    """Tell the layout by the function that attention is written with; `None` if it has none known.
+
+    A file may have a helper of each layout, of a text model and of a tower for images: what calls its helper
+    says which one turns keys.
+    """
+    apply = _as_written(names.get("apply_rotary_pos_emb"))
+    if {"cos", "sin"} <= set(_parameters(apply)):
+        return _layout_by_ramp(_turn_by_tables(apply))
     turn = names.get("rotate_half") or names.get("rotate_every_two")
-    if turn is None:  # imported, perhaps, with what calls it
-        turn = getattr(names.get("apply_rotary_pos_emb"), "__globals__", {}).get("rotate_half")
     if turn is None and "freqs_cis" in _parameters(names.get("apply_rotary_emb")):
         turn = _turn_by_complex(names["apply_rotary_emb"])
-    if turn is not None:
-        return _layout_by_ramp(turn)
-    if str(names.get("__name__")).rsplit(".", 1)[-1] == "modeling_gpt_oss":
-        return _Layout(False, 1.0)  # splits in halves, without the helper
-    return None
+    return None if turn is None else _layout_by_ramp(turn)
 
 
-def _parameters(function: Any) -> Collection[str]:
-    return inspect.signature(function).parameters if inspect.isfunction(function) else ()
+def _as_written(function: Any) -> Any:
+    """A function as its file has it, where the library `kernels` has made it a module with other kernels."""
+    return MethodType(type(function).forward, function) if isinstance(function, nn.Module) else function
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    is_python = inspect.isfunction(function) or inspect.ismethod(function)
+    return inspect.signature(function).parameters if is_python else {}
+
+
+@cache
+def _turn_by_tables(apply: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    """What a function that takes cosines and sines makes of `(B, H, T, D)` and a quarter turn."""
+    wanted = [
+        name
+        for name, each in _parameters(apply).items()
+        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
+
+    def turn(states: Tensor) -> Tensor:
+        channels = states.shape[-1]
+        try:
+            return by_columns(states, channels)
+        except RuntimeError:  # its tables have a column for a pair, not for a channel
+            return by_columns(states, channels // 2)
+
+    def by_columns(states: Tensor, columns: int) -> Tensor:
+        arguments = dict.fromkeys(wanted, states)
+        arguments["cos"] = torch.zeros(1, 1, columns, device=states.device)
+        arguments["sin"] = torch.ones_like(arguments["cos"])
+        if "position_ids" in wanted:
+            arguments["position_ids"] = torch.zeros(1, 1, dtype=torch.long, device=states.device)
+        turned: Any = apply(**arguments)
+        first: Tensor = turned[0] if isinstance(turned, tuple) else turned
+        return first.view_as(states)
+
+    return turn
 
 
 @cache
@@ -249,7 +297,10 @@ def _turn_by_complex(apply: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Ten
 def _layout_by_ramp(turn: Callable[[Tensor], Tensor]) -> _Layout | None:
     """Tell by what a quarter turn makes of a ramp; `None` if that is nothing known."""
     ramp = torch.arange(1.0, 9.0, device="cpu").view(1, 1, 1, 8)
-    turned = turn(ramp)
+    try:
+        turned = turn(ramp)
+    except Exception:  # a function that wants other arguments: unknown layout, not an error
+        return None
     for layout in (_Layout(*each) for each in itertools.product((False, True), (1.0, -1.0))):
         sines = torch.full((1, 4), layout.sense, device="cpu")
         known = Rotary((0.0,) * 4, layout.interleaved).turn(ramp, torch.zeros_like(sines), sines)

@@ -192,6 +192,20 @@ class NotSmall(Exception):
     """A family whose configuration does not take our sizes."""
 
 
+def small_config(name: str, **overrides: Any) -> Any:
+    """The configuration of `model_type` `name` with those of our sizes that it knows, and `overrides`."""
+    config_class = CONFIG_MAPPING[name]
+    fields = set(inspect.signature(config_class).parameters)
+    aliases: dict[str, str] = getattr(config_class, "attribute_map", {})
+    sizes = {aliases.get(key, key): value for key, value in _SIZES.items() if aliases.get(key, key) in fields}
+    for own in (_FAMILIES.get(name, {}), _OWN.get(name, {})):
+        sizes |= {aliases.get(key, key): value for key, value in own.items()}
+    depth = aliases.get("num_hidden_layers", "num_hidden_layers")
+    if name in _OWN and "layer_types" in sizes:
+        sizes |= {"layer_types": sizes["layer_types"] * 2, depth: 4}
+    return config_class(**sizes | overrides)
+
+
 def small_model(name: str, most: int = 12_000_000, **overrides: Any) -> PreTrainedModel:
     """Builds a model of `model_type` `name` with `most` parameters at most, in evaluation mode.
 
@@ -204,15 +218,7 @@ def small_model(name: str, most: int = 12_000_000, **overrides: Any) -> PreTrain
     config_class = CONFIG_MAPPING[name]
     if getattr(config_class, "sub_configs", None) and name not in _OF_PLAIN_PARTS:
         raise NotSmall(f"{name} is made of several models")
-    fields = set(inspect.signature(config_class).parameters)
-    aliases: dict[str, str] = getattr(config_class, "attribute_map", {})
-    sizes = {aliases.get(key, key): value for key, value in _SIZES.items() if aliases.get(key, key) in fields}
-    for own in (_FAMILIES.get(name, {}), _OWN.get(name, {})):
-        sizes |= {aliases.get(key, key): value for key, value in own.items()}
-    depth = aliases.get("num_hidden_layers", "num_hidden_layers")
-    if name in _OWN and "layer_types" in sizes:
-        sizes |= {"layer_types": sizes["layer_types"] * 2, depth: 4}
-    config = config_class(**sizes | overrides)
+    config = small_config(name, **overrides)
     if config.get_text_config(decoder=True) is not config:
         raise NotSmall(f"{name} is half of an encoder-decoder")
     if (getattr(config, "hidden_size", None) or 64) > 1024:

@@ -18,18 +18,19 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 
 from kvcache_plugins import build_cache
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.models.decoder import decoder_config
-from kvcache_plugins.models.facts import LayerFacts, describe_layers
 from kvcache_plugins.models.layer_plan import key_value_heads, plan_layers
 from kvcache_plugins.models.rotary import (
     Rotary,
     _layout_by_ramp,
+    _layout_of,
     _turn_by_complex,
+    _turn_by_tables,
     find_rotary,
     modeling_module,
 )
 from kvcache_plugins.testing.models import tiny_model
 from tests.models.families import NAMES, small_model
+from tests.models.moving import check_moved_keys, described
 
 FAMILIES: dict[str, tuple[int, bool]] = {
     # rotating channels of 16 (qwen3: 32), interleaved
@@ -61,11 +62,6 @@ FAMILIES: dict[str, tuple[int, bool]] = {
 }
 
 
-def described(model: Any, *, from_config: bool = False) -> list[LayerFacts]:
-    config = decoder_config(model.config)
-    return describe_layers(None if from_config else model, config, plan_layers(config))
-
-
 def found(name: str, layer: int = 0, **overrides: Any) -> Rotary:
     rotary = described(tiny_model(name, **overrides))[layer].rotary
     assert rotary is not None
@@ -91,6 +87,7 @@ def test_a_model_without_data_says_the_same(name: str) -> None:
     assert any(expected)
     _layout_by_ramp.cache_clear()
     _turn_by_complex.cache_clear()
+    _turn_by_tables.cache_clear()
     with torch.device("meta"):  # as models that are too large to be made are
         empty = AutoModelForCausalLM.from_config(model.config)
         assert [facts.rotary for facts in described(empty)] == expected
@@ -209,25 +206,9 @@ def test_moving_a_text_turns_the_keys_that_are_said_to_rotate(name: str, from_co
         pytest.skip("this release of transformers does not have it")
     model = small_model(family, **own)
     said = model.config.to_dict()
-    tokens = torch.randint(5, 100, (1, 12), generator=torch.Generator().manual_seed(0))
-    caches = []
-    for start in (0, 3):
-        cache = DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(tokens, position_ids=torch.arange(start, start + 12)[None], **as_argument(cache))
-        caches.append(cache)
-    attending = [index for index, plan in enumerate(plan_layers(model.config)) if plan.has_keys]
-    assert attending
-    for index in attending:
-        before, after = (cache.layers[index].keys for cache in caches)
-        rotary = described(model, from_config=from_config)[index].rotary
-        if rotary is not None:
-            assert (before - after).norm() > 0.1 * before.norm()
-            before = rotary.rotate(before, torch.full((12,), 3))
-        assert (before - after).norm() < 1e-5 * before.norm()
-    assert (
-        model.config.to_dict() == said
-    )  # which is the user's, also where layers have frequencies of their own
+    check_moved_keys(model, from_config=from_config)
+    # which is the user's, also where layers have frequencies of their own
+    assert model.config.to_dict() == said
 
 
 def test_keys_that_are_weighed_after_their_rotation_cannot_be_moved() -> None:
@@ -374,6 +355,63 @@ def test_rotations_written_in_other_ways(
             keys = rotary.rotate(keys, -torch.arange(keys.shape[2]))
         assert (keys - keys[:, :, :1]).abs().max() <= 2e-5 * keys.abs().max()
     assert described(model, from_config=from_config)[0].rotary is not None
+
+
+# -- the function that attention calls
+
+
+def _halves(states: Tensor) -> Tensor:
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _neighbours(states: Tensor) -> Tensor:
+    return torch.stack((-states[..., 1::2], states[..., 0::2]), dim=-1).flatten(-2)
+
+
+def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + _neighbours(q) * sin, k * cos + _neighbours(k) * sin
+
+
+def _apply_at(q: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, **other: Any) -> Tensor:
+    return _apply(q, q, cos.squeeze(0)[position_ids], sin.squeeze(0)[position_ids])[0]
+
+
+def _apply_to_pairs(states: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    even, odd = states[..., 0::2], states[..., 1::2]
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+
+
+@pytest.mark.parametrize("apply", [_apply, _apply_at, _apply_to_pairs])
+def test_what_attention_calls_says_the_layout_whatever_helpers_are_beside_it(apply: Any) -> None:
+    """Such as that of a tower for images, in files of both."""
+    assert _layout_of({"apply_rotary_pos_emb": apply, "rotate_half": _halves}) == (True, 1.0)
+
+
+def test_a_function_that_became_a_module_is_asked_as_it_was_written() -> None:
+    """Decorators of the library kernels make one; what it calls later may take the tensors of a GPU alone."""
+
+    class Kernel(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return _apply(*args, **kwargs)
+
+    Kernel.forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *inspect.signature(_apply).parameters.values(),
+        ]
+    )
+    kernel = Kernel()
+    kernel.forward = None  # type: ignore[assignment]
+    assert _layout_of({"apply_rotary_pos_emb": kernel, "rotate_half": _halves}) == (True, 1.0)
+
+
+def test_a_function_that_wants_what_nobody_knows_has_no_layout() -> None:
+    def apply(q: Tensor, cos: Tensor, sin: Tensor, sections: list[int]) -> Tensor:
+        return torch.cat(q.split(sections, dim=-1)[::-1], dim=-1)
+
+    assert _layout_of({"apply_rotary_pos_emb": apply, "rotate_half": _halves}) is None
 
 
 # -- the rotation itself
