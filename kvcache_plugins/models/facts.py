@@ -57,6 +57,8 @@ _ROTATING_WINDOWS_IF_ANY = frozenset({"exaone4", "exaone_moe", "kolibri1"})
 _FAMILIES_OF_THETAS = frozenset({"granite_swa", "granitemoe_swa"})
 """Families with rotary frequencies of their own for every layer, by `layer_rope_theta`; others only say by it
 which layers rotate."""
+_FAMILIES_OF_SCALED_LAYERS = frozenset({"molmo2_text"})
+"""Families that scale the frequencies of some layers only, by `rope_scaling_layers`."""
 _WEIGHING_FAMILIES = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"})
 _MASKING_FAMILIES = frozenset({"kosmos_2_text_model"})
 _FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
@@ -225,7 +227,7 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
         (
             plan.layer_type,
             key_value_heads(config, layer_idx)[1] if plan.has_keys else 0,
-            _theta(config, layer_idx),
+            _own_rope_parameters(config, layer_idx),
         )
         for layer_idx, plan in enumerate(own)
     ]
@@ -256,11 +258,13 @@ def _rotating_layers(model: nn.Module) -> set[int]:
     return {index for index, module in numbered if isinstance(index, int) and names_rotation(module)}
 
 
-def _theta(config: Any, layer_idx: int) -> float | None:
-    """The base of the frequencies of one layer, where layers have bases of their own."""
-    if not is_of_family(config, _FAMILIES_OF_THETAS):
-        return None
-    return config.layer_rope_theta[layer_idx] or None
+def _own_rope_parameters(config: Any, layer_idx: int) -> tuple[tuple[str, Any], ...]:
+    """What one layer has in the place of its model's `rope_parameters`, where layers differ in these."""
+    if is_of_family(config, _FAMILIES_OF_THETAS) and config.layer_rope_theta[layer_idx]:
+        return (("rope_theta", config.layer_rope_theta[layer_idx]),)
+    if is_of_family(config, _FAMILIES_OF_SCALED_LAYERS) and layer_idx not in config.rope_scaling_layers:
+        return (("rope_type", "default"),)
+    return ()
 
 
 def _attention_modules(model: nn.Module) -> dict[int, list[nn.Module]]:

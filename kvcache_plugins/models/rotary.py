@@ -114,7 +114,11 @@ def _block_tables(rotary: Rotary, period: int, device: torch.device) -> tuple[Te
 
 
 def find_rotary(
-    model: nn.Module | None, config: Any, layer_type: str | None, head_dim: int, theta: float | None = None
+    model: nn.Module | None,
+    config: Any,
+    layer_type: str | None,
+    head_dim: int,
+    own: tuple[tuple[str, Any], ...] = (),
 ) -> Rotary | None:
     """Find how a layer's keys are rotated.
 
@@ -124,16 +128,17 @@ def find_rotary(
         config (`PreTrainedConfig`): The decoder's configuration.
         layer_type (`str`, *optional*): Such as `"full_attention"`, where frequencies depend on it (Gemma 3).
         head_dim (`int`): Channels of a key.
-        theta (`float`, *optional*): Base of its frequencies, where layers have bases of their own.
+        own (`tuple[tuple[str, Any], ...]`): By name, parameters in the place of those in `rope_parameters`,
+            where layers differ in these.
 
     Returns:
         `Rotary | None`: `None` if the model has no rotary embedding, or one whose layout is not known.
     """
     if caches_latents(config):  # what is cached as key is not rotated
         return None
-    if theta is not None:
+    if own:
         model, config = None, copy.deepcopy(config)
-        config.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
+        config.rope_parameters = {**config.rope_parameters, **dict(own)}
     holder = rotary_module(model) if model is not None else _build_rotary_module(config)
     if holder is not None and any(buffer.is_meta for buffer in holder.buffers()):  # a model without data
         holder = _build_rotary_module(config)

@@ -31,11 +31,11 @@ HAS_PLAIN_CACHE = frozenset({"unlimited_ocr_text"})
 """Whose own layers of a cache keep some of a text."""
 
 
-def built(name: str) -> Any:
+def built(name: str, **overrides: Any) -> Any:
     if name not in NAMES:
         pytest.skip("this release of transformers does not have it")
     try:
-        return text_part(name)
+        return text_part(name, **overrides)
     except NotSmall as error:
         pytest.skip(str(error))
     except Exception as error:
@@ -52,3 +52,15 @@ def test_moving_a_text_turns_the_keys_that_are_said_to_rotate(name: str, from_co
     if name in OTHERWISE_THAN_THEIR_TOWERS:
         assert turning == [0, 1]
         assert all(fact.rotary is not None and fact.rotary.interleaved for fact in described(model))
+
+
+@pytest.mark.parametrize("from_config", [False, True])
+@pytest.mark.parametrize("scaled", [[0], [1], []])
+def test_layers_whose_frequencies_are_not_scaled(scaled: list[int], from_config: bool) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 1024}
+    model = built("molmo2_text", rope_parameters=yarn, rope_scaling_layers=scaled)
+    said = model.config.to_dict()
+    assert check_moved_keys(model, from_config=from_config) == [0, 1]
+    rotaries = [fact.rotary for fact in described(model, from_config=from_config)]
+    assert (rotaries[0] == rotaries[1]) == (scaled == [])
+    assert model.config.to_dict() == said
