@@ -30,7 +30,7 @@ from ..layers.storing import storing
 from ..models.cache_argument import given_cache
 from ..models.decoder import decoder_of
 from ..models.hooks import add_hooks
-from ..models.placeholders import find_placeholder
+from ..models.placeholders import find_features, find_placeholder
 from .cache import EvictingCache
 
 __all__ = ["CallWatchingCache", "TokenWatchingCache"]
@@ -61,9 +61,14 @@ class TokenWatchingCache(EvictingCache, ABC):
         add_hooks(decoder_of(model), after=_after_decoder)
         add_hooks(model, before=_begin, after=_end)
 
-    def check_tokens(self, model: Any, token_ids: Tensor) -> None:
-        """Refuse tokens `(B, n)` that stand for what is no text, before a model reads them."""
+    def check_tokens(self, model: Any, token_ids: Tensor, arguments: dict[str, Any]) -> None:
+        """Refuse tokens `(B, n)`, and what a model is called with beside them, that are no text.
+
+        What layers of cross-attention hold is not among the tokens (Mllama).
+        """
         found = find_placeholder(model.config, token_ids)
+        if found is None and not any(plan.is_cross_attention for plan in self._plans):
+            found = find_features(arguments)
         if found is not None:
             raise UnsupportedOperationError(
                 f"The backend {self.backend!r} {self.purpose}, and this prompt has {found}, which stand for "
@@ -125,6 +130,11 @@ class CallWatchingCache(TokenWatchingCache):
             raise self._unsupported(
                 "the states before the head", f"a {type(decoder).__name__}, which does not hand them out"
             )
+        if states.shape[1] != token_ids.shape[1]:
+            raise self._unsupported(
+                "one state for each token",
+                f"{states.shape[1]} for {token_ids.shape[1]} tokens from a {type(decoder).__name__}",
+            )
 
     def finish_call(self, model: Any, call: _Call, logits: Tensor | None, index: int) -> None:
         if call.token_ids is None or call.states is None or logits is None:
@@ -158,7 +168,7 @@ def _begin(
     if token_ids is None and "inputs_embeds" in kwargs:  # said before the model reads them
         raise cache.needs_tokens()
     if token_ids is not None:
-        cache.check_tokens(model, token_ids)
+        cache.check_tokens(model, token_ids, kwargs)
     cache._call = _Call(model, token_ids)
 
 

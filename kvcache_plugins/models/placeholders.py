@@ -1,18 +1,33 @@
-"""Tokens that stand for what is no text: images, videos, sounds."""
+"""What of a prompt is no text: images, videos and sounds, and the tokens that stand for them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["find_placeholder"]
+__all__ = ["find_features", "find_placeholder"]
 
 _NAMES = tuple(
     f"{modality}_token_{word}" for modality in ("image", "video", "audio") for word in ("id", "index")
 )
-"""Names that configurations have for them."""
+"""Names that configurations have for such tokens."""
+_FEATURES = (
+    "audio_input_ids",
+    "encoder_inputs_embeds",
+    "flattened_patches",
+    "image_embeds",
+    "image_encoder_embeddings",
+    "image_patches",
+    "input_features",
+    "input_values",
+    "mm_encoder_outputs",
+    "perceiver_embeddings",
+    "pixel_values",
+)
+"""Names, or parts of them, of the arguments by which models are shown such things."""
 
 
 def find_placeholder(config: Any, token_ids: Tensor) -> str | None:
@@ -33,3 +48,20 @@ def find_placeholder(config: Any, token_ids: Tensor) -> str | None:
         if isinstance(placeholder, int) and bool((token_ids == placeholder).any()):
             return f"tokens {placeholder} ({name})"
     return None
+
+
+def find_features(arguments: Mapping[str, Any]) -> str | None:
+    """Say which arguments of a model's call are images or sounds, whatever its tokens; `None` if none is.
+
+    Args:
+        arguments (`dict`): The call's arguments, by name.
+    """
+    shown = (name for name, value in arguments.items() if _is_shown(value))
+    names = sorted(name for name in shown if any(part in name for part in _FEATURES))
+    return ", ".join(names) or None
+
+
+def _is_shown(value: Any) -> bool:
+    if isinstance(value, Mapping):  # of kinds of features, not all of which a prompt has
+        return any(_is_shown(each) for each in value.values())
+    return isinstance(value, (Tensor, list, tuple))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, LlamaModel, PreTrainedModel
 
 import kvcache_plugins as kvp
 from kvcache_plugins.backends import sirllm
@@ -159,6 +159,23 @@ def test_images_are_refused_before_they_are_read() -> None:
     with pytest.raises(UnsupportedOperationError, match="Allowed is text"):
         given.model(**given.prompt, **as_argument(cache))
     assert cache.get_seq_length() == 0
+
+
+def test_a_decoder_that_puts_states_before_those_of_its_tokens_is_named() -> None:
+    class Prepending(LlamaModel):
+        def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
+            embedded = self.embed_tokens(input_ids)
+            return super().forward(inputs_embeds=torch.cat([embedded[:, :1], embedded], dim=1), **kwargs)
+
+    model: Any = tiny_model("llama")
+    made = Prepending(model.config)
+    made.load_state_dict(model.model.state_dict())
+    model.model = made.eval()
+    with pytest.raises(
+        UnsupportedOperationError,
+        match=r"needs one state for each token, got 21 for 20 tokens from a Prepend",
+    ):
+        model(input_ids=TOKENS[:, :20], **as_argument(new_cache(model)))
 
 
 def test_threads_do_not_see_each_other() -> None:

@@ -287,12 +287,25 @@ class TestSurprise:
                 given.model.get_decoder()(inputs_embeds=embedded, **as_argument(cache))
 
     @pytest.mark.parametrize("backend", ["kvzip", "sirllm"])
-    @pytest.mark.parametrize("name", ["llava", "phi4_multimodal", "qwen2_audio", "video_llama_3"])
-    def test_images_and_sounds_are_refused(self, name: str, backend: str) -> None:
+    @pytest.mark.parametrize(
+        "name", ["git", "kosmos-2", "llava", "phi4_multimodal", "qwen2_audio", "video_llama_3"]
+    )
+    @pytest.mark.parametrize("budget", [40, 600])
+    def test_images_and_sounds_are_refused(self, name: str, backend: str, budget: int) -> None:
+        """Also of models whose configuration names no token for them (GIT, Kosmos-2)."""
         with pytest.raises(
             UnsupportedOperationError, match=rf"'{backend}'.*images or sounds.*Allowed is text"
         ):
-            generate(subject(name), {"backend": backend, "budget": 40})
+            generate(subject(name), {"backend": backend, "budget": budget})
+
+    @pytest.mark.parametrize("backend", ["kvzip", "sirllm"])
+    def test_an_image_in_layers_of_cross_attention_is_beside_the_text(self, backend: str) -> None:
+        given = subject("mllama")
+        prompt = {**given.prompt, "input_ids": given.text_alone()["input_ids"]}
+        _, expected, _ = generate(given, None, prompt)
+        _, logits, cache = generate(given, {"backend": backend, "budget": 500}, prompt)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        assert cache.layers[1].get_seq_length() == IMAGE_TOKENS
 
     @pytest.mark.parametrize("name", ["gemma3", "llava", "mllama", "qwen2_vl"])
     def test_text_is_repeated(self, name: str) -> None:
@@ -457,10 +470,12 @@ def test_an_evicting_cache_masks_for_models_that_do_not_ask_what_it_holds() -> N
 
 
 def test_a_decoder_that_hands_out_no_states_is_named(recwarn: pytest.WarningsRecorder) -> None:
+    model = subject("kosmos-2").model.text_model
+    cache = kvp.build_cache(model, {"backend": "sirllm", "budget": 40})
     with pytest.raises(
         UnsupportedOperationError, match="Kosmos2TextForCausalLM, which does not hand them out"
     ):
-        generate(subject("kosmos-2"), {"backend": "sirllm", "budget": 40})
+        model(torch.arange(20, 60)[None], **as_argument(cache))
     assert not any("silenced" in str(warning.message) for warning in recwarn)  # one error is enough
 
 
