@@ -23,7 +23,7 @@ from .config import BackendConfig, check_length
 from .kernels.selection import select_kernel
 from .layers.base import PackedLayer
 from .layers.compiled import CompiledLayers
-from .layers.counting import bytes_of, dense_size, host_tensors, owned_tensors, tensors_beside
+from .layers.counting import bytes_of, dense_length, dense_size, host_tensors, owned_tensors, tensors_beside
 from .layers.crossing import with_cross_attention
 from .layers.dense import check_states_are_here, forget_past
 from .layers.gradients import copies_to_take
@@ -268,10 +268,11 @@ class KVCache(SavedCache, CacheVerbs):
         unlimited = [layer for layer in of_text if not isinstance(layer, WindowedLayer)]
         counting = (layer for layer in self._text_layers if hasattr(layer, "get_seq_length"))
         seen = max((layer.get_seq_length() for layer in counting), default=0)
+        held = [layer.held_length for layer in unlimited or of_text]
         return CacheReport(
             backend=self.backend,
             tokens_seen=seen,
-            tokens_held=max((layer.held_length for layer in unlimited or of_text), default=0),
+            tokens_held=max(held or map(dense_length, self._dense_text_layers), default=0),
             kv_bytes=self.kv_bytes(),
             dense_bytes=sum(dense_bytes for _, dense_bytes in sizes),
             kernel=[layer.kernel if isinstance(layer, PackedLayer) else "dense" for layer in self.layers],

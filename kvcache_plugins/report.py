@@ -16,7 +16,7 @@ class CacheReport:
         backend (`str`): Registry name.
         tokens_seen (`int`): Tokens the cache was given (per row, pads included).
         tokens_held (`int`): Tokens it still holds, in the head that holds most; fewer only for evicting
-            backends.
+            backends, and where nothing is packed, which leaves what the longest dense layer holds.
         kv_bytes (`int`): Bytes of every live tensor the cache owns.
         dense_bytes (`int`): Bytes of the tokens seen in transformers' own cache layers, without slack; of
             layers left to these, those they take.

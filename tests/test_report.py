@@ -14,6 +14,7 @@ from kvcache_plugins import CacheReport, build_cache
 from kvcache_plugins.kernels import loader
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.testing import tiny_model
+from tests.models import text_parts
 from tests.models.families import small_model
 
 
@@ -233,3 +234,28 @@ def test_what_is_not_yet_due_is_no_exception() -> None:
     model = tiny_model("llama")
     options = {"backend": "kvquant", "calibration": "normal_float"}
     assert filled(model, options, (100,)).report().exact_layers == {}
+
+
+@pytest.mark.parametrize(("skipped", "held"), [([], {15, 16}), ([1], {41})])
+def test_a_cache_that_packs_nothing_holds_what_its_dense_layers_do(
+    skipped: list[int], held: set[int]
+) -> None:
+    """Windows of 16 tokens, and beside them a layer that has all."""
+    model = tiny_model("gemma2" if skipped else "mistral", sliding_window=16)
+    with pytest.warns(UserWarning, match="packs none of the 2 layers"):
+        cache = filled(model, {"backend": "int8", "skip_layers": skipped}, (40, 1))
+    report = cache.report()
+    assert report.tokens_seen == 41
+    assert report.tokens_held == max(layer.keys.shape[2] for layer in cache.layers)
+    assert report.tokens_held in held
+    cache.reset()
+    assert (cache.report().tokens_seen, cache.report().tokens_held) == (0, 0)
+
+
+def test_a_prompt_beside_a_window_is_held_as_well() -> None:
+    if "unlimited_ocr_text" not in text_parts.NAMES:
+        pytest.skip("this release of transformers does not have it")
+    model = text_parts.text_part("unlimited_ocr_text")
+    with pytest.warns(UserWarning, match="packs none of the 2 layers"):
+        report = filled(model, {"backend": "int8"}, (40, 1, 1)).report()
+    assert report.tokens_seen == report.tokens_held == 42

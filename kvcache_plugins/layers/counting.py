@@ -11,9 +11,18 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from .base import PackedLayer
 
 __all__ = [
-    "bytes_of", "dense_size", "host_tensors", "owned_tensors", "passing_bytes", "tensors_beside",
-    "tensors_in",
+    "bytes_of", "dense_length", "dense_size", "host_tensors", "owned_tensors", "passing_bytes",
+    "tensors_beside", "tensors_in",
 ]  # fmt: skip
+
+
+def dense_length(layer: Any) -> int:
+    """Tokens that a layer of transformers' own holds, all or those of a window; 0 if it has no keys.
+
+    A prompt may lie apart from the window of what follows it (Unlimited-OCR).
+    """
+    keys = [getattr(layer, name, None) for name in ("prefill_keys", "keys")]
+    return sum(each.shape[-2] for each in keys if isinstance(each, Tensor) and each.dim() > 1)
 
 
 def dense_size(layer: Any) -> tuple[int, int]:
