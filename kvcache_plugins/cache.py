@@ -56,6 +56,7 @@ from .models.layer_plan import (
 from .models.longrope import choose_frequencies, follow_cache
 from .report import CacheReport
 from .saved import SavedCache
+from .sending import send_as_copies
 
 __all__ = ["KVCache"]
 
@@ -152,6 +153,10 @@ class KVCache(SavedCache, CacheVerbs):
         # of layers that evict a compiler cannot know how many tokens they hold after an update
         is_known = not self.evicts and not any(plan.has_indexer for plan in self._plans)
         self.compiled_layers = CompiledLayers(self) if attends_once(config) and is_known else None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        send_as_copies(cls)
 
     @property
     def prefill_chunk_size(self) -> int | None:

@@ -16,10 +16,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = (
     "errors", "undoing", "fresh_processes", "compilation", "device_dtypes", "dtype_names", "registry",
     "config", "quantizers", "models", "kernels", "layers", "attention", "report", "artifacts", "saved",
-    "cache", "encoder_decoder", "building", "persistence", "transformers_caches", "estimation", "capacity",
-    "eviction", "retaining", "backends", "prompt_chunks", "runs", "evaluation", "calibration", "training",
-    "encoder_calls", "cache_requests", "generation_calls", "image_calls", "assistant_calls", "integration",
-    "testing", "cli", "__init__", "__main__",
+    "sending", "cache", "encoder_decoder", "building", "persistence", "transformers_caches", "estimation",
+    "capacity", "eviction", "retaining", "backends", "prompt_chunks", "runs", "evaluation", "calibration",
+    "training", "encoder_calls", "cache_requests", "generation_calls", "image_calls", "assistant_calls",
+    "integration", "testing", "cli", "__init__", "__main__",
 )  # fmt: skip
 # Deferred imports that would close a circle at import time, with the reason.
 DEFERRED = {
