@@ -32,7 +32,7 @@ def keep_slots(layer: EvictingLayer, index: Tensor) -> None:
     """Make `layer` hold the slots `index` `(B, H, K)`, ascending, and nothing else."""
     count = index.shape[2]
     keys, values = layer.streams
-    before, padding = layer.padding, Padding(layer.padding.sink_length, _pads_among(layer, count))
+    before, padding = layer.padding, _padding_among(layer, count)
     records = layer.records
     if keys.packed_length:
         records = _gathered_records(layer, index[:, :, : count - keys.tail.length])
@@ -72,8 +72,10 @@ def _may_gather(stream: Stream, device: torch.device) -> bool:
     return device.type != "cuda" or cuda_loader.try_load(device)
 
 
-def _pads_among(layer: EvictingLayer, count: int) -> Tensor | None:
-    """Pads of every row among `count` tokens held: all real tokens are kept before any pad."""
-    if layer.pads is None:
-        return None
-    return (layer.pads - (layer.cumulative_length - count)).clamp_min(0)
+def _padding_among(layer: EvictingLayer, count: int) -> Padding:
+    """Padding of `count` tokens held: all real tokens are kept before any pad."""
+    kept = Padding(layer.padding.sink_length)
+    if layer.pads is not None:
+        evicted = layer.cumulative_length - count
+        kept.set((layer.pads - evicted).clamp_min(0), layer.padding.columns)
+    return kept

@@ -266,6 +266,8 @@ class EvictingLayer(PackedLayer):
                 self.withdraw(removed)
                 self._due, self._postponed = self._postponed, None
                 self.evict_due()
+            elif self.evicts:  # it had come down to the pads among what was kept
+                self.padding.set(self.pads, self.padding.columns)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         with storing(), changing(self):
@@ -362,13 +364,9 @@ class EvictingLayer(PackedLayer):
             if pooling is not None:
                 keep_and_pool(self, pooling, budget, recent)
                 return
+            pads, sinks, kept = self.padding.lengths, self.config.sink_length, self._kept_length(budget)
             index = choose_slots(
-                self.ranks(),
-                self._kept_length(budget),
-                pads=self.padding.lengths,
-                sink_length=self.config.sink_length,
-                recent=recent,
-                exact=self.exact_tail,
+                self.ranks(), kept, pads=pads, sink_length=sinks, recent=recent, exact=self.exact_tail
             )
             keep_slots(self, index)
 

@@ -109,6 +109,43 @@ def test_crop_of_all_that_is_held(storage: dict[str, Any] | None) -> None:
     torch.testing.assert_close(feed(model, cache, tokens[:, 50:], [10]), expected, atol=1e-4, rtol=0.0)
 
 
+AGAIN: dict[str, dict[str, Any]] = {
+    "exact": KNORM,
+    "int8": {**KNORM, "storage": {"backend": "int8"}},
+    "compact": {"backend": "streaming_llm", "positions": "compact"},
+    "one-budget": {"backend": "h2o"},
+    "shared-budget": {"backend": "h2o", "head_floor": 0.2},
+}
+
+
+@pytest.mark.parametrize("how", ["bound", "loaded"])
+@pytest.mark.parametrize("name", AGAIN)
+def test_what_was_cropped_whole_knows_its_padding(name: str, how: str, tmp_path: Path) -> None:
+    # Nothing of the first chunk is evicted, so pads are among what the second one finds.
+    model, mask, chunks = model_of(num_hidden_layers=3), mask_of(PROMPT, PADS), [25, 15, 10]
+    tokens, config = ids(PROMPT, len(PADS), pads=PADS), {**AGAIN[name], "budget": chunks[0]}
+    cache, fresh = (bound_cache(model, config, PROMPT, mask) for _ in range(2))
+    expected = feed(model, fresh, tokens, chunks, mask)
+    feed(model, cache, tokens, chunks, mask)
+    if how == "loaded":
+        cache.save_pretrained(tmp_path)
+        cache = EvictingCache.from_pretrained(tmp_path, model)
+    cache.crop(-PROMPT)
+    assert cache.num_held() == 0
+    logits = feed(model, cache, tokens, chunks, mask)
+    _same(snapshot(cache), snapshot(fresh))
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()])
+
+
+def test_what_was_cropped_whole_knows_how_many_tokens_its_mask_had() -> None:
+    model, mask = model_of(num_hidden_layers=3), mask_of(PROMPT, PADS)
+    cache = bound_cache(model, KNORM, PROMPT, mask)
+    feed(model, cache, ids(PROMPT, len(PADS), pads=PADS), [PROMPT], mask)
+    cache.crop(-PROMPT)
+    with pytest.raises(kvcache_plugins.UnsupportedOperationError, match="was given 51 tokens at first"):
+        feed(model, cache, ids(PROMPT + 1, len(PADS)), [PROMPT + 1])
+
+
 def test_a_later_turn_is_saved(tmp_path: Path) -> None:
     # What a later turn protects goes on being protected while its answer is generated.
     model, tokens = model_of(), ids(140, 2)
