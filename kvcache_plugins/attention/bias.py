@@ -12,7 +12,15 @@ from .reference import AttentionOptions, four_dimensional
 from .remembered import remembered
 from .row_masks import row_mask
 
-__all__ = ["LogitBias", "as_boolean", "logit_bias", "per_head", "row_bias", "sinks_for_kernels"]
+__all__ = [
+    "LogitBias",
+    "as_boolean",
+    "logit_bias",
+    "per_head",
+    "row_bias",
+    "sinks_for_kernels",
+    "sinks_of_pass",
+]
 
 
 class LogitBias(NamedTuple):
@@ -143,6 +151,27 @@ def sinks_for_kernels(
     if sink_logits.dim() != 3:
         return per_head(sink_logits, device)
     return sink_logits[:, :, queries].detach().float().to(device).contiguous()
+
+
+def sinks_of_pass(
+    options: AttentionOptions, device: torch.device, queries: slice, behind: int
+) -> Tensor | None:
+    """Sink logits of some queries as the kernels take them, which take such queries for the newest ones.
+
+    Where they are not, ALiBi adds too little to all logits of a head, by one number. Without sinks no weight
+    depends on it; sinks, which are in the same softmax, are lowered by as much.
+
+    Args:
+        options (`AttentionOptions`): Sink logits and slopes of the call.
+        device (`torch.device`): Of the queries.
+        queries (`slice`): Those of the pass.
+        behind (`int`): Later queries whose tokens these see as well; none where attention is causal.
+    """
+    sinks = sinks_for_kernels(options.sink_logits, device, queries)
+    slopes = per_head(options.alibi_slopes, device)
+    if sinks is None or slopes is None or not behind:
+        return sinks
+    return sinks - behind * (slopes if sinks.dim() == 1 else slopes[:, None])
 
 
 def _remembered(mask: Tensor, question: _Question) -> LogitBias | None:

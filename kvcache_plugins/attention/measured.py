@@ -8,6 +8,8 @@ milliseconds (one thread of a Zen 5 core; in brackets with AVX2): 1024 queries o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from ..kernels import loader
 from ..kernels.layout import FORMATS, MAX_HEAD_DIM, Side, SideLayout, dense_rows
 from ..kernels.ops import measure_attention
 from ..layers.view import StreamView
-from .bias import LogitBias, logit_bias, per_head, row_bias, sinks_for_kernels
+from .bias import LogitBias, logit_bias, per_head, row_bias, sinks_of_pass
 from .description import describe, first_sinks
 from .limits import KERNEL_DTYPES, MOST_QUERIES, TILE_SCORES
 from .passes import PASS_QUERIES
@@ -123,18 +125,19 @@ def _measure(
     query = dense_rows(query)
     sinks = options.sink_logits
     if sinks is not None and sinks.dim() == 3:
-        sinks = sinks.expand(len(query), -1, query_length)
+        options = replace(options, sink_logits=sinks.expand(len(query), -1, query_length))
     step = _pass_length(length - start)
     received = torch.zeros((*records.shape[:2], length - start), dtype=torch.float32, device="cpu")
     alibi_slopes = per_head(options.alibi_slopes, query.device)
     for first in range(0, query_length, step):
         stop = min(first + step, query_length)
-        behind = query_length - stop if is_causal else 0
-        seen = length - behind
+        later = query_length - stop
+        hidden = later if is_causal else 0
+        seen = length - hidden
         found = measure_attention(
             query[:, :, first:stop],
             records,
-            keys.without_newest(behind),
+            keys.without_newest(hidden),
             start=start,
             scaling=options.scale_for(query.shape[3]),
             sink_start=sink_start,
@@ -142,7 +145,7 @@ def _measure(
             is_causal=is_causal,
             window=window,
             softcap=options.softcap or 0.0,
-            sink_logits=sinks_for_kernels(sinks, query.device, slice(first, stop)),
+            sink_logits=sinks_of_pass(options, query.device, slice(first, stop), later - hidden),
             alibi_slopes=alibi_slopes,
             counted=None if counted is None else counted[:, first:stop].contiguous(),
             is_strongest=is_strongest,

@@ -18,7 +18,7 @@ from ..kernels.ops import decode_attention
 from ..kernels.selection import UNREADABLE, native_is_unavailable, why_no_kernels
 from ..layers.handle import KVHandle
 from ..layers.view import StreamView, joined
-from .bias import LogitBias, logit_bias, per_head, row_bias, sinks_for_kernels
+from .bias import LogitBias, logit_bias, per_head, row_bias, sinks_of_pass
 from .cuda import attend_on_device, why_not_fast
 from .decoded import DecodedView
 from .description import describe, first_sinks
@@ -158,7 +158,8 @@ def _attend_in_passes(
     alibi_slopes = per_head(options.alibi_slopes, query.device)
 
     def attend_pass(start: int, stop: int) -> Tensor:
-        hidden = query_length - stop if is_causal else 0
+        later = query_length - stop
+        hidden = later if is_causal else 0
         seen = keys.length - hidden
         return decode_attention(
             query if stop - start == query_length else query[:, :, start:stop],
@@ -171,7 +172,7 @@ def _attend_in_passes(
             is_causal=is_causal,
             window=window,
             softcap=options.softcap or 0.0,
-            sink_logits=sinks_for_kernels(options.sink_logits, query.device, slice(start, stop)),
+            sink_logits=sinks_of_pass(options, query.device, slice(start, stop), later - hidden),
             alibi_slopes=alibi_slopes,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,21 @@ def test_options(isa: str, options: dict[str, Any], query_length: int) -> None:
     layer = build_layer(CASES["kivi-default"], 333)
     query, key, value = step(layer, query_length, 4)
     check(query, key, value, attention_options(options, query_length, key.shape[2]))
+
+
+@pytest.mark.parametrize("sinks", [True, "of queries"])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_slopes_and_sinks_of_many_queries_that_see_later_ones(
+    isa: str, has_mask: bool, sinks: bool | str
+) -> None:
+    """Read in passes, whose queries are not the newest tokens: sinks know how far away a token is."""
+    if isa == "portable":
+        pytest.skip("many queries are left to torch")
+    query, key, value = step(build_layer(CASES["int8-default"], 100), 200, 4)
+    options = attention_options({"sink_logits": sinks, "alibi_slopes": True}, 200, 300)
+    mask = torch.arange(300) >= torch.tensor([5, 0])[:, None]
+    mask = mask[:, None, None] if has_mask else None
+    check(query, key, value, replace(options, is_causal=False, mask=mask))
 
 
 def test_a_query_that_sees_nothing_gets_zeros(isa: str) -> None:

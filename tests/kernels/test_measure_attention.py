@@ -157,6 +157,15 @@ def test_many_queries_and_threads(isa: str, name: str, threads: int, request: py
             check(query, key.tokens, options, counted)
 
 
+@pytest.mark.parametrize("sinks", [True, "of queries"])
+def test_slopes_and_sinks_of_many_queries_that_see_later_ones(isa: str, sinks: bool | str) -> None:
+    if isa == "portable":
+        pytest.skip("many queries are left to torch")
+    query, key, _ = step(build_layer(CASES["int4-default"], 330), 150, 4)
+    options = attention_options({"sink_logits": sinks, "alibi_slopes": True}, 150, key.tokens.length)
+    check(query, key.tokens, replace(options, is_causal=False))
+
+
 def test_what_is_exact(isa: str) -> None:
     """Nothing is packed yet: many rows of exact tokens, which kernels read otherwise than a few."""
     for dtype, bound in ((torch.float32, WEIGHT_ERROR), (torch.bfloat16, BFLOAT16_ERROR)):
