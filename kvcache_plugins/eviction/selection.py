@@ -1,4 +1,7 @@
-"""Which slots stay: the best by score, besides what is protected, in the order of time."""
+"""Which slots stay: the best by score, besides what is protected, in the order of time.
+
+Of equal scores the newer are the better, so that what a row keeps depends neither on others nor on its pads.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from torch import Tensor
 
 from ..layers.padding import first_slots
 
-__all__ = ["best_slots", "choose_slots", "ranked"]
+__all__ = ["are_best", "best_slots", "choose_slots", "ranked"]
 
 
 def choose_slots(
@@ -62,4 +65,17 @@ def ranked(
 
 def best_slots(ranks: Tensor, count: int) -> Tensor:
     """The `count` slots of highest rank, of ranks `(B, H, m)`: int64 `(B, H, count)`, ascending."""
-    return ranks.topk(count, dim=2, sorted=False).indices.sort(dim=2).values
+    are_chosen = are_best(ranks, count)
+    # not by `nonzero`, which would wait for a GPU
+    places = are_chosen.cumsum(2).sub_(1).masked_fill_(~are_chosen, count)  # others go behind the chosen ones
+    slots = torch.arange(ranks.shape[2], device=ranks.device).expand_as(places)
+    found = places.new_empty((*ranks.shape[:2], count + 1))
+    return found.scatter_(2, places, slots)[:, :, :count].contiguous()
+
+
+def are_best(ranks: Tensor, count: int) -> Tensor:
+    """Tell which are the `count` highest of every row of ranks `(..., m)`: of equal ones the last."""
+    least = ranks.topk(max(1, count), dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    suffice, equal = ranks >= least, ranks == least
+    too_many = suffice.sum(-1, keepdim=True, dtype=torch.int32) - count
+    return suffice & ~(equal & (equal.cumsum(-1, dtype=torch.int32) <= too_many))

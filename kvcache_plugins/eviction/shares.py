@@ -7,8 +7,10 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..device_dtypes import doubled
+from .selection import are_best
 
 __all__ = ["grouped_shares", "share_out"]
 
@@ -31,19 +33,20 @@ def share_out(ranks: Sequence[Tensor], total: int, floor: int) -> list[float]:
         `list[float]`: Tokens of every head, `total` in all.
     """
     raised = [_with_best(head, floor) for head in ranks]
-    joined = torch.cat(raised, dim=1)
-    best = joined.topk(min(total, joined.shape[1]), dim=1, sorted=False).indices
-    taken = torch.zeros_like(joined, dtype=torch.bool).scatter_(1, best, True) & (joined > -torch.inf)
-    taken_of_heads = taken.split([head.shape[1] for head in ranks], dim=1)
-    counts = doubled(torch.stack([head.sum() for head in taken_of_heads]))
+    longest = max(head.shape[1] for head in ranks)
+    # newest beside newest, so that of equal ranks the newer are the better, whatever their head
+    aligned = [F.pad(head, (longest - head.shape[1], 0), value=-torch.inf) for head in raised]
+    joined = torch.stack(aligned, dim=2)
+    taken = are_best(joined.flatten(1), min(total, joined[0].numel())).view_as(joined)
+    counts = doubled((taken & (joined > -torch.inf)).sum((0, 1)))
     shares: list[float] = (counts * total / counts.sum().clamp_min(1)).tolist()
     return shares
 
 
 def _with_best(ranks: Tensor, count: int) -> Tensor:
     """Ranks `(B, m)`, of which the `count` best come before everything; pads stay last."""
-    best = ranks.topk(min(count, ranks.shape[1]), dim=1, sorted=False).indices
-    return ranks.scatter(1, best, torch.inf).masked_fill_(ranks == -torch.inf, -torch.inf)
+    best = are_best(ranks, min(count, ranks.shape[1]))
+    return ranks.masked_fill(best & (ranks > -torch.inf), torch.inf)
 
 
 def grouped_shares(

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given, settings
 
@@ -67,10 +68,11 @@ def test_every_choice(request: dict[str, Any]) -> None:
             stays |= {slot for slot in real if slot >= length - request["recent"]}
             # Rows whose pads reach into the exact window hold all their real tokens anyway.
             assert stays <= set(kept)
-            free = [_sorts(float(scores[row, head, s])) for s in set(kept) & real - stays - exact]
-            gone = [_sorts(float(scores[row, head, s])) for s in real - set(kept)]
+            # Of equal ones the newer stay.
+            free = [(_sorts(float(scores[row, head, s])), s) for s in set(kept) & real - stays - exact]
+            gone = [(_sorts(float(scores[row, head, s])), s) for s in real - set(kept)]
             if free and gone:
-                assert min(free) >= max(gone)
+                assert min(free) > max(gone)
 
 
 def test_nothing_to_choose() -> None:
@@ -83,3 +85,12 @@ def test_a_known_choice() -> None:
     scores = torch.tensor([[[9.0, 0.0, math.nan, 3.0, 5.0, 4.0, -9.0]]])
     chosen = choose_slots(scores, 4, pads=torch.tensor([1]), sink_length=1, recent=1)
     assert chosen.tolist() == [[[1, 4, 5, 6]]]
+
+
+@pytest.mark.parametrize("pads", [5, 64, 256, 1000])
+def test_a_padded_row_keeps_of_equal_scores_what_it_would_alone(pads: int) -> None:
+    generator = torch.Generator().manual_seed(pads)
+    scores = torch.randint(8, (2, 2, 700 + pads), generator=generator).float()
+    alone = choose_slots(scores[1:, :, pads:], 192, sink_length=2, recent=32)
+    padded = choose_slots(scores, 192, pads=torch.tensor([0, pads]), sink_length=2, recent=32)
+    assert torch.equal(padded[1] - pads, alone[0])

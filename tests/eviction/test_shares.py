@@ -43,6 +43,11 @@ def test_shares(seed: int) -> None:
     assert sum(got) == pytest.approx(budget * heads)
 
 
+def test_of_equal_ranks_the_newer_count_whatever_their_head() -> None:
+    ranks = [torch.zeros(1, 100), torch.zeros(1, 60), torch.full((1, 80), -1.0)]
+    assert share_out(ranks, 42, floor=2) == [20.0, 20.0, 2.0]
+
+
 def _squares(shares: list[float], cuts: tuple[int, ...]) -> float:
     total = 0.0
     for start, stop in itertools.pairwise([0, *cuts, len(shares)]):
