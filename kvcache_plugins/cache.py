@@ -163,6 +163,14 @@ class KVCache(SavedCache, CacheVerbs):
         """Prompt tokens `generate()` should read at once; `None` for all of them."""
         return self.longest_call if self.reads_long_text else None
 
+    def rotated_length(self, prompt_length: int | None) -> int | None:
+        """Tokens of a text that ends at the largest position of any call in which a prompt is read.
+
+        Args:
+            prompt_length (`int`, *optional*): Tokens of all that will have been read then; `None` if unknown.
+        """
+        return prompt_length
+
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         check_states_are_here("copy.deepcopy", self.layers)
         copied = type(self).__new__(type(self))

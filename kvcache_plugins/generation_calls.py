@@ -147,7 +147,7 @@ def _choose_chunks(
         model,
         model_kwargs,
         is_first=kv_cache.get_seq_length() == 0,
-        prompt_length=prompt_length,
+        rotated_length=kv_cache.rotated_length(prompt_length),
         generation_mode=generation_mode,
         returns_states=_returns_states(generation_config),
     )

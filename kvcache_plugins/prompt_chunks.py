@@ -41,7 +41,7 @@ def why_read_whole(
     model_kwargs: dict[str, Any],
     *,
     is_first: bool,
-    prompt_length: int | None = None,
+    rotated_length: int | None = None,
     generation_mode: Any = None,
     returns_states: bool = False,
 ) -> str | None:
@@ -51,7 +51,8 @@ def why_read_whole(
         model (`PreTrainedModel`): What generates.
         model_kwargs (`dict`): The call's arguments.
         is_first (`bool`): Whether nothing has been read before.
-        prompt_length (`int`, *optional*): Tokens that will have been read then, if known.
+        rotated_length (`int`, *optional*): Tokens that will have been read then, if known; of a cache that
+            numbers what it holds, the most that its positions will count in any call.
         generation_mode (`GenerationMode`, *optional*): What transformers calls this way of generating.
         returns_states (`bool`): Whether the call is to hand out the prompt's hidden states.
     """
@@ -69,7 +70,7 @@ def why_read_whole(
         return "tokens of an image, or of the whole prompt, see later ones"
     if is_of_family(model.config.get_text_config(decoder=True), _READ_WHOLE):
         return "this model computes something else in chunks"
-    if _rotates_by_length(model, prompt_length):
+    if _rotates_by_length(model, rotated_length):
         return "its rotary frequencies follow the longest text that a call has read"
     if not _has_masks(model):
         return "transformers makes no masks for its attention function, which then takes a chunk for all"
@@ -191,24 +192,24 @@ def _how_prompts_are_read() -> str:
     return inspect.getsource(GenerationMixin._prefill)
 
 
-def _rotates_by_length(model: Any, prompt_length: int | None) -> bool:
+def _rotates_by_length(model: Any, length: int | None) -> bool:
     """Whether the first keys of a prompt would be rotated by other frequencies in chunks than with all of it.
 
     Those of longrope are chosen by the cache where a model would discard it otherwise (`models.longrope`).
     """
+    from .models.frequencies import frequency_change
     from .models.longrope import switch_length
 
     config = model.config.get_text_config(decoder=True)
     given = getattr(config, "rope_parameters", None) or {}
-    sets = [given] if "rope_type" in given else [one for one in given.values() if isinstance(one, Mapping)]
-    for parameters in sets:
-        kind, limit = parameters.get("rope_type", ""), config.max_position_embeddings
-        if kind == "longrope":
-            limit = parameters.get("original_max_position_embeddings") or limit
-        follows = "dynamic" in kind or (kind == "longrope" and switch_length(model) is None)
-        if follows and (prompt_length is None or prompt_length > limit):
-            return True
-    return False
+    kinds = [None] if "rope_type" in given else given
+    changes = (frequency_change(config, kind) for kind in kinds)
+    limits = [
+        change.length
+        for change in changes
+        if change is not None and (change.rope_type != "longrope" or switch_length(model) is None)
+    ]
+    return bool(limits) and (length is None or length > min(limits))
 
 
 def _has_masks(model: Any) -> bool:

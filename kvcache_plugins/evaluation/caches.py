@@ -117,7 +117,8 @@ def prefill(model: Any, prompt: torch.Tensor, cache: Cache, final_length: int, *
     if isinstance(cache, KVCache):
         length = prompt.shape[1]
         cache.bind(model, torch.ones_like(prompt), max_cache_length=final_length, prompt_length=length)
-        if why_read_whole(model, {}, is_first=True, prompt_length=length) is None:
+        rotated = cache.rotated_length(length)
+        if why_read_whole(model, {}, is_first=True, rotated_length=rotated) is None:
             chunk_size = cache.prefill_chunk_size
     output = None
     for chunk in prompt.split(chunk_size or prompt.shape[1], dim=1):

@@ -104,6 +104,12 @@ class EvictingCache(KVCache):
             return limit
         return min(self.config.chunk_size, limit or self.config.chunk_size)
 
+    def rotated_length(self, prompt_length: int | None) -> int | None:
+        wanted = self.prefill_chunk_size
+        if prompt_length is None or wanted is None or self.compact_layer is None:
+            return prompt_length
+        return min(prompt_length, max(self.num_held(), self._smallest_budget(prompt_length)) + wanted)
+
     @property
     def compact_layer(self) -> EvictingLayer | None:
         """A layer that knows the numbers of the next tokens, with compact positions."""

@@ -25,6 +25,7 @@ from ..layers.stream import Stream
 from ..layers.view import StreamView
 from .layer import EvictingLayer
 from .options import EvictingConfig
+from .refusals import check_shown
 from .sharing import HeadPart, share_among_heads
 
 __all__ = ["HeadwiseConfig", "HeadwiseLayer"]
@@ -269,8 +270,8 @@ class HeadwiseLayer(EvictingLayer):
         for _, layer in self.parts:
             layer._move(device)
 
-    def _exceeds(self, phase: str) -> bool:
-        return self.is_asked if self.is_part else super()._exceeds(phase)
+    def _exceeds(self, phase: str, coming: int = 0) -> bool:
+        return self.is_asked if self.is_part else super()._exceeds(phase, coming)
 
     def _evict(self, phase: str) -> None:
         if self.is_part:
@@ -281,7 +282,7 @@ class HeadwiseLayer(EvictingLayer):
         if not self._exceeds(phase):
             return
         self._has_missed |= any(layer._has_missed for _, layer in self.parts)
-        self._check_shown()
+        check_shown(self)
         assert self._budget is not None
         with storing(), changing(self):
             recent = self.config.protected_at(phase, self._budget, self._turn_length)

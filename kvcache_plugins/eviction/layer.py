@@ -27,10 +27,12 @@ from ..layers.storing import storing
 from ..layers.stream import StreamSpec
 from ..layers.view import StreamView, joined
 from ..models.facts import LayerFacts
+from ..models.frequencies import Change
 from .keeping import keep_slots
 from .ledger import Ledger
 from .options import EvictingConfig
 from .pooling.stage import keep_and_pool
+from .refusals import check_frequencies, check_shown, check_text
 from .selection import choose_slots
 from .storage import stored_stream
 
@@ -74,6 +76,11 @@ class EvictingLayer(PackedLayer):
         self._postponed: str | None = None
         self._has_missed = self._awaits_queries = False
         super().__init__(config, layer_idx, facts)
+
+    @property
+    def change(self) -> Change | None:
+        """When the model begins to rotate by frequencies that what is kept would be turned wrongly with."""
+        return self.facts.change if self.config.positions == "compact" else None
 
     def score(self, keys: Tensor, values: Tensor) -> Tensor:
         """Worth of new tokens, fp32 `(B, H, n)`; higher is kept. Keys and values are `(B, H, n, D)`."""
@@ -140,6 +147,7 @@ class EvictingLayer(PackedLayer):
         self.prompt_length = length
         if length is not None and self.evicts:
             self._budget = self.config.budget_of(length)
+            check_text(self, length, self._full_length)
         self._set_final_length()
 
     def budget_for(self, count: int) -> int:
@@ -167,6 +175,7 @@ class EvictingLayer(PackedLayer):
             self.evict_due()
         count, seen = key_states.shape[2], self.cumulative_length
         phase, has_drafts = self._phase(seen, count), self._has_drafts(seen + count)
+        check_frequencies(self, phase, count)
         read = self._take(key_states, value_states, has_drafts)
         self.cumulative_length += count
         self._awaits_queries = True
@@ -346,17 +355,18 @@ class EvictingLayer(PackedLayer):
         self._postponed = phase if has_drafts and self._postponed is None else self._postponed
         self._due = None if has_drafts else phase
 
-    def _exceeds(self, phase: str) -> bool:
-        """Whether something must go now."""
+    def _exceeds(self, phase: str, coming: int = 0) -> bool:
+        """Whether something must go now, or when `coming` tokens have come."""
         assert self._budget is not None
-        if phase == "decode":
-            return self.config.evict_at_decode and self.mean_held > self._budget + self.config.decode_slack
-        return self.mean_held > self._budget
+        if phase == "decode" and not self.config.evict_at_decode:
+            return False
+        slack = self.config.decode_slack if phase == "decode" else 0
+        return self.mean_held + coming > self._budget + slack
 
     def _evict(self, phase: str) -> None:
         if not self._exceeds(phase):
             return
-        self._check_shown()
+        check_shown(self)
         budget = self.budget_for(0)  # which is known
         recent = self.config.protected_at(phase, budget, self._turn_length)
         pooling = self.config.pooling()
@@ -369,16 +379,6 @@ class EvictingLayer(PackedLayer):
                 self.ranks(), kept, pads=pads, sink_length=sinks, recent=recent, exact=self.exact_tail
             )
             keep_slots(self, index)
-
-    def _check_shown(self) -> None:
-        """Raise `UnsupportedOperationError` if attention has not shown what there is to choose by."""
-        if self._has_missed:
-            raise UnsupportedOperationError(
-                f"Layer {self.layer_idx} was not shown by its model what it needs to choose from: "
-                f"scores come after the {self.scored_after!r} of every call. The model's attention function "
-                "must be 'sdpa', a flash or flex one, or 'kvcache_plugins' (model.set_attn_implementation), "
-                "without dropout (model.eval()), the cache bound to it (`cache.bind`) before the first call."
-            )
 
     def _kept_length(self, budget: int) -> int:
         """Tokens kept of `budget`: where whole blocks are packed, those and what is exact."""

@@ -44,7 +44,8 @@ class EvictingConfig(BackendConfig):
             conversation up to 100 tokens, at most a quarter of the budget.
         positions (`str`): `"absolute"`: what is kept stays where it was in the text. `"compact"`: it moves up
             to close the gaps, so that no position exceeds the budget, a chunk and what was generated; for
-            models with rotary embeddings of a known layout all of whose layers keep as many tokens.
+            models with rotary embeddings of a known layout all of whose layers keep as many tokens. If
+            frequencies follow the length, no more may be held at an eviction than leaves them as they are.
         evict_at_decode (`bool`): Whether generated tokens count against the budget too: up to 64 more are
             held before it is enforced again.
         storage (`dict`, *optional*): Backend that stores what is kept, and its options, such as `{"backend":

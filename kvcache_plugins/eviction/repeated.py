@@ -21,6 +21,7 @@ from ..layers.gradients import copies_to_take
 from ..layers.handle import KVHandle
 from ..layers.storing import storing
 from ..layers.view import StreamView
+from ..models.frequencies import Change
 from .headwise import HeadwiseLayer
 from .repetition import LEAD_LENGTH, Judgement, Passage
 from .sharing import HeadPart
@@ -163,6 +164,10 @@ class RepeatedLayer(HeadwiseLayer):
             for view, states in zip(views, (key_states, value_states), strict=True)
         )
         return KVHandle(self, keys, key_states), KVHandle(self, values, value_states)
+
+    @property
+    def change(self) -> Change | None:
+        return super().change if self.passage is None else None  # what is repeated is read by the text's own
 
     @property
     def observes_queries(self) -> bool:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from .decoder import decoder_config, decoder_of, split_model_or_config
+from .frequencies import Change, frequency_change, is_told
 from .layer_plan import LayerPlan, caches_latents, key_value_heads
 from .origins import forward_names, is_of_family, modeling_files, modeling_module
 from .placement import num_processes
-from .rotary import Rotary, find_rotary, names_rotation
+from .rotary import Rotary, find_rotary, names_rotation, rotary_module
 
 __all__ = [
     "LayerFacts",
@@ -77,12 +78,14 @@ class LayerFacts:
         key_bias_max (`float`, *optional*): Largest absolute bias of the key projection, where it can be read.
         is_rotation_unknown (`bool`): Whether its keys are rotated, by what is said of it or of its family, in
             a way that is not known.
+        change (`Change`, *optional*): When the model begins to rotate by other frequencies than `rotary`.
     """
 
     rotary: Rotary | None = None
     has_key_bias: bool = False
     key_bias_max: float | None = None
     is_rotation_unknown: bool = False
+    change: Change | None = None
 
 
 def biases_by_distance(config: Any) -> bool:
@@ -235,6 +238,8 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
     missing = [kind for kind, rotary in rotaries.items() if rotary is None and model is not None]
     known_of_family = {kind for kind in missing if find_rotary(None, config, *kind) is not None}
     attentions = _attention_modules(model) if model is not None else {}
+    holder = rotary_module(model) if model is not None else None
+    follows = holder is None or not is_told(holder)
     named = _rotating_layers(model) if missing and model is not None and not caches_latents(config) else set()
     facts = []
     for layer_idx, kind in enumerate(kinds):
@@ -248,7 +253,9 @@ def describe_layers(model: nn.Module | None, config: Any, plans: list[LayerPlan]
         rotary = rotaries.get(kind) if rotates else None
         seems_to = kind in known_of_family or (kind in missing and layer_idx in named)
         is_unknown = rotates and rotary is None and seems_to
-        facts.append(LayerFacts(rotary, has_bias, largest, is_unknown))
+        may_change = follows and rotary is not None and "rope_type" not in dict(kind[2])
+        change = frequency_change(config, kind[0]) if may_change else None
+        facts.append(LayerFacts(rotary, has_bias, largest, is_unknown, change))
     return facts + [facts[plan.repeats] for plan in plans if plan.repeats is not None]
 
 

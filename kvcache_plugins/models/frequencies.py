@@ -10,10 +10,10 @@ what it has grown by where a text was repeated (`frequencies_kept`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,11 +21,54 @@ from torch import Tensor, nn
 
 from .hooks import add_hooks
 
-__all__ = ["TOLD", "attribute_of", "frequencies_kept", "remember_frequencies", "state", "withdraw"]
+__all__ = [
+    "TOLD",
+    "Change",
+    "attribute_of",
+    "frequencies_kept",
+    "frequency_change",
+    "is_told",
+    "remember_frequencies",
+    "state",
+    "withdraw",
+]
 
 TOLD = "told"
 """Who says what holds for questions about a module as well, and not in a call of it alone."""
 _KEPT = "kept"
+
+
+class Change(NamedTuple):
+    """When a model begins to rotate by other frequencies than those of short texts.
+
+    Args:
+        rope_type (`str`): What transformers calls them: `"longrope"`, or one with `"dynamic"` in it.
+        length (`int`): Tokens of a text, by the largest position of a call, with which it does not yet.
+        can_be_told (`bool`): Whether a cache that knows of a long text has it rotate all of it by one set
+            (`models.longrope`).
+    """
+
+    rope_type: str
+    length: int
+    can_be_told: bool = False
+
+
+def frequency_change(config: Any, layer_type: str | None = None) -> Change | None:
+    """Say when a model changes its frequencies; `None` if they never follow the length.
+
+    Args:
+        config (`PreTrainedConfig`): The decoder's configuration.
+        layer_type (`str`, *optional*): Such as `"full_attention"`, where frequencies depend on it.
+    """
+    given: Mapping[Any, Any] = getattr(config, "rope_parameters", None) or {}
+    parameters: Any = given if "rope_type" in given else given.get(layer_type)
+    kind = str(parameters.get("rope_type")) if isinstance(parameters, Mapping) else ""
+    if kind == "longrope":
+        length = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+        return Change(kind, length, hasattr(config, "original_max_position_embeddings"))
+    if "dynamic" in kind:  # with exactly as many as the limit it keeps what a longer text before has left
+        return Change(kind, config.max_position_embeddings - 1)
+    return None
 
 
 class _Calls(threading.local):
@@ -76,6 +119,11 @@ def attribute_of(rotary: nn.Module, name: str) -> Any:
     """
     told = _calls.stated.get(rotary, {}).get(TOLD, {})
     return told.get(name, getattr(rotary, name, None))
+
+
+def is_told(rotary: nn.Module) -> bool:
+    """Whether this thread has been [`TOLD`] what a module has."""
+    return TOLD in _calls.stated.get(rotary, {})
 
 
 def remember_frequencies(model: nn.Module) -> None:

@@ -175,7 +175,7 @@ def test_rotations_that_follow_the_length_of_a_call(rotation: dict[str, Any]) ->
     for length, is_whole in ((120, False), (200, True)):
         _, cache = generated(model, tokens_of(length), EVICTING)
         assert (cache.whole_prompt_reason is not None) == is_whole
-        reason = why_read_whole(model, {}, is_first=True, prompt_length=length)
+        reason = why_read_whole(model, {}, is_first=True, rotated_length=length)
         assert reason == cache.whole_prompt_reason
     assert "frequencies follow the longest text" in str(reason)
     assert why_read_whole(model, {}, is_first=True) == reason  # of a length nobody knows

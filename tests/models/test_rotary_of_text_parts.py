@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
+from kvcache_plugins.models.frequencies import Change
 from tests.models.families import NotSmall
 from tests.models.moving import check_moved_keys, described
 from tests.models.text_parts import NAMES, text_part
@@ -64,3 +65,11 @@ def test_layers_whose_frequencies_are_not_scaled(scaled: list[int], from_config:
     rotaries = [fact.rotary for fact in described(model, from_config=from_config)]
     assert (rotaries[0] == rotaries[1]) == (scaled == [])
     assert model.config.to_dict() == said
+
+
+@pytest.mark.parametrize("from_config", [False, True])
+def test_layers_whose_frequencies_are_not_scaled_do_not_follow_the_length(from_config: bool) -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
+    model = built("molmo2_text", rope_parameters=dynamic, rope_scaling_layers=[1])
+    changes = [fact.change for fact in described(model, from_config=from_config)]
+    assert changes == [None, Change("dynamic", model.config.max_position_embeddings - 1)]
