@@ -14,6 +14,7 @@ from ..config import check_flag, check_integer, check_number
 from ..eviction.accumulating import AccumulatingCache, AccumulatingLayer
 from ..eviction.headwise import HeadwiseConfig
 from ..layers.view import StreamView
+from ..models.frequencies import Change
 from ..registry import register_backend
 
 __all__ = ["ExpectedAttentionCache", "ExpectedAttentionConfig", "ExpectedAttentionLayer"]
@@ -62,6 +63,10 @@ class ExpectedAttentionLayer(AccumulatingLayer):
 
     config: ExpectedAttentionConfig
     _scaling = 1.0
+
+    @property
+    def change(self) -> Change | None:
+        return None if self.is_part else self.facts.change  # a part takes what its layer has not refused
 
     def score(self, keys: Tensor, values: Tensor) -> Tensor:
         if keys.is_meta and self.evicts:
@@ -182,7 +187,8 @@ class ExpectedAttentionCache(AccumulatingCache):
         of V2-Lite and 148 thousand of V3; their rotated channels are taken as they are, and a value's length
         is its latent's. Where the layout of a rotation is not known (NanoChat), queries are taken as they
         are, too. Queries from before an image that a model numbers by row and column (Qwen2-VL) are turned
-        too far.
+        too far. Nothing is evicted of texts beyond the length at which a model's frequencies begin to follow
+        it (`rope_type="dynamic"`; `"longrope"` but for Phi-3): they are refused.
     """
 
     config_class = ExpectedAttentionConfig

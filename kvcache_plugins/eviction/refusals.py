@@ -81,7 +81,7 @@ def _refusal(layer: EvictingLayer, change: Change, length: int) -> ValueError:
         turns, has = f"{name}.positions='compact' turns kept keys", f"{length} tokens are held"
         allowed = "'absolute', and so small a `budget` and `chunk_size` that no more are held then"
     else:
-        turns, has = f"The backend of {name} turns queries back", f"{length} tokens have been read"
+        turns, has = f"{name.removesuffix('Config')} turns queries back", f"{length} tokens have been read"
         allowed = "shorter texts, and backends that take queries as they are, such as 'snapkv'"
     told = ", and `bind` with the `prompt_length` before anything is read" if change.can_be_told else ""
     return ValueError(

@@ -143,6 +143,36 @@ def test_phi3_is_told_by_the_length_of_the_prompt() -> None:
     assert estimate(model.config, COMPACT, 90) > 0
 
 
+EXPECTED = {"backend": "expected_attention", "budget": 40, "chunk_size": 16}
+
+
+@pytest.mark.parametrize("floor", [None, 0.2])
+@pytest.mark.parametrize("kind", FOLLOWING)
+def test_queries_are_turned_back_by_what_the_model_turned_them(kind: str, floor: float | None) -> None:
+    """Up to the length at which its frequencies change; of a longer text nothing can be evicted."""
+    config = {**EXPECTED, "head_floor": floor}
+    got, _ = generated(model_of(kind), config, 60, 3)
+    expected, _ = generated(model_of(kind, follows=False), config, 60, 3)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0.0)
+    message = rf"turns queries back.*rope_type='{kind}'.*{{}} tokens have been read.*shorter texts"
+    for act in (
+        lambda: generated(model_of(kind), config),
+        lambda: estimate(model_of(kind).config, config, 200),
+        lambda: bound_cache(model_of(kind), config, 200),
+    ):
+        with pytest.raises(ValueError, match=message.format(200)):
+            act()
+    evicting = {**config, "evict_at_decode": True}
+    with pytest.raises(ValueError, match=message.format(125)):
+        generated(model_of(kind), evicting, 60, 100)
+    cache = bound_cache(model_of(kind), evicting, 60)
+    feed(model_of(kind), cache, ids(124), [30, 30, *[1] * 64])
+    with pytest.raises(ValueError, match=message.format(125)):
+        feed(model_of(kind), cache, ids(1), [1])
+    cache.check_in_step()
+    generated(model_of.__wrapped__(kind), {**config, "budget": 300})  # of which nothing goes
+
+
 def test_when_frequencies_change() -> None:
     assert frequency_change(model_of("dynamic").config) == Change("dynamic", LIMIT - 1)
     assert frequency_change(model_of("longrope").config) == Change("longrope", LIMIT)
