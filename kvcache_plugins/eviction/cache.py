@@ -81,6 +81,7 @@ class EvictingCache(KVCache):
         model, _ = split_model_or_config(model_or_config)
         if model is not None:
             self.attach(model)
+            self._count_what_is_held(model)
 
     @classmethod
     def check_artifacts(cls, config: Any, model_config: Any) -> None:
@@ -174,12 +175,16 @@ class EvictingCache(KVCache):
         self._check_mask(attention_mask)
         if self.config.positions == "compact":
             self._check_compact(self.evicting_layers, f"a {type(model).__name__}")  # by its own modules
-            count_from_what_is_held(decoder_of(model))
+        self._count_what_is_held(model)
         return self
 
     def reset(self) -> None:
         super().reset()
         self.prompt_length = None
+
+    def _count_what_is_held(self, model: nn.Module) -> None:
+        if self.config.positions == "compact":
+            count_from_what_is_held(decoder_of(model))
 
     def _build_layer(self, plan: LayerPlan, config: Any, layer_idx: int, facts: LayerFacts) -> Any:
         if plan.dense_reason not in (None, _SKIPPED):

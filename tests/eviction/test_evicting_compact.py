@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kvcache_plugins import build_cache
 from kvcache_plugins.eviction.renumbering import turn_to_slots
 from kvcache_plugins.layers.padding import Padding
 from kvcache_plugins.models.cache_argument import as_argument
@@ -119,6 +120,16 @@ def test_a_huge_budget_is_the_ordinary_cache(scenario: str) -> None:
     expected = run_scenario(model_of(), scenario, lengths=(40, 29))
     got = run_scenario(model_of(), scenario, lengths=(40, 29), cache_config=config)
     assert got.tolist() == expected.tolist()
+
+
+def test_a_loop_that_does_not_bind_is_numbered_too() -> None:
+    tokens, logits = ids(72), []
+    config = {"backend": "streaming_llm", "budget": 24, "positions": "compact"}
+    for is_bound in (False, True):  # the model is a new one, which has been hooked by no other cache
+        model = tiny_model("llama", attn_implementation="sdpa", vocab_size=512)
+        cache = build_cache(model, config)
+        logits.append(feed(model, cache.bind(model) if is_bound else cache, tokens, [60] + [1] * 12))
+    assert torch.equal(*logits)
 
 
 def test_other_caches_of_the_model_are_left_alone() -> None:
