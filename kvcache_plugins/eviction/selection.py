@@ -65,6 +65,8 @@ def ranked(
 
 def best_slots(ranks: Tensor, count: int) -> Tensor:
     """The `count` slots of highest rank, of ranks `(B, H, m)`: int64 `(B, H, count)`, ascending."""
+    if ranks.is_meta:  # of shapes alone torch would ask for the square of a length
+        return ranks.new_empty((*ranks.shape[:2], count), dtype=torch.int64)
     are_chosen = are_best(ranks, count)
     # not by `nonzero`, which would wait for a GPU
     places = are_chosen.cumsum(2).sub_(1).masked_fill_(~are_chosen, count)  # others go behind the chosen ones
