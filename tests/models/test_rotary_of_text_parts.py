@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import transformers
 
 from kvcache_plugins.models.frequencies import Change
-from tests.models.families import NotSmall
+from tests.models.families import as_far_as_it_can_be_built
 from tests.models.moving import check_moved_keys, described
 from tests.models.text_parts import NAMES, text_part
 
@@ -25,9 +24,8 @@ NO_SUCH_KEYS = {
     "kosmos_2_text_model": "adds its positions to its embeddings",
     "mistral_large4_text": "caches latents",
 }
-LISTED_FOR = "5.23"
 BROKEN = frozenset({"glm5_next_text", "pix2struct_text_model", "t5gemma2_decoder"})
-"""What cannot be built of our sizes, or by itself, in this release."""
+"""What cannot be built of our sizes, or by itself, in the release that was looked through."""
 HAS_PLAIN_CACHE = frozenset({"unlimited_ocr_text"})
 """Whose own layers of a cache keep some of a text."""
 
@@ -35,14 +33,8 @@ HAS_PLAIN_CACHE = frozenset({"unlimited_ocr_text"})
 def built(name: str, **overrides: Any) -> Any:
     if name not in NAMES:
         pytest.skip("this release of transformers does not have it")
-    try:
+    with as_far_as_it_can_be_built(name, BROKEN):
         return text_part(name, **overrides)
-    except NotSmall as error:
-        pytest.skip(str(error))
-    except Exception as error:
-        if name not in BROKEN and transformers.__version__.startswith(LISTED_FOR):
-            raise
-        pytest.skip(f"without us: {type(error).__name__}")
 
 
 @pytest.mark.parametrize("from_config", [False, True])
